@@ -16,14 +16,14 @@ _LOOK_AHEAD = 2_000  # samples searched for one with a document boundary
 
 
 def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
-    """Return the first `count` training samples as JSON objects. If none of them contains a document boundary, the last
-    one is replaced by the next sample that does.
+    """Return the first `count` samples of the training order as JSON objects. If none of them contains a document
+    boundary, the last one is replaced by the next sample that contains one. data: prepared data of a recipe.
 
     Keys of an object: `sample`: its index in the training split. `documents`: [{start, stop, text}], token range
     [start, stop) and decoded text, special tokens by name. `masked_targets`: positions whose next token is not a target
-    of the loss. `target_tokens`: number of the other positions. For records also `padding`, the number of tokens after
-    the last document, and in each document `parts`: [{text, trained}], its runs of tokens that are, or are not,
-    targets.
+    of the loss. `target_tokens`: number of the other positions. For data packed from records (chat, instruction or
+    preference data) also `padding`, the number of tokens after the last document, and in each document `parts`: [{text,
+    trained}], its runs of tokens that are, or are not, targets.
     """
     split = data.split("train")
     order = data.make_sample_order().sample(np.arange(min(split.sequences, max(count, _LOOK_AHEAD))))
@@ -57,8 +57,8 @@ def _mark_trained_tokens(row: dict[str, Any], data: PreparedData, tokens: NDArra
     """Add to each document of a described sample its `parts`: runs of tokens that are, or are not, targets of the loss.
     Also move padding from `documents` to the key `padding` (number of tokens).
 
-    row: JSON object of the sample, as in `describe_samples`; changed in place. tokens, targets: token ids and targets
-    (-100: none) of the sample, [S] each.
+    row: JSON object of the sample, as in `describe_samples`; changed in place. data: prepared data, whose tokenizer
+    decodes. tokens, targets: token ids and target ids (-100: ignored by the loss) of the sample, [S] each.
     """
     trained = np.append(False, targets[:-1] != NO_TARGET)  # [S]: token i is the target of position i - 1
     row["padding"] = 0

@@ -30,7 +30,7 @@ def canonical_json(value: Any) -> bytes:
 
 
 def hash_file(path: Path) -> str:
-    """Hash the contents of a file; returns hex SHA-256."""
+    """Return the hex SHA-256 of the contents of the file `path`."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -46,7 +46,7 @@ def sync_directory(directory: Path) -> None:
 
 class AtomicFile:
     """Context manager that writes a file atomically: under a temporary name in the same directory, which `finish`
-    renames to `path`. Without `finish` the temporary file is deleted when the context exits.
+    renames to `path`, the final name. Without `finish` the temporary file is deleted when the context exits.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,8 +90,8 @@ def write_atomic(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def try_write_json(path: Path, value: Any) -> None:
-    """Write a JSON value to the cache file `path`, creating its directory; errors are ignored. For values that only
-    save time: if the cache cannot be written, writing the prepared data reports it.
+    """Write `value` as JSON to the cache file `path` atomically, creating its directory. An `OSError`, such as a full
+    disk, is ignored: the file only saves time, and nothing depends on it.
     """
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,9 @@ def try_write_json(path: Path, value: Any) -> None:
 
 
 def write_array(file: AtomicFile, array: NDArray[Any]) -> None:
-    """Write a 1-D array to `file` in .npy format, block by block: a memory-mapped array may be larger than memory."""
+    """Write a 1-D array to `file` in .npy format, one block at a time, so that a memory-mapped array may be larger than
+    main memory. `file` is not finished.
+    """
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
     file.write(header.getvalue())
@@ -108,7 +110,7 @@ def write_array(file: AtomicFile, array: NDArray[Any]) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """Load a JSON file; returns the parsed value, or None if the file does not exist or is damaged."""
+    """Load the JSON file `path`; returns the parsed value, or None if the file does not exist or is not valid JSON."""
     try:
         return untrusted.read_json(path, "checkpoint_bytes")
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -116,8 +118,8 @@ def read_json(path: Path) -> Any | None:
 
 
 def find_damage(path: Path, recorded: dict[str, Any], contents: bool) -> str | None:
-    """Compare a file with the size and digest recorded when it was written; returns the difference as a clause ("is
-    missing" ...), or None if there is none.
+    """Compare the file `path` with the size and digest recorded when it was written; returns the difference as a clause
+    (such as "is missing"), or None if size and digest are as recorded.
 
     recorded: {"bytes": size, "sha256": hex digest}. contents: compare the SHA-256 too, which reads the whole file; else
     the size alone.
@@ -135,11 +137,11 @@ def find_damage(path: Path, recorded: dict[str, Any], contents: bool) -> str | N
 
 @contextmanager
 def hold_lock(path: Path, log: Callable[[str], None], doing: str) -> Iterator[None]:
-    """Context manager that holds an exclusive lock (flock) on the file `path`. While another process holds the lock, it
-    logs one line and waits.
+    """Context manager that holds an exclusive lock (flock) on the file `path`, which is created if needed. While
+    another process holds the lock, it passes one line to `log` and waits.
 
-    doing: the holder's activity for that line, such as "preparing the same data". The kernel releases the lock of a
-    process that dies.
+    doing: what holders of this lock do, for that line, such as "preparing the same data". The kernel releases the lock
+    of a process that dies.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:

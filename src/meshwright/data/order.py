@@ -20,10 +20,10 @@ class SampleOrder:
     """Order in which training reads `sequences` samples in endless epochs, each a pseudorandom permutation. It is
     computed per sample and never stored, so that resuming and any data-parallel layout see the same order.
 
-    seed: of the run. sequences: number of samples. source: index of the data source in a mixture; each has its own
-    order. An epoch's permutation is a balanced Feistel network over [0, 4^h), 4^h >= `sequences`, with round keys from
-    the SHA-512 of (seed, epoch). A result outside [0, sequences) is permuted again until it falls inside: cycle walking
-    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2).
+    seed: random seed of the training run. sequences: number of samples. source: index of the data source in a mixture;
+    each has its own order. An epoch's permutation is a balanced Feistel network over [0, 4^h), 4^h >= `sequences`, with
+    round keys from the SHA-512 of (seed, epoch). A result outside [0, sequences) is permuted again until it falls
+    inside: cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2).
     """
 
     def __init__(self, seed: int, sequences: int, source: int = 0) -> None:
@@ -63,8 +63,8 @@ class SampleOrder:
         return result
 
     def _apply_feistel(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Encrypt `values`, uint64 in [0, 4^h), by the Feistel network to values in the same range. keys: one round key
-        per round, uint64 [rounds].
+        """Encrypt `values`, uint64 in [0, 4^h), by the Feistel network to values in the same range; h = `_half_bits` is
+        half the width of the permuted numbers in bits. keys: one round key per round, uint64 [rounds].
         """
         bits = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
@@ -78,13 +78,13 @@ class MixtureOrder:
     """Order in which training reads a weighted mixture of K data sources, each shuffled in separate endless epochs;
     computed per sample and never stored.
 
-    sequences: number of samples of each source; source k's samples have the indices from sequences[0] + ... +
-    sequences[k-1] on. weights: w, relative share of each source.
+    seed: random seed of the training run. sequences: number of samples of each source; source k's samples have the
+    indices from sequences[0] + ... + sequences[k-1] on. weights: w, relative share of each source.
 
     The pattern of sources is periodic and as even as possible: source k's number among the first n samples differs from
     n w_k / sum(w) by at most 1 - 1/(2K - 2) (Tijdeman, "The chairman assignment problem", 1980), and among any n
     consecutive samples by at most twice that. The period is the sum of the smallest integers with the ratios of the
-    weights; if it would exceed `LONGEST_PERIOD`, these integers are scaled down and rounded.
+    weights; if it would exceed `LONGEST_PERIOD` (65,536), these integers are scaled down and rounded.
     """
 
     def __init__(self, seed: int, sequences: Sequence[int], weights: Sequence[float]) -> None:
@@ -123,8 +123,8 @@ class MixtureOrder:
 def reduce_weights(weights: Sequence[float]) -> list[int]:
     """Return the smallest integers that have the ratios of `weights`, [sources]: [0.5, 0.25] gives [2, 1].
 
-    A weight is taken as the decimal number that its `repr` shows, 0.1 as 1/10. Integers whose sum exceeds
-    `LONGEST_PERIOD` are scaled and rounded, so that their sum is about `LONGEST_PERIOD`.
+    A weight is taken as the decimal number that its `repr` shows, 0.1 as 1/10. Integers whose sum exceeds 65,536
+    (`LONGEST_PERIOD`) are scaled and rounded, so that their sum is about that.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))

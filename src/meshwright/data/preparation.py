@@ -68,9 +68,9 @@ def prepare(
     cleaning, tokenizer and packing options. One process prepares while others wait for its lock; an interrupted
     preparation resumes.
 
-    seed: of the training split's sample order. log: receives progress lines. check: verify the SHA-256 of all cached
-    files, not only their sizes; damaged files are prepared again. keep_text: store the text of the training split too
-    (that of the validation split is always stored).
+    recipe: the `[data]` table. seed: random seed of the training split's sample order. log: receives progress lines.
+    check: verify the SHA-256 of all cached files, not only their sizes; damaged files are prepared again. keep_text:
+    store the text of the training split too (that of the validation split is always stored).
 
     Raises `UserError` for sources that cannot be read, no document left after cleaning, a split too short for one
     sample, and a cache that cannot be written.
@@ -93,8 +93,9 @@ def prepare(
 
 
 def find_prepared(recipe: DataRecipe, seed: int = 0) -> PreparedData | None:
-    """Return the prepared data of a recipe's `[data]` table from the cache; None if the cache lacks them. seed: of the
-    training split's sample order. Raises `UserError` for sources that cannot be read.
+    """Return the prepared data of a recipe's `[data]` table from the cache; None if the cache lacks them. recipe: the
+    `[data]` table. seed: random seed of the training split's sample order. Raises `UserError` for sources that cannot
+    be read.
     """
     job = _Preparation(recipe, lambda line: None, keep_text=False)
     manifest = job.find_manifest(contents=False, log=None)
@@ -102,8 +103,11 @@ def find_prepared(recipe: DataRecipe, seed: int = 0) -> PreparedData | None:
 
 
 class _Preparation:
-    """Preparation of one recipe's data: finds the source files, the cache key and the cache directory, and runs the
-    steps that fill that directory. log: receives progress lines. keep_text: store the text of the training split too.
+    """Preparation of one recipe's data. The constructor finds the source files, the cache key and the cache directory;
+    the methods run the steps that fill that directory.
+
+    recipe: the `[data]` table. log: receives progress lines. keep_text: store the text of the training split too.
+    Raises `UserError` for sources, tokenizers and chat templates that cannot be used.
     """
 
     def __init__(self, recipe: DataRecipe, log: Log, keep_text: bool) -> None:
@@ -184,8 +188,9 @@ class _Preparation:
         return None if problems else manifest
 
     def prepare_missing(self) -> dict[str, Any]:
-        """Run the missing steps (survey, tokenizer, shards, manifest) and return the manifest as JSON. The caller holds
-        the lock.
+        """Run the missing steps (survey, tokenizer, shards, manifest) and return the manifest as JSON. The caller must
+        hold the lock of the cache directory. Raises `SourceChanged`, with all results deleted, if a source file changed
+        meanwhile.
         """
         for partial in self.directory.rglob(f"{PARTIAL}*"):
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
@@ -198,7 +203,7 @@ class _Preparation:
 
     def _run_steps(self) -> dict[str, Any]:
         """Run the preparation steps in order, write the manifest, which marks the data as complete, and return it as
-        JSON.
+        JSON. Raises `SourceChanged` if a source file changed meanwhile.
         """
         survey = self._survey_corpus()
         tokenizer, tokenizer_record = self._prepare_tokenizer(survey)
@@ -249,8 +254,8 @@ class _Preparation:
                 path.unlink()
 
     def _survey_corpus(self) -> Survey:
-        """Return the survey of the corpus: the split of each document, or the rule that dropped it. It is read from the
-        cache, or made by reading and cleaning all documents.
+        """Return the survey of the corpus: the split of each document, or the rule that dropped it. The survey is read
+        from the cache if a complete one exists; otherwise all documents are read and cleaned.
         """
         codes_path, path, work = (self.directory / name for name in ("survey.npy", "survey.json", "cleaning"))
         record = read_json(path)
@@ -309,8 +314,7 @@ class _Preparation:
 
     def _iterate_training_texts(self, survey: Survey) -> Iterator[str]:
         """Yield the texts on which the tokenizer is trained: all texts of the training split, or, if these have more
-        than `TRAINING_TEXT` bytes, texts of about as many bytes spread evenly over them. survey: assigns documents to
-        splits.
+        than 256 MiB, texts of about as many bytes spread evenly over them. survey: assigns documents to splits.
         """
         share = TRAINING_TEXT / max(1, survey.bytes["train"])
         for number, text in survey.iterate_texts(self.files, make_reader(self.recipe, survey.longest), "train"):
@@ -381,7 +385,9 @@ def _trains_tokenizer(recipe: DataRecipe) -> bool:
 
 
 def _find_cache_directory(recipe: DataRecipe) -> Path:
-    """Return the root of the data cache: data.cache, else XDG_CACHE_HOME/meshwright, else ~/.cache/meshwright."""
+    """Return the root of the data cache: `recipe.cache` (data.cache) if set, else XDG_CACHE_HOME/meshwright, else
+    ~/.cache/meshwright.
+    """
     if recipe.cache:
         return Path(recipe.cache).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")  # XDG base directory specification

@@ -24,8 +24,8 @@ from meshwright.recipe import DataRecipe
 class PreparedData:
     """Prepared data of one recipe in the cache: a tokenizer, and a packed dataset for each split.
 
-    directory: the data's cache directory. manifest: its manifest.json, parsed. recipe: the `[data]` table. seed: of the
-    training split's sample order.
+    directory: the data's cache directory. manifest: its manifest.json, parsed. recipe: the `[data]` table. seed: random
+    seed of the training split's sample order.
     """
 
     def __init__(self, directory: Path, manifest: dict[str, Any], recipe: DataRecipe, seed: int) -> None:
@@ -78,7 +78,7 @@ class PreparedData:
         """Return the packed dataset of the split `name`: "train", or "validation" (empty if data.validation_fraction is
         0).
 
-        With weights in the recipe, rows of the training split never mix two data sources.
+        If the recipe weights its data sources, no packed row of the training split contains tokens of two sources.
         """
         assert name in SPLITS, name
         shards = [Shard(**record) for record in self.manifest["splits"][name]]
@@ -100,7 +100,9 @@ class PreparedData:
         return self._examples[name]
 
     def group_shards(self, split: str) -> list[list[Shard]]:
-        """Return the shards of `split` ("train" or "validation"), one list per data source."""
+        """Return the metadata of the shards (files of packed tokens) of `split` ("train" or "validation"), one list per
+        data source.
+        """
         shards = iter(self.split(split).shards)
         return [list(islice(shards, source["shards"][split])) for source in self.manifest["sources"]]
 
@@ -114,8 +116,8 @@ class PreparedData:
                 yield f"{name}: {format_packing_report(split.report, split.sequences, split.sequence)}"
 
     def iterate_documents(self, split: str = "validation") -> Iterator[str]:
-        """Yield the text of each document of `split` ("train" or "validation") after masking; "train" must have been
-        prepared with `keep_text`.
+        """Yield the cleaned text of each document of `split` ("train" or "validation"), with personal data masked. For
+        "train" the data must have been prepared with `keep_text`.
         """
         return self.split(split).iterate_texts()
 
@@ -132,7 +134,7 @@ class PreparedData:
         """Return the JSON document of `meshwright data prepare`: `tokens` (start and end tokens included), `documents`,
         `bytes`, `dropped` by rule, `sha256`, counts of each split (`splits`) and of each data source (`sources`).
 
-        samples: number of samples in the planned run, for the number of epochs of each source.
+        samples: number of samples that the planned run reads, from which the number of epochs of each source follows.
         """
         splits = {name: self.split(name) for name in SPLITS}
         cleaning = self.cleaning
@@ -236,7 +238,8 @@ def format_packing_report(report: dict[str, int], rows: int, sequence: int) -> s
     """Format a packing report as one line of text: numbers of examples, packed rows, truncated and dropped examples,
     and target tokens lost by them.
 
-    report: counts as in `PackedExamples.report`. rows: number of packed rows. sequence: tokens in a row.
+    report: counts as in `PackedExamples.report`. rows: number of packed rows. sequence: S, positions in a row; a row
+    stores S + 1 tokens, as the last one is only a target.
     """
 
     def format_examples(count: int) -> str:

@@ -30,10 +30,10 @@ GroupKey = tuple[int, str]  # (generation of the default group on this rank, nam
 class Event:
     """Record of one communication call of one rank.
 
-    order: position among all ranks' calls, from 1. number: position among this rank's calls, from 1. operation: such as
-    "all_reduce", "send to 1". group: global ranks of the process group. shape: dtype and shape, such as "float32[4,
-    8]". bytes: size of the call's inputs or outputs on this rank, whichever is larger. place: code location of the
-    call, as file and line.
+    order: position among all ranks' calls, from 1. rank: global rank that made the call. number: position among this
+    rank's calls, from 1. operation: name of the call, such as "all_reduce" or "send to 1". group: global ranks of the
+    process group. shape: dtype and shape, such as "float32[4, 8]". bytes: size of the call's inputs or outputs on this
+    rank, whichever is larger. place: code location of the call, as file and line.
     """
 
     order: int
@@ -47,11 +47,12 @@ class Event:
 
 
 class CollectiveCall:
-    """One collective call of a process group: it collects the calls of the single ranks, and is complete when all ranks
-    have made theirs.
+    """One call of a collective by the ranks of a process group. It collects the calls of the single ranks, and is
+    complete when all ranks have made theirs.
 
-    operation: such as "all_reduce". ranks: global ranks of the group. Attributes: `calls`: {index in the group: that
-    rank's call}; `results`: result tensors, [index in the group][output], None until complete.
+    operation: name of the collective, such as "all_reduce". ranks: global ranks of the group. Attributes: `calls`:
+    {index in the group: that rank's call}; `results`: result tensors, [index in the group][output], None until
+    complete.
     """
 
     def __init__(self, operation: str, ranks: tuple[int, ...]) -> None:
@@ -83,9 +84,9 @@ class EmulatedWork(dist.Work):
     the output tensors only when the program waits for the handle (or finds it completed), so that a forgotten `wait`
     shows in every run.
 
-    ready: returns True once the call is complete. describe: returns text on the call, for the deadlock report. finish:
-    writes the results to the output tensors and returns these tensors. message: the posted receive, if the call is one;
-    else None.
+    matcher: matches the calls of all ranks. ready: returns True once the call is complete. describe: returns text on
+    the call, for the deadlock report. finish: writes the results to the output tensors and returns these tensors.
+    message: the posted receive, if the call is one; else None.
     """
 
     def __init__(
@@ -160,12 +161,12 @@ class CallMatcher:
         self.store: dict[str, bytes] = {}
 
     def join(self, group: Any, operation: str, call: RankCall, op: str = "SUM", root: int = 0) -> EmulatedWork:
-        """Add this rank's call to a collective over `group` (an `EmulatedGroup`); the last rank's call computes the
-        results. Returns the handle.
+        """Add the running rank's call to a collective over `group` (an `EmulatedGroup`); the last rank's call computes
+        the results. Returns the call's handle.
 
-        operation: such as "all_reduce". call: this rank's input and output tensors. op: name of the reduction, such as
-        "SUM". root: index of the root rank in the group. Raises EmulationFailed if another rank of the group makes
-        another call, or one of another shape.
+        operation: name of the collective, such as "all_reduce". call: the running rank's input and output tensors. op:
+        name of the reduction, such as "SUM". root: index of the root rank in the group. Raises EmulationFailed if
+        another rank of the group makes another call, or one of another shape.
         """
         group.calls += 1
         self._record(group, operation, call)
@@ -182,10 +183,12 @@ class CallMatcher:
                 each.inputs = ()  # free
 
         def describe() -> str:
+            """Return text on the call and on the ranks that have not made it, for the deadlock report."""
             where = f"{operation} over {name_ranks(group.ranks)} (its call {call.number}, {call.place})"
             return f"{where}: {collective.describe_missing()}"
 
         def finish() -> Tensors:
+            """Copy the results to the output tensors of the rank's call; return these tensors."""
             assert collective.results is not None
             copy_results(call.outputs, collective.results[at])
             return call.outputs
@@ -218,6 +221,7 @@ class CallMatcher:
         where = f"recv from {whom} (its call {call.number}, {call.place})"
 
         def finish() -> Tensors:
+            """Copy the received message to the tensor to fill; return the call's output tensors."""
             assert message.result is not None
             copy_results(call.outputs, [message.result])
             return call.outputs
@@ -258,8 +262,8 @@ class CallMatcher:
         """Append the running rank's communication call to `events`, and count it. Before that, call `on_call`, which
         may open the debugger.
 
-        group: an `EmulatedGroup`. operation: such as "all_reduce". call: the rank's tensors; its fields `number` and
-        `place` are set here.
+        group: an `EmulatedGroup`. operation: name of the call, such as "all_reduce". call: the rank's tensors; its
+        fields `number` and `place` are set here.
         """
         scheduler = self.scheduler
         scheduler.check_stopped()
@@ -297,8 +301,9 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 
 def find_caller() -> FrameType | None:
-    """Return the stack frame of the user's line that makes the communication call: the innermost frame outside torch,
-    comm/ and emulation/. None if there is no such frame."""
+    """Return the stack frame of the user's line that makes the communication call: the innermost frame outside torch
+    and Meshwright's packages `comm` and `emulation`. None if there is no such frame.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, *_INTERNAL, "<")):
         frame = frame.f_back

@@ -38,8 +38,8 @@ class RankDebugger(pdb.Pdb):
 
 
 def parse_breakpoint(text: str, ranks: int) -> tuple[int, int]:
-    """Parse "RANK" or "RANK:CALL"; return (rank, number of the rank's communication call, from 1). "RANK" means the
-    rank's first call.
+    """Parse `text`, "RANK" or "RANK:CALL"; return (rank, number of the rank's communication call, from 1). "RANK" means
+    the rank's first call.
 
     ranks: number of ranks. Raises UserError for another form or a rank out of range.
     """
@@ -58,7 +58,7 @@ def break_before(breakpoint: tuple[int, int], output: IO[str]) -> Callable[[int,
     """
 
     def on_call(rank: int, call: int, frame: FrameType | None) -> None:
-        """Open the debugger if this is the call."""
+        """Open the debugger in `frame` if the call number `call` of `rank` is the one of the breakpoint."""
         if (rank, call) == breakpoint and frame is not None:
             RankDebugger(rank, output).open_at(frame)
 
@@ -70,7 +70,7 @@ def make_breakpoint_hook(current: Callable[[], int], output: IO[str]) -> Callabl
     current: returns the running rank. output: stream for the debugger's prompt."""
 
     def hook(*_: Any, **__: Any) -> None:
-        """Stop at the line after the caller's."""
+        """Open the debugger at the line that follows the caller's `breakpoint()`; the arguments are ignored."""
         RankDebugger(current(), output).set_trace(sys._getframe(1))
 
     return hook

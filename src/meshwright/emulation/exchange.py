@@ -50,8 +50,10 @@ unseen_by_modes = _disable_current_modes
 
 @unseen_by_modes()
 def copy_results(outputs: Tensors, results: Tensors) -> None:
-    """Copy a call's results into its output tensors without recording the copy in autograd, as a real backend writes
-    them. A result and its output may differ in shape, but must have equally many elements (else ValueError)."""
+    """Copy the results of a call into its output tensors, one to each of `outputs`, without recording the copy in
+    autograd, as a real backend writes them. A result and its output may differ in shape, but must have equally many
+    elements (else ValueError).
+    """
     for output, result in zip(outputs, results, strict=True):
         if output.numel() != result.numel():
             raise ValueError(f"a result of shape {list(result.shape)} does not fit into {list(output.shape)}")
@@ -59,7 +61,9 @@ def copy_results(outputs: Tensors, results: Tensors) -> None:
 
 
 def name_reduction(op: ReduceOp | ReduceOp.RedOpType) -> str:
-    """Return the name of a reduction, such as "SUM". Raises NotImplementedError for one that is not emulated."""
+    """Return the name of the reduction `op`, such as "SUM". Raises NotImplementedError for a reduction that is not
+    emulated.
+    """
     name = str(getattr(op, "op", op)).rpartition(".")[2]
     if name not in REDUCTIONS:
         raise NotImplementedError(f"reduction {name} is not emulated (known: {', '.join(REDUCTIONS)})")
@@ -70,11 +74,12 @@ SEGMENT_BYTES = 2**20  # gloo's largest segment of a ring all-reduce
 
 
 def _reduce(inputs: Sequence[Tensors], op: str) -> list[torch.Tensor]:
-    """Return the elementwise reductions over the ranks of `inputs`, [rank][tensor], one for each tensor.
+    """Return the elementwise reductions over the ranks of `inputs`, [rank][tensor], one for each tensor. op: name of
+    the reduction, such as "SUM".
 
     The order of the additions is that of gloo's ring (gloo/allreduce.cc), so that sums have the same bits: all tensors
-    of a rank are one vector, which is cut into one part per rank; part p begins with rank p - 1 and goes down to rank
-    p. op: name such as "SUM".
+    of a rank are one vector, which is cut into n parts for n ranks; part p is summed over the ranks p - 1, p - 2, ...,
+    p (modulo n), in this order.
     """
     vectors = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in inputs]
     ranks, itemsize = len(vectors), vectors[0].itemsize
@@ -97,8 +102,9 @@ def compute_results(operation: str, calls: Sequence[RankCall], op: str, root: in
     """Compute the results of a collective call; return tensors [rank in group][output] that share no memory with the
     inputs.
 
-    operation: such as "all_reduce". calls: [rank in group], the calls of the process group's ranks with their tensors.
-    op: name of the reduction, such as "SUM". root: rank in the group, for operations that have one.
+    operation: name of the collective, such as "all_reduce". calls: [rank in group], the calls of the process group's
+    ranks with their tensors. op: name of the reduction, such as "SUM". root: rank in the group, for operations that
+    have one.
     """
     inputs = [[tensor.detach() for tensor in call.inputs] for call in calls]
     ranks = range(len(calls))

@@ -71,7 +71,7 @@ def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callab
 
 def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, Result]]) -> ExerciseResult:
     """Compare an exercise's results on all ranks with those on one device. A tensor is wrong if its relative error
-    ‖a-b‖ / ‖b‖ exceeds `TOLERANCE`, or if no rank returns some of its elements.
+    ‖a-b‖ / ‖b‖ exceeds 1e-10 (`TOLERANCE`), or if no rank returns some of its elements.
 
     truth: results of `one_device()`: name -> tensor, in the order of computation. ranks: results of `distributed()` by
     rank: name -> the whole tensor, or (part, index) where part holds the elements `tensor[index]` of the whole tensor.
@@ -133,8 +133,9 @@ def _check_returned(says: str, returned: Any, truth: Mapping[str, torch.Tensor] 
 
 
 def _compare_tensor(part: torch.Tensor, right: torch.Tensor) -> tuple[float, str]:
-    """Compare a rank's tensor `part` with `right`, the same elements of the single device's tensor; return (relative
-    error, text for the user on what differs). The error is infinite if the shapes differ."""
+    """Compare `part`, the tensor or slice that a rank returned, with `right`, the same elements of the single device's
+    tensor; return (relative error, text for the user on what differs). The error is infinite if the shapes differ.
+    """
     if part.shape != right.shape:
         return math.inf, f"shape {list(part.shape)}, one device has {list(right.shape)}"
     scale = float(right.double().norm())

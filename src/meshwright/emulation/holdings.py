@@ -51,11 +51,13 @@ class ModuleLog:
         """
 
         def add(module: Any, *_: Any) -> None:
-            """Record a module that gets a parameter."""
+            """Record `module`, which registers a parameter, for the running rank."""
             self._modules.setdefault(current(), {})[id(module)] = module
 
         def adopt(module: Any, name: str, child: Any) -> None:
-            """Record a module that gets a child."""
+            """Record `module` and its new child module `child` (None: no child) for the running rank, and mark the
+            child as no root. name: ignored.
+            """
             add(module)
             if child is not None:
                 add(child)
@@ -113,8 +115,9 @@ def compute_checksum(tensor: torch.Tensor) -> str:
 
 
 def format_holdings(holdings: list[Holding]) -> str:
-    """Return a table as text: one line for each tensor name, with the ranks of each distinct value. Checksums are not
-    shown: they depend on the machine's arithmetic."""
+    """Return `holdings` as a text table: one line for each tensor name, with the ranks of each distinct value.
+    Checksums are not shown: they depend on the machine's arithmetic.
+    """
     names = list(dict.fromkeys(holding.name for holding in holdings))
     width = max((len(name) for name in names), default=0)
     lines = ["tensors by rank (ranks that are listed together hold equal values)"]

@@ -22,13 +22,15 @@ class EmulatedGroup(_ProcessGroup):
     """Process group of one emulated rank, with the interface of a torch.distributed backend: methods take the arguments
     that torch.distributed passes, and return handles.
 
-    matcher: matches the calls of all ranks. key: generation of the default group, and name of the group. rank: index of
-    this rank in the group. ranks: global ranks of the group. A collective call is complete when all ranks have made it,
-    a send when it is received. Reductions add in the order of gloo's.
+    matcher: matches the calls of all ranks. key: (number of default groups that the rank has created so far, name of
+    the group). rank: index of this rank in the group. ranks: global ranks of the group. A collective call is complete
+    when all ranks have made it, a send when it is received. Reductions add in the order of gloo's ring all-reduce.
     """
 
     def __init__(self, matcher: CallMatcher, key: GroupKey, rank: int, ranks: tuple[int, ...]) -> None:
-        """Make the group of the global ranks `ranks`. key: names it on all of them. rank: index of this rank."""
+        """Create the group. matcher: matches the calls of all ranks. key: identifies the group on all its ranks. rank:
+        index of this rank in the group. ranks: global ranks of the group.
+        """
         super().__init__(rank, len(ranks))
         self.matcher, self.key, self.ranks = matcher, key, ranks
         self._rank = rank
@@ -71,8 +73,9 @@ class EmulatedGroup(_ProcessGroup):
     # --- collectives
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
-        """All-reduce each tensor of the list over the ranks, in place. opts: with the reduction; None: sum. Returns the
-        handle of the call."""
+        """All-reduce each of `tensors` over the ranks, in place. opts: torch.distributed's options, whose `reduceOp` is
+        the reduction; None: sum. Returns the handle of the call.
+        """
         op = "SUM" if opts is None else name_reduction(opts.reduceOp)
         call = RankCall(tensors, tensors, tensors[0], f"{op} {' '.join(map(describe_tensor, tensors))}")
         return self.matcher.join(self, "all_reduce", call, op)
@@ -80,16 +83,18 @@ class EmulatedGroup(_ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> EmulatedWork:
-        """Reduce tensors[0] of all ranks; the root (`opts.rootRank`) receives the result in its tensors[0]. Returns the
-        handle of the call."""
+        """Reduce tensors[0] of all ranks; the root (`opts.rootRank`) receives the result in its tensors[0].
+        `opts.reduceOp` is the reduction. Returns the handle of the call.
+        """
         op = name_reduction(opts.reduceOp)
         outputs = tensors if opts.rootRank == self._rank else []
         form = f"{op} {describe_tensor(tensors[0])} to {self.ranks[opts.rootRank]}"
         return self.matcher.join(self, "reduce", RankCall(tensors, outputs, tensors[0], form), op, opts.rootRank)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
-        """Overwrite the tensor of every rank with that of the root (`opts.rootRank`). Returns the handle of the
-        call."""
+        """Overwrite the tensors of every rank with those of the root (`opts.rootRank`; rank 0 if `opts` is None).
+        Returns the handle of the call.
+        """
         root = 0 if opts is None else opts.rootRank
         form = f"{tensors[0].dtype} {tensors[0].numel()} from {self.ranks[root]}"
         return self.matcher.join(self, "broadcast", RankCall(tensors, tensors, tensors[0], form), root=root)
@@ -98,20 +103,22 @@ class EmulatedGroup(_ProcessGroup):
         self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
     ) -> EmulatedWork:
         """Gather one tensor of each rank on all ranks: outputs[0][i] on every rank receives rank i's tensors[0].
-        Returns the handle of the call."""
+        Returns the handle of the call. opts: ignored.
+        """
         self._check_count(outputs[0], "all_gather")
         return self.matcher.join(self, "all_gather", RankCall(tensors, outputs[0], tensors[0], str(tensors[0].dtype)))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> EmulatedWork:
         """Gather every rank's `tensor` on all ranks into `output`, concatenated in rank order. Returns the handle of
-        the call."""
+        the call. opts: ignored.
+        """
         chunks = self._slice_evenly(output, tensor.numel(), "all_gather")
         return self.matcher.join(self, "all_gather", RankCall([tensor], chunks, tensor, describe_tensor(tensor)))
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
     ) -> EmulatedWork:
-        """Gather several tensors, each as `all_gather_single` does; return one handle for all."""
+        """Gather several tensors, each as `all_gather_single` does; return one handle for all. opts: ignored."""
         return self._join_works([self.all_gather_single(*pair) for pair in zip(outputs, tensors, strict=True)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -132,8 +139,9 @@ class EmulatedGroup(_ProcessGroup):
         return self.matcher.join(self, "scatter", RankCall(mine, outputs, outputs[0], form), root=opts.rootRank)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any) -> EmulatedWork:
-        """Reduce over the ranks and scatter: outputs[0] on rank i receives the reduction of all ranks' tensors[0][i].
-        Returns the handle of the call."""
+        """Reduce over the ranks and scatter: outputs[0] on rank i receives the reduction (`opts.reduceOp`) of all
+        ranks' tensors[0][i]. Returns the handle of the call.
+        """
         self._check_count(tensors[0], "reduce_scatter")
         op = name_reduction(opts.reduceOp)
         form = f"{op} {' '.join(map(describe_tensor, tensors[0]))}"
@@ -141,7 +149,9 @@ class EmulatedGroup(_ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> EmulatedWork:
         """Reduce over the ranks and scatter: `output` on rank i receives the reduction of the i-th of n equal slices of
-        all ranks' `tensor`. Returns the handle of the call."""
+        all ranks' `tensor`. opts: torch.distributed's options, whose `reduceOp` is the reduction; None: sum. Returns
+        the handle of the call.
+        """
         op = "SUM" if opts is None else name_reduction(opts.reduceOp)
         chunks = self._slice_evenly(tensor, output.numel(), "reduce_scatter")
         form = f"{op} {describe_tensor(tensor)}"
@@ -150,7 +160,9 @@ class EmulatedGroup(_ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
     ) -> EmulatedWork:
-        """Reduce and scatter several tensors, each as `reduce_scatter_single` does; return one handle for all."""
+        """Reduce and scatter several tensors, each as `reduce_scatter_single` does with `opts`; return one handle for
+        all.
+        """
         pairs = zip(outputs, tensors, strict=True)
         return self._join_works([self.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs])
 
@@ -158,7 +170,9 @@ class EmulatedGroup(_ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def alltoall(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
-        """Send tensors[i] to rank i of the group, and receive outputs[i] from it. Returns the handle of the call."""
+        """Send tensors[i] to rank i of the group, and receive outputs[i] from it. Returns the handle of the call. opts:
+        ignored.
+        """
         self._check_count(outputs, "all_to_all")
         self._check_count(tensors, "all_to_all")
         return self.matcher.join(self, "all_to_all", RankCall(tensors, outputs, tensors[0], str(tensors[0].dtype)))
@@ -172,8 +186,9 @@ class EmulatedGroup(_ProcessGroup):
         opts: Any = None,
     ) -> EmulatedWork:
         """Send slice i of `tensor` (along dim 0) to rank i, and receive slice i of `output` from it. sizes,
-        output_sizes: rows of each slice of `tensor` and `output`; empty: equal slices. Returns the handle of the
-        call."""
+        output_sizes: rows of each slice of `tensor` and `output`; empty: equal slices. opts: ignored. Returns the
+        handle of the call.
+        """
         call = RankCall(
             self._slice_rows(tensor, sizes), self._slice_rows(output, output_sizes), tensor, str(tensor.dtype)
         )
@@ -182,7 +197,9 @@ class EmulatedGroup(_ProcessGroup):
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> EmulatedWork:
-        """Wait for all ranks of the group; return the handle of the call, complete once all have called."""
+        """Let all ranks of the group wait for each other; return the handle of the call, complete once all ranks have
+        called. opts: ignored.
+        """
         return self.matcher.join(self, "barrier", RankCall((), (), None))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -213,10 +230,11 @@ class EmulatedGroup(_ProcessGroup):
     merge_remote_group = split_group
 
     def _slice_evenly(self, whole: torch.Tensor, part: int, operation: str) -> list[torch.Tensor]:
-        """Split a contiguous tensor into n equal slices, one per rank of the group; return flattened views of them.
+        """Split the contiguous tensor `whole` into n equal slices, one per rank of the group; return flattened views of
+        them.
 
-        whole: the tensor. part: required number of elements of a slice, that of the call's other tensor; ValueError if
-        `whole` has not n times as many. operation: name of the collective for the error.
+        part: required number of elements of a slice, that of the call's other tensor. operation: name of the collective
+        for the error. Raises ValueError if `whole` does not have n times `part` elements.
         """
         if whole.numel() != part * len(self.ranks):
             raise ValueError(f"{operation}: {whole.numel()} elements are not {len(self.ranks)} ranks x {part}")
@@ -224,7 +242,8 @@ class EmulatedGroup(_ProcessGroup):
 
     def _slice_rows(self, tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
         """Return views of a tensor's slices along dim 0, one per rank. sizes: number of rows of each slice; empty:
-        equal slices. ValueError if the rows cannot be split this way."""
+        equal slices. Raises ValueError if these numbers do not add up to the tensor's rows.
+        """
         if not sizes and tensor.shape[0] % len(self.ranks):
             raise ValueError(f"all_to_all: {tensor.shape[0]} rows are not divisible by {len(self.ranks)} ranks")
         sizes = list(sizes) or [tensor.shape[0] // len(self.ranks)] * len(self.ranks)
@@ -234,7 +253,8 @@ class EmulatedGroup(_ProcessGroup):
         return [tensor.data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def _check_count(self, tensors: list[torch.Tensor], operation: str) -> None:
-        """Raise ValueError unless the list has one tensor for each rank of the group. operation: name for the error."""
+        """Raise ValueError unless `tensors` has one tensor for each rank of the group. operation: name for the error.
+        """
         if len(tensors) != len(self.ranks):
             raise ValueError(f"{operation}: {len(tensors)} tensors for {len(self.ranks)} ranks")
 
@@ -250,7 +270,8 @@ class EmulatedGroup(_ProcessGroup):
 
 class EmulatedStore(_Store):
     """Emulation of `torch.distributed.Store`: key-value store that all emulated ranks share. A rank that waits for a
-    key lets others run."""
+    key lets others run. matcher: its `store` holds the values, and its scheduler lets other ranks run.
+    """
 
     def __init__(self, matcher: CallMatcher) -> None:
         super().__init__()

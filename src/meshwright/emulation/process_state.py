@@ -54,7 +54,11 @@ class ProcessState:
 
     It holds torch.distributed's process groups (`world`), environment variables, `__main__`, `sys.argv`, the modules of
     the script's directory, random states, default dtype, deterministic mode, and the mesh axes and call records of
-    `comm`.
+    Meshwright's package `comm`.
+
+    world: process groups, an object with the fields of torch.distributed's `_World`. environment: environment
+    variables, as the private dictionary of `os.environ` stores them. main: the module `__main__`. arguments:
+    `sys.argv`.
     """
 
     def __init__(self, world: Any, environment: dict[Any, Any], main: ModuleType, arguments: list[str]) -> None:

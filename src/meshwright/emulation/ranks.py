@@ -33,7 +33,8 @@ class EmulatedRanks:
     """Emulated ranks: threads of this process, of which one runs at a time. Use it as a context manager.
 
     world_size: number of ranks. initialized: True to initialize torch.distributed on each rank; False leaves that to
-    the functions that run. Attribute `states`: process state of each rank, [rank].
+    the functions that run. Attribute `states`: process state of each rank, [rank]. Attribute `backend`: name that every
+    group reports as its backend; None: the requested one.
     """
 
     backend: str | None = None  # reported backend of every group; None: the requested one
@@ -131,8 +132,9 @@ class EmulatedRanks:
         whose arguments it takes.
 
         size, rank: number of ranks, and rank in the group. ranks: global ranks of the group, empty for the default
-        group. backend: name, recorded only. store: key-value store. Returns (group, store), or (torch's non-member
-        marker, None) if this rank is not in `ranks`.
+        group. backend: name of the backend, which is only recorded. store: key-value store. group_name: name of the
+        group. options: of these only `pg_tag` is used, the tag under which torch.distributed finds an existing group.
+        Returns (group, store), or (torch's non-member marker, None) if this rank is not in `ranks`.
         """
         world: Any = c10d._world
         tag = options.get("pg_tag")
@@ -160,7 +162,9 @@ class EmulatedRanks:
         wait, scheduler = threading.Event.wait, self.scheduler
 
         def wait_or_yield(event: threading.Event, timeout: float | None = None) -> bool:
-            """Wait for an event, or for a time-out in seconds; return True if it is set."""
+            """Wait for `event` for at most `timeout` seconds (None: without limit); return True if it is set. With a
+            timeout, other ranks run meanwhile.
+            """
             rank = scheduler.running
             if timeout is None or rank is None or rank.thread is not threading.current_thread():
                 return wait(event, timeout)  # without a timeout, another thread of the program sets the event
@@ -176,7 +180,9 @@ class EmulatedRanks:
         set_handler = signal.signal
 
         def set_or_ignore(number: int, handler: Any) -> Any:
-            """Set the handler of a signal outside the ranks; return the one before."""
+            """Set the handler of signal `number` outside the ranks' threads, and return the previous one. In a rank's
+            thread, change nothing, print one message and return the present handler.
+            """
             if not any(rank.thread is threading.current_thread() for rank in self.scheduler.ranks):
                 return set_handler(number, handler)
             if not self._without_signals:
@@ -187,7 +193,9 @@ class EmulatedRanks:
         return set_or_ignore
 
     def _leave_uncompiled(self, model: Any = None, **_: Any) -> Any:
-        """Return a model or function unchanged, with one message. Stand-in for `torch.compile`."""
+        """Stand-in for `torch.compile`: return the model or function `model` unchanged, or for None (use as a decorator
+        with options) a decorator that does so. The first call prints a message.
+        """
         if not self._uncompiled:
             self._uncompiled = True
             print_message("meshwright: torch.compile is not emulated: the model runs uncompiled")
@@ -211,8 +219,10 @@ def _refuse_rendezvous(*_: Any, **__: Any) -> None:
 
 
 def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
-    """Return the value of a cached property. Stand-in for `functools.cached_property.__get__`, which before Python 3.12
-    holds a lock: a rank that communicates in a property would keep it while waiting for others."""
+    """Return the value of a cached property of `instance` (the property `self` itself if that is None). Stand-in for
+    `functools.cached_property.__get__`, which before Python 3.12 holds a lock: a rank that communicates in a property
+    would keep the lock while it waits for others.
+    """
     if instance is None:
         return self
     if self.attrname not in instance.__dict__:

@@ -133,7 +133,7 @@ class Scheduler:
         return [rank.result for rank in self.ranks]
 
     def current(self) -> RankThread:
-        """Return the rank whose thread calls this. Raises RuntimeError in any other thread."""
+        """Return the emulated rank in whose thread this method is called. Raises RuntimeError in any other thread."""
         rank = self.running
         if rank is None or rank.thread is not threading.current_thread():
             raise RuntimeError(
@@ -172,9 +172,9 @@ class Scheduler:
     def poll(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         """Let other ranks run once, because the program has asked for the state of a call that is not complete.
 
-        The run fails with a deadlock after `MOST_POLLS` polls of this rank during which no rank made a call, if no
-        other rank can run either. ready: returns True once the call is complete. describe: returns text on the call for
-        the deadlock report. Raises RankStopped for a deadlock.
+        The run fails with a deadlock after 1000 polls (`MOST_POLLS`) of this rank during which no rank made a call, if
+        no other rank can run either. ready: returns True once the call is complete. describe: returns text on the call
+        for the deadlock report. Raises RankStopped for a deadlock.
         """
         self.yield_turn(describe, polled=True)
         rank, calls = self.current(), sum(each.calls for each in self.ranks)
@@ -204,7 +204,9 @@ class Scheduler:
             raise RankStopped
 
     def fail(self, error: BaseException, rank: int | None) -> None:
-        """Record the first error of the run; later ones are ignored. rank: rank that raised it; None: a deadlock."""
+        """Record `error` as the failure of the run, unless an earlier one is recorded. rank: rank that raised the
+        error; None: a deadlock.
+        """
         if self.failure is None:
             self.failure = Failure(rank, error, format_error(error))
 

@@ -91,7 +91,9 @@ class RankOutput(io.TextIOBase):
     "[rank 2] "."""
 
     def __init__(self, output: IO[str], current: Callable[[], int | None]) -> None:
-        """Store where to write. current: returns the rank that runs, None between runs."""
+        """Store where to write. output: stream that receives the prefixed lines. current: returns the rank that runs,
+        None between runs.
+        """
         self.output, self._current = output, current
         self._lines: dict[int | None, str] = {}
 
@@ -105,7 +107,9 @@ class RankOutput(io.TextIOBase):
         return len(text)
 
     def _write_line(self, rank: int | None, line: str) -> None:
-        """Write a complete line with the rank as prefix; None: no prefix."""
+        """Write one complete line, `line`, with the prefix "[rank N] ". rank: the rank that printed the line; None: no
+        prefix.
+        """
         self.output.write(f"[rank {rank}] {line}\n" if rank is not None else f"{line}\n")
 
     def flush(self) -> None:
@@ -117,7 +121,9 @@ class RankOutput(io.TextIOBase):
         return self.output.fileno()
 
     def __getattr__(self, name: str) -> Any:
-        """Return what a text stream lacks but a file has, such as `buffer` and `reconfigure`: the output's."""
+        """Return the attribute `name` of the output stream, for attributes that only files have, such as `buffer` and
+        `reconfigure`.
+        """
         return getattr(self.output, name)
 
     def finish(self) -> None:
@@ -133,8 +139,9 @@ def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: S
     """Run a script on `ranks` emulated ranks (threads of this process), as torchrun would start it on processes; return
     the report.
 
-    path: the script. arguments: its command-line arguments. Raises UserError for an invalid breakpoint, or with
-    `options.check` for a script without the functions of an exercise.
+    path: the script. arguments: its command-line arguments. options: debugger, printed calls and check of an exercise.
+    Raises UserError for an invalid breakpoint, a syntax error in the script, or with `options.check` for a script
+    without the functions of an exercise.
     """
     before = None if options.breakpoint is None else parse_breakpoint(options.breakpoint, ranks)
     try:
@@ -146,7 +153,7 @@ def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: S
         emulated = stack.enter_context(EmulatedRanks(ranks, initialized=options.check))
 
         def current() -> int | None:
-            """Return the rank that runs."""
+            """Return the rank that runs; None if no rank does."""
             running = emulated.scheduler.running
             return None if running is None else running.index
 
@@ -192,12 +199,13 @@ def _check_exercise(emulated: EmulatedRanks, code: CodeType, modules: list[Modul
     """Run an exercise script's `distributed()` on all ranks, then its `one_device()` on rank 0, both with default dtype
     float64; return the comparison of their results.
 
-    emulated: the ranks. code: compiled script. modules: [rank], the module in which the rank executes it. path: of the
-    script, for error messages.
+    emulated: the ranks. code: compiled script. modules: [rank], the module in which the rank executes it. path: path of
+    the script, for error messages.
     """
 
     def run(module: ModuleType) -> Any:
-        """Run the exercise on one rank."""
+        """Execute the script in the rank's `module` with default dtype float64; return the result of `distributed()`.
+        """
         torch.set_default_dtype(torch.float64)
         _execute(code, module, "exercise")
         get_function(vars(module), "one_device", str(path))
@@ -208,7 +216,7 @@ def _check_exercise(emulated: EmulatedRanks, code: CodeType, modules: list[Modul
     results = emulated.run_each([partial(run, module) for module in modules])
 
     def compute_truth(module: ModuleType) -> Any:
-        """Run the exercise on one device."""
+        """Return the result of `one_device()` of the script that was executed in `module`."""
         return get_function(vars(module), "one_device", str(path))()
 
     tasks: list[Callable[[], Any]] = [lambda: None for _ in modules]
@@ -270,6 +278,8 @@ def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str
 
 
 def format_event(event: Event) -> str:
-    """Return one line on a communication call: order, rank, operation, group, shape, bytes, code location."""
+    """Return one line of text on the communication call `event`: order, rank, operation, group, shape, bytes, code
+    location.
+    """
     call = f"{event.operation:<14} ranks {format_ranks(event.group):<8} {event.shape:<18} {event.bytes:>9,} B"
     return f"#{event.order:<4} rank {event.rank}  {call}  {event.place}"

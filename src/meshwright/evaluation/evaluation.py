@@ -117,7 +117,7 @@ def _evaluate_on_rank(
 
     directory: path of the model. layout: such as "dp2 tp2". data: path of a recipe or data source. sequence: context
     length in tokens. overrides: "table.key=value" for the recipe. instruction_set: instruction set of the CPU kernels,
-    such as "avx2", equal on all ranks.
+    such as "avx2", equal on all ranks; None: the fastest.
     """
     mesh = Mesh.create(Layout.parse(layout))
     engine = build_offline_engine(Path(directory), mesh, "float32", scoring=True, instruction_set=instruction_set)
@@ -174,8 +174,9 @@ def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[in
 
 
 def _choose_rows_per_batch(tokens: PackedDataset) -> int:
-    """Return the number of packed rows (sequences filled with documents) in a batch, for about `TOKENS_PER_BATCH`
-    tokens."""
+    """Return the number of packed rows (sequences filled with documents) of `tokens` in a batch, for about 16,384
+    tokens.
+    """
     return max(1, TOKENS_PER_BATCH // tokens.sequence)
 
 

@@ -33,12 +33,12 @@ def generate_samples(
     log: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Generate sample texts with the newest checkpoint of a run. Returns one document of `generate --json` for each
-    prompt; an empty list for a run of a user's own module.
+    prompt; an empty list for a run whose recipe has no [model] table (a torch module of the user's own).
 
-    prompts: texts to continue (user messages if the run trained on records); if empty, `count` prompts are read from
-    the run's data by `read_prompts`. count: number of those prompts; None: 3, and `UserError` if the weights are larger
-    than 2 GiB. log: called with a line for each damaged checkpoint. Raises `UserError` if there is no checkpoint or no
-    prompt, or if the model cannot generate.
+    run_directory: directory of the training run. prompts: texts to continue (user messages if the run trained on
+    records); if empty, `count` prompts are read from the run's data by `read_prompts`. count: number of those prompts;
+    None: 3, and `UserError` if the weights are larger than 2 GiB. log: called with a line for each damaged checkpoint.
+    Raises `UserError` if there is no checkpoint or no prompt, or if the model cannot generate.
     """
     recipe = load_recipe(run_directory / RECIPE)
     if recipe.model is None:  # type: ignore[redundant-expr]
@@ -55,7 +55,9 @@ def generate_samples(
 
 
 def _find_data(recipe: Recipe) -> PreparedData:
-    """Return the prepared data of a run from the cache of prepared data; `UserError` if the cache lacks them."""
+    """Return the prepared data of the run with the recipe `recipe` from the cache of prepared data. Raises `UserError`
+    if the cache lacks them.
+    """
     data = find_prepared(recipe.data, recipe.run.seed)
     if data is None:
         raise UserError("the prepared data of the run are no longer in the cache; give prompts with --prompt")
@@ -63,11 +65,11 @@ def _find_data(recipe: Recipe) -> PreparedData:
 
 
 def read_prompts(data: PreparedData, count: int) -> list[list[int]]:
-    """Return up to `count` different prompts as token IDs, from the validation split, or from the training split if the
-    validation split is empty.
+    """Return up to `count` different prompts as token IDs from `data`, from the validation split, or from the training
+    split if the validation split is empty.
 
-    A prompt is the first `PROMPT_TOKENS` tokens of a text document, or the tokens of an SFT or preference example
-    before its first loss target. `UserError` if both splits are empty, or if no document is longer than its prompt.
+    A prompt is the first 16 tokens of a text document, or the tokens of an SFT or preference example before its first
+    loss target. `UserError` if both splits are empty, or if no document is longer than its prompt.
     """
     split = next((found for name in ("validation", "train") if (found := data.split(name)).sequences), None)
     if split is None:
@@ -86,9 +88,9 @@ def _iterate_prompts(split: PackedDataset, document_mask: bool) -> Iterator[tupl
     """Yield the prompt (token IDs) of each document in the first 1024 packed rows of a split. Documents that are not
     longer than their prompt are left out.
 
-    The prompt of a text document is its first `PROMPT_TOKENS` tokens; that of an SFT or preference example is the
-    tokens before the first target of the loss. document_mask: True if rows of text are divided into documents; False:
-    each row counts as one document.
+    The prompt of a text document is its first 16 tokens; that of an SFT or preference example is the tokens before the
+    first target of the loss. document_mask: True if rows of text are divided into documents; False: each row counts as
+    one document.
     """
     examples = isinstance(split, PackedExamples)
     for number, batch in enumerate(islice(split.iterate_batches(_ROWS), _BATCHES)):

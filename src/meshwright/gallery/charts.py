@@ -120,8 +120,9 @@ def draw_schedules(*names: str, ranks: int = 4, micro_batches: int = 8) -> Marku
 
 
 def format_heading(report: ScheduleReport) -> str:
-    """Return one line of text on a simulated schedule: name, numbers of ranks and micro-batches, makespan, bubble, peak
-    activations."""
+    """Return one line of text on the simulated schedule of `report`: name, numbers of ranks and micro-batches,
+    makespan, bubble, peak activations.
+    """
     program, timing = report.program, report.timing
     chunks = f", {program.chunks} chunks per rank" if program.chunks > 1 else ""
     low, high = timing.peak_activations.min(), timing.peak_activations.max()

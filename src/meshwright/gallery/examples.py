@@ -15,10 +15,10 @@ from meshwright.names import unknown
 class Example:
     """Definition of a worked example, before it is computed.
 
-    title: heading. published: the figure as papers print it. source: paper and section. run: function that computes the
-    example and appends its steps and results to an `ExampleWriter`. commands: command lines that show more. files:
-    source files that compute it, relative to the package. mistake: frequent error in texts, and what is right; empty if
-    none is known.
+    title: heading. published: the number or formula as papers print it. source: paper and section. run: function that
+    computes the example and appends its steps and results to an `ExampleWriter`. commands: command lines that show
+    more. files: source files that compute it, relative to the package. mistake: frequent error in texts, and what is
+    right; empty if none is known.
     """
 
     title: str
@@ -272,13 +272,13 @@ EXAMPLES: dict[str, Example] = {
 
 
 def explain(name: str) -> Explanation:
-    """Recompute a published figure step by step.
+    """Recompute a published number or formula step by step.
 
     Args:
         name: An example such as `"ring-all-reduce"`; `meshwright explain` lists them.
 
     Returns:
-        The published figure, its source, the steps with every number, and the results by name.
+        The published number or formula, its source, the steps with every number, and the results by name.
 
     Raises:
         UserError: The name is unknown.

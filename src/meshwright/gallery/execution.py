@@ -19,8 +19,9 @@ Floats = NDArray[np.float64]
 class Round:
     """Buffers of all ranks after one round of a collective program; the sends of a round run at the same time.
 
-    title: such as `round 1 of 6`. arrows: the round's sends, each with rank and first slot at both ends. values:
-    [ranks, slots], the number in each slot (buffer for one chunk of the vector) of each rank.
+    title: name of the round, such as `round 1 of 6`. arrows: the round's sends, each with the rank and first slot at
+    both ends; empty for the buffers before the first round. values: [ranks, slots], the number in each slot (buffer for
+    one chunk of the vector) of each rank.
     """
 
     title: str
@@ -31,8 +32,8 @@ class Round:
 def check_program(operation: str, algorithm: str, ranks: int, reduction: str = "sum") -> CheckedCollective:
     """Generate the collective program of an algorithm and verify it; return the verified program.
 
-    operation: such as "all-reduce". algorithm: such as "ring". ranks: number of ranks. reduction: "sum" or "maximum".
-    Raises ProgramError if the program does not compute the operation.
+    operation: name of a collective, such as "all-reduce". algorithm: name such as "ring". ranks: number of ranks.
+    reduction: "sum" or "maximum". Raises ProgramError if the program does not compute the operation.
     """
     return check_collective(replace(generate(operation, algorithm, ranks), reduction=reduction))
 
@@ -59,5 +60,5 @@ def execute(checked: CheckedCollective, vectors: Sequence[Sequence[float]]) -> l
 
 
 def format_vector(values: Sequence[float] | Floats) -> str:
-    """Format a vector as numbers with six digits, separated by spaces: `1 20 300`."""
+    """Format the vector `values` as numbers with six significant digits, separated by spaces: `1 20 300`."""
     return " ".join(f"{value:.6g}" for value in values)

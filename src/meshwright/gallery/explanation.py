@@ -82,21 +82,23 @@ class ExampleWriter:
         self.steps.append(Figure(name, caption, draw, drawing))
 
     def result(self, name: str, value: float) -> None:
-        """Record a result of the example. name: name of the result with its unit or quantity, such as "bytes sent"."""
+        """Record the result `value` of the example. name: name of the result with its unit or quantity, such as "bytes
+        sent".
+        """
         self.results[name] = float(value)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Result of a worked example: a published figure, recomputed step by step.
+    """Result of a worked example: a published number or formula, recomputed step by step.
 
     Attributes:
         name: Name for `meshwright explain NAME`, such as "ring-all-reduce".
         title: Heading, one line.
-        published: The figure as papers or texts print it.
+        published: The number or formula as papers or texts print it.
         source: Paper and section, equation, table or figure.
         steps: `Text`, `Table` and `Figure` records in the order of the computation.
-        results: Figures that come out: name with unit -> value, unrounded.
+        results: Computed numbers: name with unit -> value, unrounded.
         mistake: Frequent error in texts, and what is right; empty if none is known.
         commands: Command lines that show more; may be empty.
         source_files: Source files that compute it, relative to the package.
@@ -142,7 +144,9 @@ def format_cell(value: object) -> str:
 
 
 def format_size(size: float) -> str:
-    """Format a number of bytes in decimal units, as papers do: `800 B`, `33.6 MB`, `2.79 TB`."""
+    """Format `size`, a number of bytes, in decimal units with four significant digits, as papers do: `800 B`, `33.6
+    MB`, `2.79 TB`.
+    """
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
         if size >= unit:
             return f"{size / unit:.4g} {name}"

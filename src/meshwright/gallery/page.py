@@ -15,7 +15,8 @@ published figure or an independent computation. Sizes are decimal (1 GB = 10⁹ 
 
 
 def render_page(explanations: Sequence[Explanation]) -> str:
-    """Return the page docs/worked-examples.md in Markdown: a table of contents and all worked examples."""
+    """Return the page docs/worked-examples.md in Markdown: a table of contents and the worked examples `explanations`.
+    """
     contents = "\n".join(
         f"- [{one.title}](#{anchor(one.title)}): `meshwright explain {one.name}`" for one in explanations
     )
@@ -29,7 +30,7 @@ def anchor(heading: str) -> str:
 
 
 def render_example(explanation: Explanation) -> str:
-    """Return one worked example as a section of Markdown."""
+    """Return the worked example `explanation` as a section of Markdown."""
     parts = [
         f"## {explanation.title}",
         f"**Published:** {_escape(explanation.published)}",
@@ -44,7 +45,7 @@ def render_example(explanation: Explanation) -> str:
 
 
 def _escape(words: str) -> str:
-    """Return text in which the characters that Markdown would take as markup (`*`, `_`, `|`, `<`) are escaped."""
+    """Return `words` with the characters that Markdown would take as markup (`*`, `_`, `|`, `<`) escaped."""
     return words.replace("*", r"\*").replace("_", r"\_").replace("|", r"\|").replace("<", "&lt;")
 
 

@@ -9,8 +9,9 @@ from meshwright.gallery.explanation import Explanation, Figure, Step, Table, Tex
 
 
 def render_text(explanation: Explanation, width: int = 80) -> str:
-    """Return a worked example as text for a terminal, in lines of at most `width` characters (longer only for a long
-    word, command or drawing)."""
+    """Return the worked example `explanation` as text for a terminal, in lines of at most `width` characters (longer
+    only for a long word, command or drawing).
+    """
     parts = [explanation.title, "=" * min(len(explanation.title), width)]
     parts += [_wrap(f"Published: {explanation.published}", width), _wrap(f"Source: {explanation.source}", width)]
     parts += [f"\n{_render_step(step, width)}" for step in explanation.steps]

@@ -31,12 +31,12 @@ _OF_RECORDS = ("record_keys", "template", "train_on", "pack", "too_long")  # key
 class CleanRecipe(Table):
     """Table [data.clean] of a recipe: rules that drop documents, and masks over personal data in the others.
 
-    minimum_characters, maximum_characters: of a document (None: no limit). maximum_control_fraction: largest fraction
-    of control characters (white space aside) among a document's characters. maximum_repetition: largest fraction of a
-    document's lines that repeat an earlier one. exact_duplicates: drop documents that repeat an earlier one.
-    near_duplicates: drop documents similar to an earlier one, found by MinHash with minhash_bands bands of minhash_rows
-    hash functions over shingles (n-grams) of minhash_words words. encoding: of the source files. required_keys: {key
-    that every record must have: type of its value}.
+    minimum_characters, maximum_characters: limits on the length of a document (None: no limit).
+    maximum_control_fraction: largest fraction of control characters (white space aside) among a document's characters.
+    maximum_repetition: largest fraction of a document's lines that repeat an earlier one. exact_duplicates: drop
+    documents that repeat an earlier one. near_duplicates: drop documents similar to an earlier one, found by MinHash
+    with minhash_bands bands of minhash_rows hash functions over shingles (n-grams) of minhash_words words. encoding:
+    text encoding of the source files. required_keys: {key that every record must have: type of its value}.
 
     languages: ISO 639-1 codes to keep (empty: all), identified with a probability of at least
     minimum_language_probability. heuristics: published rule sets that a document must pass, such as "c4" or
@@ -89,12 +89,12 @@ class SourceRecipe(Table):
 class DataRecipe(Table):
     """Table [data] of a recipe: sources, tokenizer, records, packing and cache.
 
-    source: "stdlib", a path, URL or glob, or a list of them; `sources` replaces it for mixtures. format: of the files
-    ("text", "jsonl" ...; "auto": by their names). text_key: JSON key or Parquet column of the text. tokenizer: kind to
-    be trained, such as "bpe", a tokenizer.json or a Hugging Face directory. vocabulary: maximum tokens of a tokenizer
-    trained here. sequence: tokens in a sample. document_mask: no attention between documents of a sample.
+    source: "stdlib", a path, URL or glob, or a list of them; `sources` replaces it for mixtures. format: format of the
+    files ("text", "jsonl" ...; "auto": by their names). text_key: JSON key or Parquet column of the text. tokenizer:
+    kind to be trained, such as "bpe", a tokenizer.json or a Hugging Face directory. vocabulary: maximum tokens of a
+    tokenizer trained here. sequence: tokens in a sample. document_mask: no attention between documents of a sample.
     validation_fraction: share of the documents held out. cache: directory (default: the user's). shard_tokens: tokens
-    per cache file.
+    per cache file. clean: rules that drop and mask documents.
 
     records: "text", or the kind of fine-tuning examples ("instruction", "chat", "preference"), to which these apply:
     record_keys: {standard key such as "instruction": key in the sources}. template: name or .jinja file of the chat

@@ -103,7 +103,9 @@ class Recipe(Table):
         return self.train.objective or ("dpo" if self.data.records == "preference" else "next-token")
 
     def __eq__(self, other: object) -> bool:
-        """Return True if all values are equal; the files that recipes were read from do not matter."""
+        """Return True if `other` is a recipe with equal values of all keys; the files that recipes were read from do
+        not matter.
+        """
         return isinstance(other, Recipe) and self.model_dump() == other.model_dump()
 
     @property
@@ -141,10 +143,10 @@ class Recipe(Table):
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any], where: str = "recipe", *, trust: bool = False) -> Recipe:
-        """Build and validate a recipe from nested dictionaries, one for each table of the TOML file. where: name of the
-        recipe in errors (`UserError`).
+        """Build and validate a recipe from `tables`, nested dictionaries, one for each table of the TOML file. where:
+        name of the recipe in errors (`UserError`).
 
-        trust: allow code that it names, such as a tracker's class, to run.
+        trust: allow code that the recipe names, such as a tracker's class, to run.
         """
         recipe = SCHEMA.check(tables, lambda key: where)
         recipe._trusted = trust

@@ -157,10 +157,11 @@ class TrainRecipe(Table):
     of DPO. momentum: of SGD only. router_bias_rate: amount by which each step changes the biases that balance the load
     of experts.
 
-    learning_rate: peak value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps. clip:
-    maximum global gradient norm, 0: off. validate_every: steps between validations, 0: never; validation_sequences:
-    sequences read each time. maximum_skipped: steps in a row that may be skipped for a loss or gradient that is not
-    finite. loss_scale: initial value for fp16, doubled after `loss_scale_every` finite steps in a row.
+    learning_rate: peak value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps of the
+    warm-up, and of the final decay of the schedule "wsd". clip: maximum global gradient norm, 0: off. validate_every:
+    steps between validations, 0: never; validation_sequences: sequences read each time. maximum_skipped: steps in a row
+    that may be skipped for a loss or gradient that is not finite. loss_scale: initial value for fp16, doubled after
+    `loss_scale_every` finite steps in a row.
 
     log_every: steps between log lines. slow_rank_factor: report a rank slower than the median rank by this factor.
     profile: steps to trace, "10" or "10:12" (inclusive). profile_ranks: ranks whose operators are traced; empty: all.

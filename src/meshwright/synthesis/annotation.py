@@ -61,7 +61,8 @@ def export_rows(records: Sequence[tuple[str, Record]], tool: str, task: str) -> 
     filled in.
 
     records: (position for errors such as "a.jsonl:17", record). tool: "doccano" or "prodigy". task: "classify" (labels
-    of a record), "spans" (character ranges) or "rewrite" (a better response). Raises `UserError`.
+    of a record), "spans" (character ranges) or "rewrite" (a better response). Raises `UserError` for an unknown tool or
+    task, and for a record that cannot be parsed or exported.
     """
     check_tool_and_task(tool, task)
     for (where, record), name in zip(records, name_records([record for _, record in records]), strict=True):
@@ -86,14 +87,15 @@ def import_rows(
     leave_out_rejected: bool = False,
 ) -> tuple[list[Record], dict[str, Any]]:
     """Merge the rows (JSON lines) that an annotation tool exported into their data records; return (records in order,
-    summary as JSON). Raises `UserError`.
+    summary as JSON). Raises `UserError` for a row that belongs to none of the records, is of another task than the
+    others, or cannot be parsed.
 
     records, rows: (position for errors such as "a.jsonl:17", record or row). tool: "doccano" or "prodigy".
     leave_out_rejected: True: omit records that annotators rejected. A label or span is set if more than half of a
     record's annotators set it. A record is disputed, and stays unchanged, if exactly half set a label or span, or if no
     rewritten text has a majority.
 
-    Summary: `records`, `rows`: numbers of both. `task`: its name. `answers`: number of rows by answer (see
+    Summary: `records`, `rows`: how many there are. `task`: its name. `answers`: number of rows by answer (see
     `ImportedRow`). `disputed`: names of disputed records. The others are numbers of records: `labelled` (given a
     value), `changed` (the value differs from the one before), `left` (no row has a value, and none rejects),
     `rejected`, `left_out` (rejected and omitted), `several` (values from several annotators), `agreed` (several, all

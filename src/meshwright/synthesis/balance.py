@@ -20,9 +20,10 @@ def measure_balance(
     """Measure how evenly speech acts are distributed over labelled records; returns JSON, {"target", "groups": {name:
     counts}}.
 
-    records: (group such as a file name, position for errors, record). target: {act: desired share}, with the sum 1. by:
-    record key, such as "origin.method". The first group, "all", has all records. It is followed by the groups of
-    `records`, if there are at least two, and by one group for each value of the key `by` (None: no such groups).
+    records: (group such as a file name, position for errors such as "a.jsonl:17", record). target: {act: desired
+    share}, with the sum 1. by: record key, such as "origin.method". The first group, "all", has all records. It is
+    followed by the groups of `records`, if there are at least two, and by one group for each value of the key `by`
+    (None: no such groups).
 
     Counts of a group: `records`, `labelled`, `guessed` (labelled by a model alone), `refusals`, and for "prompt" and
     "response": `acts` ({act: count, share, number to `add` to reach the target}), `labels` (sum of the counts), `none`
@@ -47,8 +48,9 @@ def measure_balance(
 
 
 def parse_target(text: str | None) -> dict[str, Fraction]:
-    """Parse relative weights such as "assertive=3,directive=2" to {act: share}, with the sum 1; None gives equal
-    shares. Raises `UserError`.
+    """Parse `text`, relative weights of speech acts such as "assertive=3,directive=2", to {act: share}, with the sum 1.
+    An act without number has weight 1, an act that is not named weight 0; None gives equal shares. Raises `UserError`
+    for an unknown act or an invalid weight.
     """
     if text is None:
         return dict.fromkeys(ACTS, Fraction(1, len(ACTS)))

@@ -86,8 +86,9 @@ class Journal:
         return self._answers[name]
 
     def put(self, name: str, answer: Completion | None) -> None:
-        """Append an answer and flush it to disk. name: key of its request. answer: None if the server refused the
-        request."""
+        """Append an answer and flush it to disk. name: key of its request. answer: the model's answer; None if the
+        server refused the request. Raises `UserError` if the file cannot be written.
+        """
         line = json.dumps({"request": name, "answer": answer}).encode() + b"\n"
         with self._lock:
             try:
@@ -111,8 +112,8 @@ class ChatClient:
     def __init__(
         self, endpoint: Endpoint, journal: Path, concurrency: int = 8, log: Callable[[str], None] = lambda line: None
     ) -> None:
-        """endpoint: the served model. journal: path of the journal file. concurrency: maximum number of requests at a
-        time. log: receives progress lines.
+        """Open the journal; no request is sent yet. endpoint: the served model. journal: path of the journal file.
+        concurrency: maximum number of requests at a time. log: receives progress lines.
         """
         self.endpoint = endpoint
         self.journal = Journal(journal)
@@ -152,8 +153,9 @@ class ChatClient:
 
     def summarize_usage(self, price_in: float | None = None, price_out: float | None = None) -> dict[str, Any]:
         """Return counts of the run as JSON. `requests`: different requests. `sent`: those that were not in the journal.
-        `retries`, `refused`: numbers of both. `prompt_tokens`, `completion_tokens`: sums. `uncounted`: answers without
-        token counts. `cost`: only if a price is given. Tokens and cost include answers read from the journal.
+        `retries`, `refused`: numbers of retries and of refused requests. `prompt_tokens`, `completion_tokens`: sums.
+        `uncounted`: answers without token counts. `cost`: only if a price is given. Tokens and cost include answers
+        read from the journal.
 
         price_in, price_out: price of a million prompt tokens and of a million completion tokens, in any currency.
         """

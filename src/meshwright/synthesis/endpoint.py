@@ -25,8 +25,8 @@ _RETRY_STATUS = {408, 409, 425, 429}  # and all from 500 on
 
 
 class Completion(NamedTuple):
-    """One answer of the model. text: its content. finish_reason: "stop", or "length" if it was cut at max_tokens.
-    prompt_tokens, completion_tokens: number of tokens; None if the server does not report it.
+    """One answer of the model. text: content of the message. finish_reason: "stop", or "length" if it was cut at
+    max_tokens. prompt_tokens, completion_tokens: number of tokens; None if the server does not report it.
     """
 
     text: str
@@ -64,8 +64,8 @@ class ChatRequest:
 class Sampling:
     """Sampling settings for a run of many requests.
 
-    temperature: divisor of the logits; 0: greedy. max_tokens: maximum tokens of an answer. seed: of the run; each
-    request's seed is derived from it.
+    temperature: divisor of the logits; 0: greedy. max_tokens: maximum tokens of an answer. seed: random seed of the
+    run, from which each request's seed is derived.
     """
 
     temperature: float = 1.0
@@ -73,7 +73,9 @@ class Sampling:
     seed: int = 0
 
     def make_request(self, prompt: str, seed: int) -> ChatRequest:
-        """Return a chat request with the one user message `prompt` and these settings. seed: of this request."""
+        """Return a chat request with the one user message `prompt` and these settings. seed: sampling seed of this
+        request.
+        """
         return ChatRequest(make_user_message(prompt), self.temperature, max_tokens=self.max_tokens, seed=seed)
 
 
@@ -109,6 +111,7 @@ class Endpoint:
     backoff: float = 1.0
 
     def __post_init__(self) -> None:
+        """Raise `UserError` if `url` is no HTTP address or contains a user name or password."""
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f'"{self.url}" is not the address of a server, as in http://127.0.0.1:8000/v1')
@@ -270,8 +273,8 @@ def _read_error_message(error: urllib.error.HTTPError, until: float) -> str:
 
 
 def _parse_retry_after(headers: Any) -> float | None:
-    """Parse the Retry-After header, a number of seconds or a date (RFC 9110, section 10.2.3); returns seconds from now,
-    or None if it is missing or invalid.
+    """Parse the Retry-After header in `headers`, a number of seconds or a date (RFC 9110, section 10.2.3); returns
+    seconds from now, or None if it is missing or invalid.
     """
     value = (headers.get("Retry-After") or "").strip()
     if re.fullmatch(r"\d+(\.\d+)?", value):

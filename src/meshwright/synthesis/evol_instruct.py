@@ -91,11 +91,13 @@ def evol_instruct(
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Record], dict[str, Any]]:
     """Let a served model rewrite instructions in several rounds, harder or on another topic, and answer them
-    (Evol-Instruct); returns (evolved records with responses, summary as JSON). Raises `UserError` without instructions.
+    (Evol-Instruct); returns (evolved records with responses, summary as JSON). Raises `UserError` if `seeds` has no
+    instruction.
 
-    seeds: (position for errors, record) of the instructions to begin with. client: client of the model. rounds: number
-    of times that each instruction is rewritten (4 in the paper). sampling: settings of the requests. methods: names of
-    rewriting methods; each rewriting uses one of them, drawn at random. log: receives progress lines.
+    seeds: (position for errors such as "a.jsonl:17", record) of the instructions to begin with. client: client of the
+    model. rounds: number of times that each instruction is rewritten (4 in the paper). sampling: settings of the
+    requests. methods: names of rewriting methods; each rewriting uses one of them, drawn at random. log: receives
+    progress lines.
 
     Records have Alpaca's keys and `origin`: {method: "evol-instruct", model, round, path: rewriting methods applied so
     far, of: name of the source record}. Summary: number of `records`, of `rounds`, of records `by_method`, and of
@@ -151,8 +153,9 @@ def evol_instruct(
 
 
 def _make_evolving_prompt(task: str, method: str) -> str:
-    """Return the prompt that asks a model to rewrite the instruction `task`. method: name of the rewriting method, from
-    `METHODS`."""
+    """Return the prompt that asks a model to rewrite the instruction `task`. method: name of the rewriting method, such
+    as "deepening" or "in-breadth".
+    """
     if method == IN_BREADTH:
         return _BROADEN.format(task=task)
     return _DEEPEN.format(how=IN_DEPTH[method], words=_WORDS_MORE, task=task)

@@ -19,8 +19,8 @@ def split_words(text: str) -> list[str]:
 
 
 def compute_rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
-    """Return the ROUGE-L F1, in [0, 1], of two texts given as lists of words: 2 × longest common subsequence / (words
-    of both); 0 if either is empty.
+    """Return the ROUGE-L F1, in [0, 1], of the texts `first` and `second`, given as lists of words: 2 × length of the
+    longest common subsequence / (sum of both lengths), in words; 0 if either is empty.
     """
     total = len(first) + len(second)
     return 2 * _compute_lcs_length(first, second) / total if first and second else 0.0
@@ -52,7 +52,9 @@ class SimilarityPool:
 
 
 def _compute_lcs_length(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the number of words in the longest common subsequence of two texts, given as lists of words."""
+    """Return the number of words in the longest common subsequence of the texts `first` and `second`, given as lists of
+    words.
+    """
     row = [0] * (len(second) + 1)
     for word in first:
         before = 0  # value one row up, one column to the left

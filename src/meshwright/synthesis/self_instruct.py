@@ -82,12 +82,12 @@ def self_instruct(
     log: Callable[[str], None] = lambda line: None,
 ) -> SelfInstructResult:
     """Let a served model generate `count` new tasks (fewer if it repeats itself), each with input-output pairs
-    (Self-Instruct). Raises `UserError` without seed tasks.
+    (Self-Instruct). Raises `UserError` if `seeds` has no task.
 
-    seeds: (position for errors, record) of tasks written by people, some of which each request shows to the model.
-    client: client of the model. sampling: settings of the requests. instances: number of pairs to ask for if a task has
-    free-text answers; for a classification task, one pair for each of up to 5 labels is asked for. log: receives
-    progress lines.
+    seeds: (position for errors such as "a.jsonl:17", record) of tasks written by people, some of which each request
+    shows to the model. client: client of the model. sampling: settings of the requests. instances: number of pairs to
+    ask for if a task has free-text answers; for a classification task, one pair for each of up to 5 labels is asked
+    for. log: receives progress lines.
 
     Requests depend only on the arguments and earlier answers. A restarted run therefore makes the same requests, and
     the client reads their answers from its journal.
@@ -125,8 +125,8 @@ def self_instruct(
 
 
 def find_unsuitable_reason(task: str) -> str | None:
-    """Return the reason why a generated instruction is unsuitable, such as "begins with a punctuation mark"; None if it
-    is suitable. Similarity to other instructions is not checked.
+    """Return the reason why the generated instruction `task` is unsuitable, such as "begins with a punctuation mark";
+    None if it is suitable. Similarity to other instructions is not checked.
     """
     length = len(task.split())
     if length < LEAST_WORDS:

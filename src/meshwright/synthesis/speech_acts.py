@@ -57,10 +57,10 @@ class Annotation:
     """Labels of one data record (prompt and response): its speech acts, such as "directive", and refusals. A field that
     nobody has judged is None; a text judged to have no speech act has an empty tuple.
 
-    prompt, response: names of the acts of each, in the order of `ACTS`. should_refuse: True if the prompt should be
-    refused. refuses: True if the response refuses. spans: character ranges that perform a speech act. by: author of the
-    labels ("doccano", "prodigy", "model NAME"). tool: other JSON fields of the annotation tool, stored for the next
-    export.
+    prompt, response: names of the acts of each, in the order of the module's table `ACTS`. should_refuse: True if the
+    prompt should be refused. refuses: True if the response refuses. spans: character ranges that perform a speech act.
+    by: author of the labels ("doccano", "prodigy", "model NAME"). tool: other JSON fields of the annotation tool,
+    stored for the next export.
     """
 
     prompt: tuple[str, ...] | None = None
@@ -84,8 +84,8 @@ class Annotation:
         return (self.by or "").startswith("model ")
 
     def list_labels(self) -> tuple[str, ...]:
-        """Return the names of the labels that are set, such as "prompt:directive" or "refuses", in the order of
-        `LABELS`.
+        """Return the names of the labels that are set, such as "prompt:directive" or "refuses", in a fixed order
+        (`LABELS`, the names of all labels).
         """
         held = {f"{side}:{act}" for side in SIDES for act in getattr(self, side) or ()}
         held |= {SHOULD_REFUSE} if self.should_refuse else set()
@@ -106,7 +106,8 @@ def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
     """Convert the labels that an annotator set for a record to fields of `Annotation`: {"prompt", "response",
     "should_refuse", "refuses"}. A label that is not in the set is judged as absent.
 
-    labels: names from `LABELS`. where: position of the record, for the `UserError` for an unknown label.
+    labels: names such as "prompt:directive" or "refuses". where: position of the record, for the `UserError` for an
+    unknown label.
     """
     for label in sorted(labels):
         if label not in LABELS:
@@ -177,9 +178,9 @@ def parse_spans(items: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
 
 
 def resolve_act(word: Any, where: str) -> str:
-    """Return the name in `ACTS` of the speech act that `word` names. word: that name or a synonym listed in
-    `ALSO_KNOWN`, in upper or lower case. where: file and line of the word, for the error message. Raises `UserError`
-    for an unknown name.
+    """Return the canonical name, such as "assertive", of the speech act that `word` names. word: that name or a synonym
+    such as "representative", in upper or lower case. where: file and line of the word, for the error message. Raises
+    `UserError` for an unknown name.
     """
     name = word.strip().lower() if isinstance(word, str) else word
     name = ALSO_KNOWN.get(name, name) if isinstance(name, str) else name

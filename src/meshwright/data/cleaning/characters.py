@@ -22,8 +22,9 @@ _CONTINUATION = len(KINDS)
 
 
 def _classify_lead_byte(byte: int) -> int:
-    """Return the kind of the characters whose UTF-8 encoding begins with `byte`, as an index in `KINDS` ("digits",
-    "Greek, Cyrillic" ...). A continuation byte, which begins no character, gives len(KINDS).
+    """Return the character kind ("digits", "Greek, Cyrillic" ...) of the characters whose UTF-8 encoding begins with
+    `byte` (0 to 255), as an index in the module's list `KINDS`. A continuation byte, which begins no character, gives
+    len(KINDS).
     """
     if byte < 0x80:
         character = chr(byte)
@@ -52,8 +53,8 @@ _KIND_OF = np.array([_classify_lead_byte(byte) for byte in range(256)])
 
 
 def count_character_kinds(content: bytes) -> NDArray[np.uint32]:
-    """Count the characters of each kind in `KINDS` ("digits", "Greek, Cyrillic" ...) in the UTF-8 text `content`;
-    returns uint32 [len(KINDS)].
+    """Count the characters of the UTF-8 text `content` by kind ("digits", "Greek, Cyrillic" ...); returns uint32
+    [kinds], in the order of the module's list `KINDS`.
     """
     bytes_of = np.bincount(np.frombuffer(content, np.uint8), minlength=256)
     return np.bincount(_KIND_OF, weights=bytes_of, minlength=_CONTINUATION + 1)[:_CONTINUATION].astype(np.uint32)

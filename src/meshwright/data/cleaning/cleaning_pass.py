@@ -46,9 +46,9 @@ class CleaningResult:
     """Result of a cleaning pass over N documents, numbered from 0 in reading order.
 
     segments: files with the rules' results for runs of consecutive documents. codes: uint8 [N], memory-mapped: 0
-    (`KEPT`), or 1 + the index in `RULES` of the rule that dropped the document. pieces: number of documents in each
-    source file. kept: number of documents that no rule dropped. longest_kept: number of characters in the longest
-    document kept. report: counts, distributions and samples, as JSON.
+    (`KEPT`), or 1 + the index in `RULES` (all rule names) of the rule that dropped the document. pieces: number of
+    documents in each source file. kept: number of documents that no rule dropped. longest_kept: number of characters in
+    the longest document kept. report: counts, distributions and samples, as JSON.
     """
 
     segments: tuple[Segment, ...]
@@ -93,7 +93,8 @@ def _iterate_segments(
     files: Sequence[SourceFile], reader: Reader, cleaner: Cleaner, directory: Path, log: Log
 ) -> Iterator[Segment]:
     """Yield all segments (files with the rules' results for runs of consecutive documents) in order: first those that
-    already exist in `directory`, then new ones, written while `files` are read. log: receives progress lines.
+    already exist in `directory`, then new ones, written while `files` are read. reader: splits each file into
+    documents. cleaner: applies the rules to a document. log: receives progress lines.
     """
     judged = [0] * len(files)
     file = first = 0  # position to resume at: index of a file, number of the next document
@@ -134,14 +135,14 @@ class _DuplicateFinder:
     """Finds exact and near duplicates among the documents that pass all other rules, and marks them as dropped in
     `codes`.
 
-    codes: uint8 [documents], 0 (`KEPT`) for a kept document, else 1 + the index in `RULES` of the rule that dropped it.
-    first: {duplicate rule: lowest number of a document that it dropped}. earlier: sample of duplicates for the report,
-    {duplicate rule: {number of the duplicate: number of the earlier document with the same key}}.
+    codes: uint8 [documents], 0 (`KEPT`) for a kept document, else 1 + the index in `RULES` (all rule names) of the rule
+    that dropped it. first: {duplicate rule: lowest number of a document that it dropped}. earlier: sample of duplicates
+    for the report, {duplicate rule: {number of the duplicate: number of the earlier document with the same key}}.
     """
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
         """Collect the codes of all segments, then mark exact and near duplicates if `cleaner` enables these rules.
-        directory: for temporary files.
+        directory: folder for temporary files.
         """
         self.first: dict[str, int] = {}  # rule -> number of the first document that it drops
         self.earlier: dict[str, dict[int, int]] = {}  # rule -> {sample: document that it repeats}
@@ -163,13 +164,13 @@ class _DuplicateFinder:
     def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
         """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that other
         rules dropped are neither marked nor compared. keys: function that returns the keys of a segment's documents,
-        uint64 [documents, width].
+        uint64 [documents, width], each key being `width` 64-bit words.
         """
         code = 1 + RULES.index(rule)
 
         def iterate_keys() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
-            """Yield (keys [n, width], document numbers [n]) for each segment, only for documents that no other rule
-            dropped.
+            """Yield (keys [n, width] of `width` 64-bit words each, document numbers [n]) for each segment, only for
+            documents that no other rule dropped.
             """
             for segment in self._segments:
                 codes = self.codes[segment.first : segment.first + segment.documents]
@@ -182,8 +183,8 @@ class _DuplicateFinder:
             self._sample_duplicates(rule, numbers, earlier)
 
     def _sample_duplicates(self, rule: str, numbers: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:
-        """Update, for the report, `first` (lowest number of a document that `rule` dropped) and `earlier` (up to
-        `SAMPLES` pairs of a duplicate and the document that it repeats).
+        """Update, for the report, `first` (lowest number of a document that `rule` dropped) and `earlier` (up to 4
+        pairs of a duplicate and the document that it repeats). rule: name of a duplicate rule.
 
         numbers: numbers of newly dropped documents, [n]. earlier: number of the document that each of them repeats,
         [n].
@@ -200,7 +201,7 @@ class _DuplicateFinder:
 
 
 def _select_band(band: int, segment: Segment) -> NDArray[np.uint64]:
-    """Return column `band` (an index) of the MinHash keys of a segment's documents, uint64 [documents, 1]."""
+    """Return the MinHash keys of band number `band` (from 0) of a segment's documents, uint64 [documents, 1]."""
     return segment.read_column("bands")[:, band : band + 1]
 
 
@@ -218,9 +219,9 @@ class _ReportBuilder:
         duplicates: _DuplicateFinder,
         pieces: Sequence[int],
     ) -> None:
-        """files: the source files that `reader` split and `cleaner` checked. segments: results for runs of consecutive
-        documents. duplicates: the final code (kept, or dropped by which rule) of each document. pieces: number of
-        documents in each file.
+        """Store the results from which the report is built. files: the source files that `reader` split and `cleaner`
+        checked. segments: results for runs of consecutive documents. duplicates: the final code (kept, or dropped by
+        which rule) of each document. pieces: number of documents in each file.
         """
         self.files, self.reader, self.cleaner = files, reader, cleaner
         self.segments, self.duplicates, self.pieces = segments, duplicates, pieces
@@ -273,8 +274,8 @@ class _ReportBuilder:
         }
 
     def _summarize_sources(self, sources: dict[str, NDArray[np.int64]]) -> list[dict[str, Any]]:
-        """Return [{source, before: {documents, bytes}, after: {documents, bytes}}]: one entry for each of the
-        `_SOURCES` largest sources, and one for the sum of all others.
+        """Return [{source, before: {documents, bytes}, after: {documents, bytes}}]: one entry for each of the 20
+        largest sources, and one for the sum of all others.
 
         sources: {"before" or "after" the cleaning: number of documents and of bytes of each source, int64 [sources,
         2]}.
@@ -328,8 +329,9 @@ class _ReportBuilder:
         }
 
     def _read_excerpts(self, numbers: list[int]) -> dict[int, tuple[str, str]]:
-        """Return {number: (name, first `EXCERPT` characters of the masked text)} of the documents with these numbers
-        (ascending); only the files that contain them are read. Raises `SourceChanged` if one is gone.
+        """Return {number: (name, first 400 characters of the masked text)} of the documents with these numbers
+        (ascending); only the files that contain them are read. Raises `SourceChanged` if a file no longer contains one
+        of them.
         """
         found: dict[int, tuple[str, str]] = {}
         begin, at = 0, 0

@@ -38,8 +38,8 @@ class EvaluationSets:
     """
 
     def __init__(self, paths: Sequence[str], n: int) -> None:
-        """paths: path, glob or URL of each evaluation set. n: words in an n-gram. Raises `UserError` for a set that
-        cannot be read or has no example of 8 words.
+        """Read the evaluation sets and hash their n-grams. paths: path, glob or URL of each evaluation set. n: words in
+        an n-gram. Raises `UserError` for a set that cannot be read or has no example of 8 words.
         """
         self.n = n
         runs: dict[int, list[Hashes]] = defaultdict(list)
@@ -95,7 +95,8 @@ def _find_files(
 
 def _iterate_examples(file: SourceFile) -> Iterator[str]:
     """Yield the text of each example in an evaluation file. A text file or page is one example. A JSON or Parquet
-    record gives all its strings joined by line feeds and, if there are several, each string by itself.
+    record gives all its strings joined by line feeds and, if there are several, each string by itself. Raises
+    `UserError` if the file is not UTF-8 text or not valid JSON.
     """
     if file.format not in KEYED_FORMATS:
         for document in Reader(longest=sys.maxsize).read_documents(file):
@@ -113,7 +114,7 @@ def _iterate_examples(file: SourceFile) -> Iterator[str]:
 
 def _iterate_records(file: SourceFile, stream: Stream) -> Iterator[Any]:
     """Yield the parsed records of a JSON Lines or Parquet file. stream: the file's decompressed bytes. Raises
-    `UserError`.
+    `UserError` for a record that cannot be parsed.
     """
     for position, value, problem in iterate_file_records(file, stream, None, "utf-8"):
         if problem is not None:
@@ -122,8 +123,8 @@ def _iterate_records(file: SourceFile, stream: Stream) -> Iterator[Any]:
 
 
 def _iterate_json(file: SourceFile, stream: Stream) -> Iterator[Any]:
-    """Yield the elements of a JSON list, or the whole value if the JSON document is no list. stream: the file's
-    decompressed bytes. Raises `UserError`.
+    """Parse a file that is one JSON document and yield the elements of its list, or the whole value if it is no list.
+    stream: the file's decompressed bytes. file: names the file in errors. Raises `UserError` if the file is not JSON.
     """
     try:
         value = json.loads(stream.read().decode("utf-8-sig"))

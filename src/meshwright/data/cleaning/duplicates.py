@@ -20,12 +20,13 @@ def find_repeated_keys(
     chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
 ) -> Iterator[tuple[Numbers, Numbers]]:
     """Find the documents whose key equals that of an earlier document, with the keys partitioned on disk. Yields for
-    each partition, int64 [m] each: (numbers of the repeating documents, number of the first document with the same
-    key).
+    each partition (numbers of the m repeating documents, for each the number of the first document with the same key),
+    int64 [m] each.
 
-    chunks: yields (keys [n, width], document numbers [n]), document numbers ascending. total: expected number of keys,
-    from which the number of partitions follows. directory: for temporary files; created if needed. part: approximate
-    number of keys in a partition, which is sorted in memory (default: `PART`).
+    chunks: yields (keys [n, width], a key being `width` 64-bit words; document numbers [n]), document numbers
+    ascending. total: expected number of keys, from which the number of partitions follows. directory: for temporary
+    files; created if needed. part: approximate number of keys in a partition, which is sorted in memory (default:
+    2^21).
     """
     parts = min(_MOST_PARTS, -(-total // (part or PART)))
     if parts <= 1:
@@ -54,8 +55,8 @@ def find_repeated_keys(
 
 def _find_repeated_in_memory(chunks: Sequence[tuple[Keys, Numbers]]) -> tuple[Numbers, Numbers]:
     """Find the documents whose key equals that of an earlier document; returns (numbers of the repeating documents [m],
-    for each the number of the first document with the same key [m]). chunks: (keys [n, width], document numbers [n]),
-    document numbers ascending.
+    for each the number of the first document with the same key [m]). chunks: (keys [n, width], a key being `width`
+    64-bit words; document numbers [n]), document numbers ascending.
     """
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -97,8 +97,9 @@ def check_c4(text: str) -> Finding | None:
 
 
 def filter_c4_lines(text: str) -> tuple[str, int]:
-    """Apply C4's line filters (a line must end a sentence, have enough words, no policy notice ...); returns (kept
-    lines without citation marks such as "[3]", number of lines removed).
+    """Apply C4's line filters; returns (kept lines without citation marks such as "[3]", number of non-blank lines
+    removed). A line is kept if it ends with ".", "!", "?" or a quotation mark but not with an ellipsis, has at least 5
+    words, no word of more than 1000 characters, and mentions neither JavaScript nor a privacy or cookie policy.
     """
     kept, dropped = [], 0
     for line in text.split("\n"):
@@ -123,8 +124,8 @@ def filter_c4_lines(text: str) -> tuple[str, int]:
 
 
 def check_fineweb(text: str) -> Finding | None:
-    """Apply FineWeb's own rules to a text; returns (name of the first rule that it violates, measured value as text),
-    or None if it passes.
+    """Apply the rules that FineWeb added (punctuated line ends, repeated lines, short lines) to a text; returns (name
+    of the first rule that it violates, measured value as text), or None if it passes.
     """
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:

@@ -94,7 +94,7 @@ def _render_rules(report: Mapping[str, Any]) -> Markup:
 
 def _render_minhash_curve(minhash: MinHash) -> Iterator[Markup]:
     """Yield a paragraph, a line chart and a table of the probability that MinHash matches a pair of documents, as a
-    function of their Jaccard similarity.
+    function of their Jaccard similarity. minhash: the numbers of bands and rows.
     """
     rows, bands = str(minhash.rows), str(minhash.bands)
     yield paragraph(

@@ -33,7 +33,9 @@ _CODE = re.compile(
 
 
 def list_enabled_rules(recipe: CleanRecipe) -> tuple[str, ...]:
-    """Return the names of the cleaning rules that a recipe enables, in the order in which they run."""
+    """Return the names of the cleaning rules that the `[data.clean]` table `recipe` enables, in the order in which they
+    run.
+    """
     off = {rule for family, rules in heuristics.RULES.items() if family not in recipe.heuristics for rule in rules}
     switches = {
         "schema": recipe.required_keys,
@@ -51,8 +53,8 @@ _RECORD = re.compile(r":(?:row )?\d+(?:[ #]|$)")
 
 
 def is_code_file(name: str) -> bool:
-    """Return whether a document is a source code or markup file, by the suffix of its name ("a/b.py"). A record or page
-    inside a file, such as "x.wet:17 https://example.org/a.html", is not.
+    """Return whether a document is a source code or markup file, by the suffix of its name ("a/b.py"). The name of a
+    record or page inside a file, such as "x.wet:17 https://example.org/a.html", gives False.
     """
     return _CODE.search(name) is not None and _RECORD.search(name) is None
 
@@ -80,7 +82,7 @@ class Rewriter:
     """
 
     def __init__(self, recipe: CleanRecipe) -> None:
-        """recipe: the `[data.clean]` table."""
+        """Store the enabled masks and line filters. recipe: the `[data.clean]` table."""
         self.recipe = recipe
         self.rewrites = bool(recipe.mask) or "c4" in recipe.heuristics
 
@@ -106,7 +108,7 @@ class Cleaner(Rewriter):
     """
 
     def __init__(self, recipe: CleanRecipe) -> None:
-        """recipe: the `[data.clean]` table, from which evaluation sets and word lists are loaded."""
+        """Load the evaluation sets and word lists that `recipe`, the `[data.clean]` table, names."""
         super().__init__(recipe)
         self.rules = list_enabled_rules(recipe)
         if recipe.languages:
@@ -150,8 +152,8 @@ class Cleaner(Rewriter):
         """Apply the rules for any kind of text (control characters, length, repeated lines); returns (name of the first
         rule that it violates, measured value as text), or None if it passes.
 
-        text: after masking and line filters. blank: True if `text` is only white space. emptied: True if the text
-        before masking and line filters was not.
+        text: the document's text after masking and line filters. blank: True if `text` is only white space. emptied:
+        True if the text before masking and line filters was not only white space.
         """
         recipe = self.recipe
         if recipe.maximum_control_fraction < 1:

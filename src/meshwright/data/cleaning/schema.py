@@ -19,8 +19,9 @@ def find_record_problem(record: Any, required: Mapping[str, str], text_key: str)
     """Check a parsed record against a schema; returns the violation as a clause such as 'no key "text"', None if it
     conforms.
 
-    The record must have text under `text_key` and a value of the right type under each key of `required`, {key: name of
-    the type in `names.RECORD_TYPES`}. The key "a.b" is key b inside the object under a.
+    The record must have text under `text_key` and a value of the right type under each key of `required`, {key: type},
+    with the types "text", "number", "integer", "boolean", "list" and "table" (JSON object). The key "a.b" is key b
+    inside the object under a.
     """
     if not isinstance(record, dict):
         return f"is {_name_type(record)}, not a table"

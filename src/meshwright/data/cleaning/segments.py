@@ -39,10 +39,10 @@ def list_column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
     dtype, values per document)}. bands: number of MinHash bands. rewrites: True if texts are masked or their lines
     filtered.
 
-    `code`: 0 (kept) or 1 + the index in `RULES` of the rule that dropped the document. `before`: number of characters,
-    of UTF-8 bytes, and of characters of each kind, before masking. `digest`: first half of the SHA-256 of the text.
-    `bands`: MinHash keys. Only with `rewrites`: `after`, the same numbers as `before` after masking, and `changes`, the
-    number of masked items and removed lines by kind.
+    `code`: 0 (kept) or 1 + the index in `RULES` (all rule names) of the rule that dropped the document. `before`:
+    number of characters, of UTF-8 bytes, and of characters of each kind, before masking. `digest`: first half of the
+    SHA-256 of the text. `bands`: MinHash keys. Only with `rewrites`: `after`, the same numbers as `before` after
+    masking, and `changes`, the number of masked items and removed lines by kind.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
@@ -67,8 +67,8 @@ class SegmentWriter:
 
     def add(self, file: int, name: str, raw: str | None, verdict: Verdict) -> None:
         """Append the cleaning result of the next document. file: index of its source file. name: the document's name.
-        raw: its text as read, before personal data were replaced and lines removed; None if it was not valid UTF-8.
-        verdict: its text after that, and the rule that removes the document, if one does.
+        raw: the document's text as read, before masking and line filters; None if the file is not text. verdict: the
+        text after masking and line filters, and the rule that dropped the document, if any.
         """
         code = KEPT if verdict.rule is None else 1 + RULES.index(verdict.rule)
         text = raw or ""
@@ -109,7 +109,8 @@ class SegmentWriter:
 
     def _keep_sample(self, rule: str, name: str, text: str, why: str) -> None:
         """Store the current document, dropped by `rule`, as a sample for the report if its sampling priority is among
-        the `SAMPLES` lowest of that rule. name, text: of the document. why: the measured value.
+        the 4 lowest of that rule. name, text: the document's name and text. why: the measured value for which it was
+        dropped.
         """
         number = self.first + self.documents
         rank = int(compute_sampling_priority(np.array([number]))[0])
@@ -179,7 +180,7 @@ class Segment:
             return json.loads(file.read(length)), len(_MAGIC) + 8 + length
 
     def __contains__(self, column: str) -> bool:
-        """Return whether the segment has the column `column`."""
+        """Return whether the segment has the column named `column`, such as "code" or "after"."""
         return column in self._types
 
     def read_column(self, name: str) -> NDArray[Any]:
@@ -190,8 +191,8 @@ class Segment:
 
 
 def merge_samples(headers: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return {rule: samples of the documents that it dropped}, those with the lowest sampling priorities over all
-    segments. headers: the segments' headers.
+    """Return {rule: samples of the documents that it dropped}, the 4 samples of each rule with the lowest sampling
+    priorities over all segments. headers: `Segment.header` of each segment.
     """
     merged: dict[str, list[dict[str, Any]]] = {}
     for header in headers:

@@ -31,10 +31,10 @@ _BLOCK = 1 << 24  # codes read at a time
 class Survey:
     """Result of cleaning and splitting a corpus of N documents, which are numbered from 0 in reading order.
 
-    codes: uint8 [N], index in `SPLITS` of a kept document's split; len(SPLITS) + index in `RULES` of the rule that
-    dropped it otherwise. pieces: number of documents in each source file. longest: maximum characters of a document;
-    longer texts were cut into several documents. bytes: {split: UTF-8 bytes}. report: the cleaning report as JSON.
-    rewriter: masks the texts when the documents are read again.
+    codes: uint8 [N]: 0 for a training document, 1 for a validation document; for a dropped one 2 + the index in `RULES`
+    (all rule names) of the rule that dropped it. pieces: number of documents in each source file. longest: maximum
+    characters of a document; longer texts were cut into several documents. bytes: {split: UTF-8 bytes}. report: the
+    cleaning report as JSON. rewriter: masks the texts when the documents are read again.
     """
 
     codes: NDArray[np.uint8]
@@ -61,7 +61,8 @@ class Survey:
     @classmethod
     def from_json(cls, codes: NDArray[np.uint8], description: dict[str, Any], rewriter: Rewriter) -> Survey:
         """Rebuild a survey from the JSON object `description` of `to_json`. codes: uint8 [N], each document's split or
-        the rule that dropped it. rewriter: masks the texts."""
+        the rule that dropped it. rewriter: masks the texts when the documents are read again.
+        """
         longest, sizes, report = (description[key] for key in ("longest", "bytes", "report"))
         return cls(codes, tuple(description["pieces"]), longest, sizes, report, rewriter)
 
@@ -69,7 +70,8 @@ class Survey:
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, str]]:
         """Yield (document number, text after cleaning, in which placeholders replace personal data) of the documents of
-        `split` ("train" or "validation") in order, from number `first` on. files, reader: those of the cleaning pass.
+        `split` ("train" or "validation") in order, from number `first` on. files, reader: source files and reader of
+        the cleaning pass.
         """
         return (
             (number, document.text or "") for number, document in self.iterate_documents(files, reader, split, first)
@@ -81,8 +83,8 @@ class Survey:
         """Yield (document number, masked document) of the documents of `split` ("train" or "validation") in order, from
         number `first` on. Files without such documents are not opened.
 
-        files, reader: those of the cleaning pass. Raises `SourceChanged` if a file no longer yields the same number of
-        documents.
+        files, reader: source files and reader of the cleaning pass. Raises `SourceChanged` if a file no longer yields
+        the same number of documents.
         """
         wanted = SPLITS.index(split)
         end = 0
@@ -124,8 +126,8 @@ def count_codes(codes: NDArray[np.uint8], code: int) -> int:
 
 
 def find_last(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
-    """Return the last index in [begin, end) at which `codes` [documents] equals `code`, or -1. The array may be larger
-    than memory.
+    """Return the last index in [begin, end) at which `codes` [documents] equals `code`, or -1 if there is none. The
+    array may be larger than memory.
     """
     for at in range(end, begin, -_BLOCK):
         found = np.flatnonzero(codes[max(begin, at - _BLOCK) : at] == code)
@@ -141,11 +143,12 @@ def survey_corpus(
 
     A document goes to validation if the hash of its content, as a fraction of 2^64, is below `validation_fraction`;
     this depends on no seed and no other document. If a split would be empty though `validation_fraction` is above 0,
-    the documents with the smallest hash go to validation, or those with the largest hash to training. If fewer than
-    `FEW_DOCUMENTS` are kept, long texts (not records) are cut at blank lines, so that both splits get some.
+    the documents with the smallest hash go to validation, or those with the largest hash to training. If fewer than 100
+    are kept, long texts (not records) are cut at blank lines, so that both splits get some.
 
-    directory: for the cleaning pass's segment files, from which an interrupted pass resumes; None: a temporary one.
-    log: receives progress lines. Raises `UserError` if no document or only one short text is left.
+    recipe: the `[data]` table. directory: folder for the cleaning pass's segment files, from which an interrupted pass
+    resumes; None: a temporary folder. log: receives progress lines. Raises `UserError` if no document or only one short
+    text is left.
     """
     with TemporaryDirectory() as temporary:
         cleaner = Cleaner(recipe.clean)
@@ -182,10 +185,12 @@ def make_reader(recipe: DataRecipe, longest: int) -> Reader:
 
 def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:
     """Assign kept documents to splits by the hash of their content; returns (codes, {split: UTF-8 bytes}).
+    `cleaned.codes` is overwritten in place with the returned codes. Raises `UserError` if a validation split is wanted
+    and all kept documents have the same content.
 
-    codes: uint8 [documents], index in `SPLITS` of a kept document's split; len(SPLITS) + index in `RULES` of the rule
-    that dropped it otherwise. fraction: expected fraction of validation documents, in [0, 1]. key: recipe key of the
-    sources, for errors.
+    codes: uint8 [documents]: 0 for a training document, 1 for a validation document; for a dropped one 2 + the index in
+    `RULES` (all rule names) of the rule that dropped it. cleaned: result of the cleaning pass. fraction: expected
+    fraction of validation documents, in [0, 1]. key: recipe key of the sources, for errors.
     """
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     least, most, below = 2**64, -1, 0
@@ -216,7 +221,7 @@ def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[
 
 def _explain_nothing_left(cleaned: CleaningResult, key: str) -> str:
     """Return the error message for a corpus of which cleaning kept no document, with the number dropped by each rule.
-    key: recipe key of the sources.
+    cleaned: result of the cleaning pass. key: recipe key of the sources.
     """
     if not len(cleaned.codes):
         return f"{key}: its files have no text"

@@ -50,8 +50,8 @@ class TokenBatch:
 class StoredTokens:
     """Token shards of one split ("train" or "validation") on disk.
 
-    directory: of the shard files. shards: metadata of each shard, in order. dtype: of a token id on disk. sources:
-    number of shards of each data source, if rows must not mix sources; None: rows may mix sources.
+    directory: folder of the shard files. shards: metadata of each shard, in order. dtype: NumPy type of a token id on
+    disk. sources: number of shards of each data source, if rows must not mix sources; None: rows may mix sources.
     """
 
     directory: Path
@@ -66,8 +66,9 @@ class PackedDataset(ABC):
     """
 
     def __init__(self, stored: StoredTokens, sequence: int, document_mask: bool, padding: int) -> None:
-        """stored: the split's shards. sequence: S, tokens in a row. document_mask: number the documents of a row, so
-        that they do not attend to each other; False: all have id 0. padding: token id that fills incomplete rows.
+        """Prepare for reading rows; nothing is read yet. stored: the split's shards. sequence: S, tokens in a row.
+        document_mask: number the documents of a row, so that they do not attend to each other; False: all have id 0.
+        padding: token id that fills incomplete rows.
         """
         shards, sources = stored.shards, stored.sources
         self.directory, self.shards, self.dtype = stored.directory, tuple(shards), stored.dtype
@@ -106,8 +107,8 @@ class PackedDataset(ABC):
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Number of packed rows, a partial last one included. Together they contain every target exactly once, as
-        evaluation needs it.
+        """Number of packed rows, a partial last one included. Together the rows contain every target exactly once, as
+        evaluation needs.
         """
 
     @abstractmethod
@@ -144,8 +145,8 @@ class PackedDataset(ABC):
                     yield file.read(size).decode()
 
     def _map_shard(self, number: int, kind: str = TOKENS) -> NDArray[Any]:
-        """Memory-map one file of the shard with index `number`, [tokens]. kind: `TOKENS` (token ids, of type `dtype`)
-        or `TRAINED` (response mask, uint8).
+        """Memory-map one file of the shard with index `number`, [tokens]. kind: "tokens.bin" (token ids, of type
+        `dtype`) or "trained.bin" (response mask, uint8).
         """
         if (number, kind) not in self._mapped:
             shard = self.shards[number]

@@ -80,7 +80,8 @@ class PackedExamples(PackedDataset):
         padding: int,
         packing: PackingSettings = PackingSettings(),
     ) -> None:
-        """stored: the split's shards. sequence: S, tokens in a row. document_mask: number the documents of a row.
+        """Store the options; rows are planned on first use. stored: the split's shards. sequence: S, tokens in a row.
+        document_mask: number the documents of a row, so that they do not attend to each other; False: all have id 0.
         padding: token id that fills rows. packing: the options of packing.
         """
         super().__init__(stored, sequence, document_mask, padding)
@@ -256,12 +257,12 @@ class PackedExamples(PackedDataset):
 
 
 def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into bins by best fit with at most `OPEN_ROWS` open bins; returns the item indices of each bin.
+    """Pack items into bins by best fit with at most 256 open bins (`OPEN_ROWS`); returns the item indices of each bin.
 
     sizes: size of each item, at most `capacity`. capacity: size of a bin. Items are placed in order. An item goes into
-    the open bin with the least remaining capacity that suffices, else into a new bin; if more than `OPEN_ROWS` bins are
-    then open, the fullest one is closed. This takes n log n time and keeps neighbours together. (With all bins open,
-    best fit needs at most 1.7 times the fewest bins: Johnson et al. 1974, doi:10.1137/0203025.)
+    the open bin with the least remaining capacity that suffices, else into a new bin; if more than 256 bins are then
+    open, the fullest one is closed. This takes n log n time and keeps neighbours together. (With all bins open, best
+    fit needs at most 1.7 times the fewest bins: Johnson et al. 1974, doi:10.1137/0203025.)
     """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (remaining capacity, row), ascending

@@ -68,8 +68,9 @@ def format_shard_file_name(number: int, kind: str) -> str:
 
 
 class EncodedDocument(NamedTuple):
-    """One tokenized document. tokens: ids with start and end token, [tokens]. text: in UTF-8; empty for a record's
-    second document. trained: for records the response mask, uint8 [tokens] (1: a target); None for plain text.
+    """One tokenized document. tokens: token ids, those of start and end tokens included, [tokens]. text: the document's
+    text in UTF-8; empty for a record's second document. trained: for records the response mask, uint8 [tokens] (1: a
+    target); None for plain text.
     """
 
     tokens: NDArray[Any]
@@ -83,20 +84,24 @@ class Encoder(Protocol):
     """
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield for each input document the list of its token sequences. Raises `UserError` that names an input that
+        """Yield for each of `documents` the list of its token sequences. Raises `UserError` that names a document that
         cannot be encoded.
         """
 
 
 class TextEncoder:
-    """Tokenizes plain text: start token, text, end token."""
+    """Tokenizer of plain text documents: each becomes one token sequence of start token, text and end token. tokenizer:
+    encodes the texts.
+    """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         self._start, self._end = (np.array([token], tokenizer.dtype) for token in (tokenizer.start, tokenizer.end))
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield for each input text a list of one tokenized document."""
+        """Yield for each of `documents` a list with its only token sequence. Raises `UserError` for a text that cannot
+        be encoded.
+        """
         texts = [document.text or "" for document in documents]
         for text, inner in zip(texts, self.tokenizer.encode(texts), strict=True):
             yield [EncodedDocument(np.concatenate([self._start, inner, self._end]), text.encode())]
@@ -106,9 +111,9 @@ class ShardWriter:
     """Writer of one split's token shards. A shard contains whole documents of one data source: at least `shard_tokens`
     tokens of them, except in the last shard of a source.
 
-    directory: for the shards. documents(first): function that yields (number, document) of the split's documents from
-    number `first` on. ends: for each data source, 1 + the number of its last document. encoder: tokenizes documents.
-    tokenizer_sha256: hex SHA-256 of tokenizer.json. keep_text: also store the texts.
+    directory: folder in which the shards are written. documents(first): function that yields (number, document) of the
+    split's documents from number `first` on. ends: for each data source, 1 + the number of its last document. encoder:
+    tokenizes documents. tokenizer_sha256: hex SHA-256 of tokenizer.json. keep_text: also store the texts.
     """
 
     def __init__(
@@ -230,8 +235,8 @@ class ShardWriter:
 
 
 def _group_documents(documents: Iterator[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
-    """Group (number, document) pairs into batches of about `_BATCH` characters: large enough for the tokenizer's
-    threads, small enough for memory.
+    """Group the (number, document) pairs of `documents` into batches of about 4 million characters: large enough for
+    the tokenizer's threads, small enough for memory.
     """
     batch: list[tuple[int, Document]] = []
     size = 0
@@ -246,13 +251,13 @@ def _group_documents(documents: Iterator[tuple[int, Document]]) -> Iterator[list
 
 
 def limit_rate(report: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a function that calls `report` with its own argument (amount of work done), but at most once in
-    `_LOG_SECONDS` seconds; further calls do nothing. The first interval begins now.
+    """Return a function that calls `report` with its own argument (amount of work done), but at most once in 2 seconds;
+    further calls do nothing. The first interval begins now.
     """
     last = time.monotonic()
 
     def report_if_due(done: int) -> None:
-        """Call `report(done)` if `_LOG_SECONDS` seconds have passed since its last call."""
+        """Call `report(done)` if 2 seconds have passed since its last call."""
         nonlocal last
         if time.monotonic() - last >= _LOG_SECONDS:
             last = time.monotonic()

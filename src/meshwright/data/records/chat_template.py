@@ -165,7 +165,9 @@ class ChatTemplate:
         return frozenset(beginnings), frozenset(ends), max(map(len, self.special), default=0)
 
     def _may_spell(self, content: str) -> bool:
-        """Return True if a message contains a special token, or could form one together with the text around it."""
+        """Return True if `content`, the text of a message, contains a special token or could form one together with the
+        text around it.
+        """
         if self._special_pattern.search(content):
             return True
         beginnings, ends, longest = self._special_affixes
@@ -179,10 +181,12 @@ class ChatTemplate:
 
     def _find_own_tokens(self, messages: Sequence[Mapping[str, str]], text: str, prompt: bool) -> list[tuple[int, int]]:
         """Return the character ranges [begin, end) in the rendered `text` of the special tokens that the template
-        itself wrote, not a message. prompt: the header of the assistant's next turn was appended.
+        itself wrote, not a message. messages: the template's variables for each message (`role`, `content` ...).
+        prompt: True if the header of the assistant's next turn was appended.
 
         If a message contains anything like a special token, the template is rendered again with the characters of all
-        messages replaced by private-use characters; the special tokens that remain are the template's own.
+        messages replaced by private-use characters; the special tokens that remain are the template's own. Raises
+        `TemplateError` if the two kinds cannot be distinguished.
         """
         if not any(self._may_spell(message["content"]) for message in messages):
             return [match.span() for match in self._special_pattern.finditer(text)]

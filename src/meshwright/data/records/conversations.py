@@ -16,8 +16,8 @@ _ROLE_KEYS = ("role", "from")
 
 
 class Message(NamedTuple):
-    """One turn of a conversation. role: one of `ROLES` ("system", "user", "assistant" ...). content: its text. input:
-    the text that an instruction applies to (Alpaca's `input`), or "".
+    """One turn of a conversation. role: "system", "user", "assistant", "tool" or "developer". content: the message's
+    text. input: the text that an instruction applies to (Alpaca's `input`), or "".
     """
 
     role: str
@@ -48,7 +48,7 @@ class Example(NamedTuple):
         return "\n\n".join(part for message in messages for part in (message.content, message.input) if part)
 
     def rewrite_texts(self, rewrite: Callable[[str], str]) -> Example:
-        """Return a copy with every text replaced by `rewrite(text)`."""
+        """Return a copy in which `rewrite(text)` replaces the text of every message, content and input each."""
 
         def rewrite_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
             return tuple(Message(one.role, rewrite(one.content), rewrite(one.input)) for one in messages)
@@ -77,7 +77,9 @@ class RecordFormat(NamedTuple):
         return [*keys, "conversations", "messages"] if self.kind == "chat" else keys
 
     def parse_example(self, record: Any) -> Example:
-        """Parse a record, the value of a JSON document, to prompt and responses. Raises `MalformedRecord`."""
+        """Parse `record`, a parsed JSON value, to prompt and responses. Raises `MalformedRecord` if it is no object,
+        lacks a key of this format, or has a value of a wrong type.
+        """
         if not isinstance(record, dict):
             raise MalformedRecord(f"is {_describe_value(record)}, not an object")
         match self.kind:
@@ -95,20 +97,25 @@ class RecordFormat(NamedTuple):
         return "{" + ", ".join(f'"{self.get_file_key(part)}": {value}' for part, value in parts.items()) + "}"
 
     def _parse_instruction(self, record: dict[str, Any]) -> Example:
-        """Parse an instruction record (`instruction`, `output` and an optional `input`). Raises `MalformedRecord`."""
+        """Parse an instruction record (`instruction`, `output` and an optional `input`). Raises `MalformedRecord` if a
+        key is missing or not a string.
+        """
         instruction, output = (self._get_text(record, part) for part in ("instruction", "output"))
         given = self._get_text(record, "input") if record.get(self.get_file_key("input")) is not None else ""
         prompt = Message("user", instruction, given)
         return Example((), ((prompt, Message("assistant", output)),))
 
     def _find_chat_key(self, record: dict[str, Any]) -> str:
-        """Return the key of the list of messages: the configured one, or ShareGPT's "conversations"."""
+        """Return the key of the list of messages: the key configured for "messages" or, if nothing is configured and
+        the record has only that, ShareGPT's "conversations".
+        """
         key = self.get_file_key("messages")
         return "conversations" if key not in record and not self.renamed and "conversations" in record else key
 
     def _parse_preference(self, record: dict[str, Any]) -> Example:
         """Parse a preference record (`prompt`, `chosen`, `rejected`). If the key `prompt` is missing, the prompt is the
-        common beginning of the chosen and the rejected conversation. Raises `MalformedRecord`.
+        common beginning of the chosen and the rejected conversation. Raises `MalformedRecord` if a key is missing, has
+        a value of a wrong type, or no common beginning exists.
         """
         prompt_key = self.get_file_key("prompt")
         prompt: tuple[Message, ...] | None = None
@@ -145,8 +152,8 @@ class RecordFormat(NamedTuple):
         )
 
     def _get_text(self, record: dict[str, Any], part: str) -> str:
-        """Return the string under the standard key `part`, such as "prompt". Raises `MalformedRecord` if it is missing
-        or not a string.
+        """Return the string of `record` under the standard key `part`, such as "prompt". Raises `MalformedRecord` if it
+        is missing or not a string.
         """
         key = self.get_file_key(part)
         if key not in record:
@@ -165,8 +172,9 @@ class RecordFormat(NamedTuple):
         return MalformedRecord(f'has no key "{key}" (it has {held}); set data.record_keys = {{{part} = {right}}}')
 
     def _parse_messages(self, record: dict[str, Any], key: str, alternative: str = "") -> tuple[Message, ...]:
-        """Parse the list of messages under `key`. alternative: other allowed types, such as "or a string", for the
-        error. Raises `MalformedRecord`.
+        """Parse the list of messages in `record` under `key`, as the files spell the key. alternative: other allowed
+        types, such as "or a string", for the error. Raises `MalformedRecord` if the list is missing, empty or has a
+        malformed message.
         """
         if key not in record:
             raise self._missing_key_error(
@@ -187,8 +195,9 @@ class MalformedRecord(Exception):
 
 
 def _parse_message(turn: Any, where: str) -> Message:
-    """Parse one message, with role and content under the keys of OpenAI or ShareGPT. where: its position, such as
-    "messages[2]", for errors. Raises `MalformedRecord`.
+    """Parse the JSON object `turn` of one message, with role and content under the keys of OpenAI (`role`, `content`)
+    or ShareGPT (`from`, `value`). where: position of the message, such as "messages[2]", for errors. Raises
+    `MalformedRecord` for a missing key, an unknown role or a content that is not text.
     """
     if not isinstance(turn, dict):
         raise MalformedRecord(f'{where} is {_describe_value(turn)}, not a message {{"role": "...", "content": "..."}}')

@@ -48,8 +48,9 @@ class ExampleEncoder:
         return cls(tokenizer, ChatTemplate(source, found.list_named_tokens(), tokenizer.special, where))
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield for each record the list of its token sequences with response masks: one, or for a preference record
-        the chosen and the rejected one. Raises `UserError` if the template refuses a record, or the record is too long.
+        """Yield for each of `documents`, the records, the list of its token sequences with response masks: one, or for
+        a preference record the chosen and the rejected one. Raises `UserError` if the template refuses a record, or the
+        record is too long.
         """
         rendered: list[RenderedConversation] = []
         branches = []
@@ -124,8 +125,9 @@ class ExampleEncoder:
 
 
 def _hide_own_tokens(rendered: RenderedConversation, names: Mapping[str, str]) -> tuple[str, list[tuple[int, int]]]:
-    """Replace the special tokens that the template wrote by random names that no message can contain; returns (new
-    text, character ranges [begin, end) of the responses in it). names: {special token: its random name}.
+    """Replace the special tokens that the template wrote in the conversation `rendered` by random names that no message
+    can contain; returns (new text, character ranges [begin, end) of the responses in it). names: {special token: its
+    random name}.
     """
     parts: list[str] = []
     moved: list[tuple[int, int]] = []  # (place in the text, by how much what follows it moves)

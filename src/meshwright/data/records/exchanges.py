@@ -74,8 +74,8 @@ def find_first_request(record: Mapping[str, Any], where: str) -> str:
 
 
 def name_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a name for each record: 16 hex digits of the SHA-256 of its content without the annotation (labels). The
-    second record with the same content gets the suffix "-2", the third "-3" ...
+    """Return a name for each of `records`: 16 hex digits of the SHA-256 of its content without the annotation (labels).
+    The second record with the same content gets the suffix "-2", the third "-3" ...
     """
     seen: dict[str, int] = {}
     names = []
@@ -88,8 +88,8 @@ def name_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def iterate_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield (position such as "a.jsonl:17", record) for each record of a JSON Lines file or JSON list, compressed or
-    not. Raises `UserError` for anything that cannot be read.
+    """Yield (position such as "a.jsonl:17", record) for each record of the JSON Lines file or JSON list `path`,
+    compressed or not. Raises `UserError` if the file or one of its records cannot be read.
     """
     if path.is_dir():
         raise UserError(f"{path} is a directory; name a file of records")
@@ -112,14 +112,16 @@ def iterate_records(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def read_records(path: Path) -> list[tuple[str, Record]]:
-    """Read all records of a JSON Lines file or JSON list as (position such as "a.jsonl:17", record) pairs. Raises
-    `UserError`.
+    """Read all records of the JSON Lines file or JSON list `path` as (position such as "a.jsonl:17", record) pairs.
+    Raises `UserError` if the file or one of its records cannot be read.
     """
     return list(iterate_records(path))
 
 
 def write_records(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write the records `rows` to a JSON Lines file atomically. Raises `UserError` if it cannot be written."""
+    """Write the records `rows` to the JSON Lines file `path` atomically. Raises `UserError` if the file cannot be
+    written.
+    """
     try:
         write_atomic(path, b"".join(map(to_json_line, rows)))
     except OSError as error:
@@ -127,7 +129,9 @@ def write_records(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def to_json_line(row: Mapping[str, Any]) -> bytes:
-    """Serialize a record to one line of UTF-8 JSON with a line feed at its end, without escapes where possible."""
+    """Serialize the record `row` to one line of UTF-8 JSON that ends with a line feed. Characters beyond ASCII are not
+    escaped, unless the record has a lone surrogate.
+    """
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot encode
@@ -136,7 +140,7 @@ def to_json_line(row: Mapping[str, Any]) -> bytes:
 
 def _parse_turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
     """Return all messages of a record; for a preference those up to the end of the chosen response. where: position of
-    the record, such as "a.jsonl:17", for errors. Raises `UserError`.
+    the record, such as "a.jsonl:17", for errors. Raises `UserError` if the record is of no known format or malformed.
     """
     kind = next((kind for key, kind in _KINDS.items() if key in record), None)
     if kind is None:

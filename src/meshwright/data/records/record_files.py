@@ -25,7 +25,9 @@ if it cannot be parsed, else None). A plain tuple, since one is made for each li
 
 
 def format_position(file: SourceFile, position: str) -> str:
-    """Return file and position of a record for errors, such as "a.jsonl:17" or "a.parquet: row 17"."""
+    """Return file and position of a record for errors, such as "a.jsonl:17" or "a.parquet: row 17". position: position
+    in the file, such as ":17" or ":row 17".
+    """
     place = position.removeprefix(":")
     return f"{file.path}:{place}" if place.isdecimal() else f"{file.path}: {place}"
 
@@ -60,8 +62,11 @@ def iterate_file_records(
 
 
 def _iterate_lines(file: SourceFile, stream: Stream, encoding: str, errors: str, quick: bool) -> Iterator[ParsedRecord]:
-    """Yield a record for each line of a JSON Lines file that is not blank. Arguments as in `iterate_file_records`.
-    Raises `UserError` for a line of `LONGEST_LINE` bytes or more.
+    """Yield (position such as ":17", value, problem) for each line of a JSON Lines file that is not blank. problem: why
+    the line could not be decoded or parsed, as a clause; else None.
+
+    stream: the file's decompressed bytes. encoding, errors: as in `bytes.decode`. quick: True: parse with orjson if it
+    is installed. Raises `UserError` for a line of 256 MiB (`LONGEST_LINE`) or more.
     """
     parse_quickly = _find_orjson_parser() if quick and encoding.lower().replace("_", "-") == "utf-8" else None
     for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
@@ -100,7 +105,10 @@ def _find_orjson_parser() -> Callable[[bytes], Any] | None:
 
 
 def _iterate_list(file: SourceFile, buffer: _ListBuffer) -> Iterator[ParsedRecord]:
-    """Yield the elements of the JSON list in `buffer` as records, one at a time; the list may be larger than memory."""
+    """Yield each element of the JSON list that `buffer` reads as a record (position such as ":record 17", value, None),
+    one at a time; the list may be larger than memory. file: names the file in errors. Raises `UserError` if the file is
+    no valid JSON list.
+    """
     if buffer.next_character() != "[":
         raise UserError(
             f"{file.path}: not a JSON list: it should begin with [; if it holds one object a line, it is JSON Lines: "
@@ -138,8 +146,8 @@ class _ListBuffer:
         self.text = self.text.removeprefix("\ufeff")
 
     def _read_more(self) -> None:
-        """Drop the parsed text and read more: as many bytes as there are unparsed characters, at least `_CHUNK`, so
-        that the number of attempts to parse a long record grows only logarithmically.
+        """Drop the parsed text and read more: as many bytes as there are unparsed characters, at least 1 MiB, so that
+        the number of attempts to parse a long record grows only logarithmically.
         """
         rest = self.text[self.at :]
         data = self._stream.read(max(_CHUNK, len(rest)))
@@ -165,8 +173,8 @@ class _ListBuffer:
             self._read_more()
 
     def parse_value(self, number: int) -> Any:
-        """Parse and consume the next JSON value. number: of the record, from 1, for the `UserError` if it is
-        invalid.
+        """Parse and consume the next JSON value. number: position of the value in the list, from 1, for the `UserError`
+        that an invalid value raises.
         """
         while True:
             try:
@@ -197,8 +205,9 @@ class _ListBuffer:
 
 
 def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[ParsedRecord]:
-    """Yield the rows of a Parquet file as records. columns: those to read (None: all). stream: the file's bytes, used
-    if it is not on a local disk.
+    """Yield (position such as ":row 17", value, None) for each row of a Parquet file; a value maps column names to
+    values. columns: names of the columns to read (None: all). stream: the file's bytes, used if it is not on a local
+    disk. Raises `UserError` if the file has none of `columns` or is damaged.
     """
     number = 0
     with open_parquet(file, stream) as table:

@@ -34,8 +34,8 @@ class RenderProcess:
     """
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
-        """source: Jinja text. named: {variable name: special token}, such as `bos_token`. Raises `NotATemplate` if the
-        source is invalid, `LimitReached` if compiling it exceeds the limits.
+        """Start the subprocess, which compiles the template. Raises `NotATemplate` if `source` is no valid Jinja,
+        `LimitReached` if compiling it exceeds the limits.
         """
         self._first = {"source": source, "named": dict(named)}
         self._process: subprocess.Popen[bytes] | None = None
@@ -45,9 +45,10 @@ class RenderProcess:
             self._start()
 
     def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
-        """Render a conversation in the subprocess; returns the text with the characters `BEGIN` and `END` around each
-        {% generation %} block. messages: the template's variables for each message (`role`, `content` ...). prompt:
-        append the header of the assistant's next turn.
+        """Render a conversation in the subprocess; returns the text with the private-use characters `BEGIN` and `END`
+        around each {% generation %} block. messages: the template's variables for each message (`role`, `content` ...).
+        prompt: append the header of the assistant's next turn. Raises `TemplateError` if the template refuses the
+        messages, `LimitReached` if a limit is exceeded.
         """
         with self._lock:
             if self._process is None or self._owner != os.getpid():
@@ -55,7 +56,9 @@ class RenderProcess:
             return self._send_request({"messages": [dict(message) for message in messages], "prompt": prompt})
 
     def _start(self) -> None:
-        """Start the subprocess and send it the template to be compiled."""
+        """Start the subprocess and send it the template to be compiled. Raises `NotATemplate` if the template does not
+        compile, `LimitReached` if a limit is exceeded.
+        """
         program = "import sys, runpy; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
         self._process = subprocess.Popen(
             # -I: imports depend on neither the current directory nor the environment.
@@ -71,7 +74,8 @@ class RenderProcess:
 
     def _send_request(self, request: Mapping[str, Any]) -> str:
         """Send a request, a JSON object as described in `serve_requests`, to the subprocess and return the rendered
-        text. Raises `TemplateError`, `NotATemplate` or `LimitReached`.
+        text. Raises `TemplateError` if the template refuses the messages, `NotATemplate` if it does not compile,
+        `LimitReached` if a limit is exceeded or no answer comes.
         """
         assert self._process is not None and self._process.stdin is not None
         try:
@@ -97,8 +101,8 @@ class RenderProcess:
         return str(answer["text"])
 
     def _read_line(self) -> bytes:
-        """Read one line from the subprocess. The line returned has no newline at its end if the process ended, or
-        `_WAIT_SECONDS` passed, before the line was complete.
+        """Read one line from the subprocess. The line returned has no newline at its end if the process ended, or 300
+        seconds passed, before the line was complete.
         """
         assert self._process is not None and self._process.stdout is not None
         descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + _WAIT_SECONDS
@@ -136,8 +140,8 @@ class RenderProcess:
 
 
 def _end_process(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Kill the subprocess, unless the caller is a forked copy of the process that started it. owner: process id of the
-    starter.
+    """Kill the subprocess, unless the caller is a forked copy of the process that started it. owner: id of the process
+    that started it.
     """
     if os.getpid() != owner:
         return

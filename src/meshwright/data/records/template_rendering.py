@@ -47,9 +47,7 @@ class Renderer:
     """
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
-        """source: Jinja text. named: {variable name: special token}, such as `bos_token`. Raises `NotATemplate` if the
-        source does not compile.
-        """
+        """Compile the template. Raises `NotATemplate` if `source` does not compile."""
         from jinja2 import TemplateError as JinjaError
 
         self._named = dict(named)
@@ -61,11 +59,12 @@ class Renderer:
             raise NotATemplate(f"{type(error).__name__}: {error}") from None
 
     def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
-        """Render a conversation; returns the text with the characters `BEGIN` and `END` around each {% generation %}
-        block.
+        """Render a conversation; returns the text with the private-use characters `BEGIN` and `END` around each {%
+        generation %} block.
 
         messages: the template's variables for each message (`role`, `content` ...). prompt: append the header of the
-        assistant's next turn. Raises `TemplateError`, or `LimitReached` for too long a text.
+        assistant's next turn. Raises `TemplateError` if the template refuses the messages or fails, `LimitReached` if
+        the text is too long.
         """
         from jinja2 import TemplateError as JinjaError
 
@@ -104,14 +103,16 @@ def create_environment() -> Any:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> nodes.Node:
-            """Parse the block to a node that calls `_mark` on its content."""
+            """Parse the block at the position of Jinja's `parser` to a node that calls `_mark` on the block's content;
+            return the node.
+            """
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
         def _mark(self, caller: Any) -> str:
-            """Return the rendered content of the block, given by `caller()`, between the characters `BEGIN` and
-            `END`.
+            """Return the rendered content of the block, given by `caller()`, between the private-use characters `BEGIN`
+            and `END`.
             """
             return f"{BEGIN}{caller()}{END}"
 
@@ -139,7 +140,7 @@ def serve_requests() -> None:
 
     A request is {"source", "named"}, the template, which comes first, or {"messages", "prompt"}, a conversation. An
     answer has one of "text", "error", "limit" and "not_a_template". The kernel ends the process when a request exceeds
-    `RENDER_SECONDS` of processor time.
+    10 seconds (`RENDER_SECONDS`) of processor time.
     """
     create_environment()  # imports Jinja before memory is limited
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

@@ -30,7 +30,7 @@ class _UnreachableFilesystem:
 def list_stored_files(
     url: str, key: str, cache: Path | None, log: Callable[[str], None]
 ) -> Iterator[tuple[str, StoredFile, bool]]:
-    """List the files behind a URL (a file, glob or directory in a remote store). Yields (name relative to the URL,
+    """List the files behind `url` (a file, glob or directory in a remote store). Yields (name relative to the URL,
     file, True if the URL names this single file).
 
     cache: directory in which the list is stored (None: not stored). If the store is unreachable, the stored list is

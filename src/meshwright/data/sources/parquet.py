@@ -32,7 +32,8 @@ def open_parquet(file: SourceFile, stream: Stream, encoded: Sequence[str] = (), 
     is compressed as a whole, such as "a.parquet.gz".
 
     stream: the file's bytes, used if the file is not on a local disk. encoded: paths of the columns that are read as
-    dictionary arrays (distinct texts, and for each row an index into them).
+    dictionary arrays (distinct texts, and for each row an index into them). metadata: the file's `FileMetaData`, if it
+    was read before; None: it is read.
     """
     if not isinstance(stream, io.BufferedReader):
         raise UserError(f"{file.path}: Parquet is compressed internally, so decompress the file")
@@ -60,10 +61,11 @@ def iterate_parquet_texts(
     """Yield (position such as ":row 17", text, problem) for each row of a Parquet file. problem: how the row violates
     the schema `required`, as a clause; None if it does not.
 
-    key: column of the text; "a.b" is field b of the struct column a. encoding: of binary columns. required: {further
-    column: type of its values}. A null text is yielded as "", and is a problem if `required` is not empty. Bytes that
-    do not decode become lone surrogates. Raises `UserError` for files that are not Parquet, truncated or damaged, and
-    if the column `key` is missing or not text.
+    stream: the file's bytes, used if the file is not on a local disk. key: column of the text; "a.b" is field b of the
+    struct column a. encoding: text encoding of binary columns. required: {further column: type of its values}. A null
+    text is yielded as "", and is a problem if `required` is not empty. Bytes that do not decode become lone surrogates.
+    Raises `UserError` for files that are not Parquet, truncated or damaged, and if the column `key` is missing or not
+    text.
     """
     with open_parquet(file, stream) as table:
         arrow = import_module("pyarrow")
@@ -102,8 +104,8 @@ def _find_problems(batch: Any, text: Any, key: str, required: Mapping[str, str])
 
 
 def _decode_column(column: Any, encoding: str, arrow: Any) -> list[str]:
-    """Return the texts of a column of strings or bytes; null becomes "". encoding: of bytes. arrow: the pyarrow
-    module.
+    """Return the texts of `column`, an Arrow array of strings or bytes; null becomes "". encoding: text encoding of
+    bytes. arrow: the pyarrow module.
     """
     if arrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -146,8 +148,9 @@ def find_leaves(table: Any, group: int, columns: Sequence[str]) -> list[Any]:
 
 
 def _choose_batch_rows(leaves: Sequence[Any], rows: int, path: str) -> int:
-    """Return how many rows of a row group to read at a time, so that they contain about `_BATCH` bytes of text. leaves:
-    metadata of its leaf columns, from `find_leaves`. rows: number of its rows. path: name of the text column.
+    """Return how many rows of a row group to read at a time, so that they contain about 1 MiB of text. leaves: metadata
+    of the row group's leaf columns, from `find_leaves`. rows: number of rows in the row group. path: name of the text
+    column.
     """
     size: int = next((leaf.total_uncompressed_size for leaf in leaves if leaf.path_in_schema == path), _BATCH)
     return max(1, min(_MOST_ROWS, _BATCH * max(1, rows) // max(1, size)))
@@ -155,11 +158,12 @@ def _choose_batch_rows(leaves: Sequence[Any], rows: int, path: str) -> int:
 
 def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, leaves: Sequence[Any]) -> int:
     """Return the number of rows of row group `group`, at least 1, that may be decoded at once so that no column takes
-    more than `_MOST_BYTES`, even if every row holds the column's longest value.
+    more than 64 MiB in memory, even if every row holds the column's longest value.
 
     A dictionary-encoded value is stored once, however many rows repeat it: some hundred bytes may decode to many GiB.
-    table: the open `ParquetFile`. leaves: metadata of the leaf columns to be read, from `find_leaves`. Raises
-    `UserError` for a value of more than `LONGEST_VALUE` bytes.
+    file, stream: the Parquet file and its bytes, as for `open_parquet`. table: the open `ParquetFile`. leaves: metadata
+    of the leaf columns to be read, from `find_leaves`. Raises `UserError` for a value of more than 256 MiB
+    (`LONGEST_VALUE`).
     """
     leaves = [leaf for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
     encoded = [leaf.path_in_schema for leaf in leaves if any("DICTIONARY" in each for each in leaf.encodings)]
@@ -173,8 +177,8 @@ def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, l
 
 def _measure_longest_values(file: SourceFile, stream: Stream, table: Any, group: int, encoded: Sequence[str]) -> int:
     """Return the size in bytes of the longest value in the dictionaries of some columns of row group `group`. encoded:
-    paths of these columns. table: the open `ParquetFile`. Raises `UserError` for a value of more than `LONGEST_VALUE`
-    bytes.
+    paths of these columns. file, stream: the Parquet file and its bytes, as for `open_parquet`. table: the open
+    `ParquetFile`. Raises `UserError` for a value of more than 256 MiB (`LONGEST_VALUE`).
     """
     longest = 0
     with open_parquet(file, stream, encoded, table.metadata) as other:
@@ -216,7 +220,8 @@ def _select_field(batch: Any, path: list[str]) -> Any:
 
 def _resolve_column(file: SourceFile, schema: Any, key: str, arrow: Any) -> list[str]:
     """Split the column name `key` ("a.b": field b of the struct column a) into the names from the outermost to the
-    innermost, by the Arrow schema. Raises `UserError` if the column is missing or not text. arrow: the pyarrow module.
+    innermost, by the Arrow schema of `file`. Raises `UserError` if the column is missing or not text. arrow: the
+    pyarrow module.
     """
     path, fields = ([key], schema) if key in schema.names else (key.split("."), schema)
     for depth, name in enumerate(path):

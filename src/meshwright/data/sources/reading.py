@@ -35,9 +35,9 @@ class Document(NamedTuple):
     """One document of a source file. Newlines are LF, a byte order mark is removed, and a byte that did not decode is a
     lone surrogate.
 
-    name: file and position in it. text: None if the file is not text, or if the record has a `problem`. problem: how
-    the record violates the schema. example: the parsed instruction, chat or preference record; `text` then joins its
-    texts.
+    name: name of the file and the document's position in it. text: the text; None if the file is not text, or if the
+    record has a `problem`. problem: how the record violates the schema. example: the parsed instruction, chat or
+    preference record; `text` then joins its texts.
     """
 
     name: str
@@ -51,11 +51,11 @@ class Reader:
     """Splits source files into documents: one per text file, JSON line, element of a JSON list, Parquet row or WET
     page.
 
-    encoding: of text. text_key: key of a record's text, unless the file's source sets its own. longest: texts of more
-    characters are cut into several documents, after a blank line, else after a line, else anywhere. required_keys:
-    {key: type}; if not empty, a record without one of these keys or without text is no error, but becomes a document
-    with a problem. records: parse every file as instruction, chat or preference records, one document each, never cut;
-    None: plain text.
+    encoding: text encoding of the files, such as "utf-8". text_key: key of a record's text, unless the file's source
+    sets its own. longest: texts of more characters are cut into several documents, after a blank line, else after a
+    line, else anywhere. required_keys: {key: type}; if not empty, a record without one of these keys or without text is
+    no error, but becomes a document with a problem. records: parse every file as instruction, chat or preference
+    records, one document each, never cut; None: plain text.
     """
 
     encoding: str = "utf-8"
@@ -79,9 +79,9 @@ class Reader:
                 yield from self._read_records(file, stream)
 
     def _read_text(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
-        """Yield the documents of a text file: one, or its pieces if it is long. A binary file yields one document
-        without text if a glob or directory found it; if the recipe names it, `UserError` is raised. stream: the file's
-        decompressed bytes.
+        """Yield the documents of a text file: one, or several if it has more than `longest` characters. A binary file
+        yields one document without text if a glob or directory found it; if the recipe names it, `UserError` is raised.
+        stream: the file's decompressed bytes.
         """
         head = stream.peek(_HEAD)[:_HEAD]
         if problem := self._explain_not_text(head):
@@ -98,7 +98,8 @@ class Reader:
 
     def _read_examples(self, file: SourceFile, stream: Stream, records: RecordFormat) -> Iterator[Document]:
         """Yield one document with a parsed example for each record. A malformed record raises `UserError`, or with
-        `required_keys` becomes a document with a problem. stream: the file's decompressed bytes. records: their format.
+        `required_keys` becomes a document with a problem. stream: the file's decompressed bytes. records: format of the
+        records.
         """
         required = self.required_keys
         columns = [*records.columns, *required]
@@ -145,8 +146,9 @@ class Reader:
 
     def _iterate_json_texts(self, file: SourceFile, stream: Stream, key: str) -> Iterator[tuple[str, str, str | None]]:
         """Yield (position such as ":17", text under `key`, problem) for each record of a JSON Lines file or JSON list.
-        problem: how the record violates the schema `required_keys`, as a clause, or None. Raises `UserError` for a
-        record without text if nothing is required.
+        problem: how the record violates the schema `required_keys`, as a clause, or None. stream: the file's
+        decompressed bytes. key: key of a record's text. Raises `UserError` for a record without text if `required_keys`
+        is empty.
         """
         required = self.required_keys
         for position, value, problem in iterate_file_records(file, stream, [key], self.encoding, quick=not required):
@@ -217,8 +219,8 @@ def check_encoding(encoding: str) -> None:
 def _get_text(value: Any, key: str, file: SourceFile, position: str) -> str:
     """Return the text stored in a record; null becomes "". Raises `UserError` if the value is not text.
 
-    value: parsed JSON record. key: key of the text in it; "a.b" is key b inside the object under a. file, position: of
-    the record, for the error.
+    value: parsed JSON record. key: key of the text in it; "a.b" is key b inside the object under a. file, position: the
+    record's file and position in it, for the error.
     """
     where, setting = format_position(file, position), file.key_setting
     if not isinstance(value, dict):

@@ -27,10 +27,10 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", 
 class SourceFile:
     """One source file to read.
 
-    name: path relative to the source, the same wherever the corpus is stored. path: where to read it. format: "text",
-    "jsonl", "json", "parquet" or "wet". named: True if the recipe names this very file, so that unusable content is an
-    error; False if a glob or directory found it. source: index of its source in the recipe. text_key: key of a record's
-    text if the source sets its own. counted_as: label under which reports count it.
+    name: path relative to the source, the same wherever the corpus is stored. path: local path, or file in a remote
+    store. format: "text", "jsonl", "json", "parquet" or "wet". named: True if the recipe names this very file, so that
+    unusable content is an error; False if a glob or directory found it. source: index of its source in the recipe.
+    text_key: key of a record's text if the source sets its own. counted_as: label under which reports count it.
     """
 
     name: str
@@ -70,10 +70,10 @@ def find_files(
     A source is "stdlib" (this Python's standard library without tests and installed packages), the path or URL of a
     file, a directory (all files below it that are not hidden) or a glob (`**` for any depth).
 
-    format: of the files; "auto" goes by suffix: `.jsonl` and `.ndjson` are JSON Lines, `.parquet`, `.wet`, all else
-    text; a suffix of `COMPRESSIONS` may follow. cache: directory of prepared data, which are excluded, and of stored
-    listings of remote stores. log: receives a line when a stored listing is used. key: recipe key that error messages
-    name. records: True: `.json` is a JSON list.
+    format: format of the files ("text", "jsonl", "json", "parquet" or "wet"); "auto" determines it by suffix: `.jsonl`
+    and `.ndjson` are JSON Lines, `.parquet`, `.wet`, all else text; `.gz` or `.zst` (compressed) may follow. cache:
+    directory of prepared data, which are excluded, and of stored listings of remote stores. log: receives a line when a
+    stored listing is used. key: recipe key that error messages name. records: True: `.json` is a JSON list.
 
     A file's label in reports (`counted_as`) is its source if there are several sources or `key` is "data.sources", else
     its first directory.
@@ -198,7 +198,7 @@ def _iterate_files(root: Path) -> Iterator[Path]:
 
 
 def _find_glob_root(pattern: Path) -> Path:
-    """Return the directory before the first wildcard of a glob: "a/b" of "a/b/*/c.txt"."""
+    """Return the directory before the first wildcard of the glob `pattern`: "a/b" of "a/b/*/c.txt"."""
     fixed = Path()
     for part in pattern.parts[:-1]:
         if glob.has_magic(part):

@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 @dataclass(frozen=True, slots=True)
 class StoredFile:
     """A file in a remote store, such as S3 or a web server. url: its address. place: its path inside `filesystem`.
-    size: in bytes, if known. version: entity tag, checksum or time that changes with the content; None if the store
+    size: bytes; None if unknown. version: entity tag, checksum or time that changes with the content; None if the store
     gives none. filesystem: fsspec file system that reads it.
     """
 
@@ -102,8 +102,7 @@ class _NotSupported(UserError):
 
 
 class _BlockReader(io.RawIOBase):
-    """Raw stream over a file in a remote store that fetches one block of `BLOCK` bytes at a time and keeps only the
-    last one.
+    """Raw stream over a file in a remote store that fetches one block of 8 MiB at a time and keeps only the last one.
     """
 
     def __init__(self, file: StoredFile) -> None:
@@ -126,16 +125,16 @@ class _BlockReader(io.RawIOBase):
         return self._place
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position in bytes, relative to the start, the current position or the end (`whence`); returns the new
-        position.
+        """Set the position to `offset` bytes from the start (`whence` = 0), the current position (1) or the end (2) of
+        the file; returns the new position in bytes from the start.
         """
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
         self._place = max(0, base + offset)
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Read into `buffer`, at most to the end of the current block; returns the number of bytes, 0 at the end of the
-        file.
+        """Read into `buffer`, at most to the end of the current block; returns the number of bytes read, 0 at the end
+        of the file.
         """
         if self._place >= self._size:
             return 0
@@ -164,7 +163,7 @@ class _BlockReader(io.RawIOBase):
 
 def retry(url: str, ask: Callable[[], Result], where: str = "") -> Result:
     """Call `ask`, a request to the store of `url`, and return its result. If it fails, it is called again after a
-    growing pause, up to `TRIES` times in all; then a one-line `UserError` is raised.
+    growing pause, up to 6 times in all; then a one-line `UserError` is raised.
 
     Errors that waiting does not change, such as a missing file, are raised immediately. where: appended to the error
     message, such as " at byte 8,388,608 of 9,000,000".
@@ -208,7 +207,7 @@ def is_url(source: str) -> bool:
 
 
 def parse_file_url(url: str) -> Path | None:
-    """Convert a `file://` URL to its local path; None for any other URL."""
+    """Convert `url`, a `file://` URL, to its local path; returns None for any other URL."""
     if not url.lower().startswith("file://"):
         return None
     parts = urlsplit(url)
@@ -216,8 +215,9 @@ def parse_file_url(url: str) -> Path | None:
 
 
 def query_stored_files(url: str, key: str) -> Iterator[tuple[str, StoredFile, bool]]:
-    """Query a remote store for the files behind a URL (a file, glob or directory). Yields (name relative to the URL,
-    file, True if the URL names this single file). key: recipe key that error messages name. Raises `UserError`.
+    """Query a remote store for the files behind `url` (a file, glob or directory). Yields (name relative to the URL,
+    file, True if the URL names this single file). key: recipe key that errors name. Raises `UserError` for URLs with
+    credentials or refused protocols, missing files and unreachable stores.
     """
     _refuse_secrets(url, key)
     filesystem, place = _open_filesystem(url, key)
@@ -253,12 +253,12 @@ def query_stored_files(url: str, key: str) -> Iterator[tuple[str, StoredFile, bo
 
 
 def _strip_url(url: str) -> str:
-    """Return the path in a URL, or in the first of a chain of URLs: without protocol, query and outer slashes."""
+    """Return the path in `url`, or in the first of a chain of URLs ("a::b"): without protocol, query and outer "/"."""
     return re.sub(r"^[A-Za-z][A-Za-z0-9+.-]*://", "", url.partition("::")[0].partition("?")[0]).strip("/")
 
 
 def find_first_changed(files: Sequence[StoredFile]) -> int | None:
-    """Return the index of the first file whose size or version in its store has changed, or None."""
+    """Return the index of the first of `files` whose size or version in its store has changed, or None if none has."""
     with ThreadPoolExecutor(16) as pool:
         for number, (file, now) in enumerate(zip(files, pool.map(StoredFile.query_state, files), strict=True)):
             if now != file:
@@ -267,7 +267,7 @@ def find_first_changed(files: Sequence[StoredFile]) -> int | None:
 
 
 def _make_stored_file(url: str, place: str, entry: dict[str, Any], filesystem: Any) -> StoredFile:
-    """Build a `StoredFile`. entry: metadata of the path `place` from the fsspec file system ("size", "ETag" ...)."""
+    """Build a `StoredFile`. place: path in `filesystem` (of fsspec). entry: its metadata there ("size", "ETag" ...)."""
     return StoredFile(url, place, entry.get("size"), _find_version(entry), filesystem)
 
 
@@ -328,8 +328,8 @@ def missing_package_error(package: str, what: object) -> UserError:
 
 
 def _refuse_secrets(url: str, key: str) -> None:
-    """Raise `UserError` if a URL in a recipe contains credentials or a signature. key: recipe key with which the error
-    begins.
+    """Raise `UserError` if `url`, given in a recipe, contains credentials or a signature. key: recipe key with which
+    the error begins.
     """
     if re.search(r"://[^/?#]*@", url) or _SECRET_QUERY.search(url):
         shown = re.sub(r"://[^/?#]*@", "://", url).partition("?")[0]
@@ -342,7 +342,7 @@ def _refuse_secrets(url: str, key: str) -> None:
 
 def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
     """Raise `UserError` if a protocol in `url` may log in with the user's keys, unless the environment variable
-    `ALLOWED` lists it. key: recipe key with which the error begins. protocols: all that fsspec supports.
+    MESHWRIGHT_STORES lists it. key: recipe key with which the error begins. protocols: all that fsspec supports.
     """
     allowed = {name.strip().lower() for name in os.environ.get(ALLOWED, "").split(",")}
     for part in url.split("::"):
@@ -356,8 +356,9 @@ def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
 
 
 def _format_reason(error: Exception) -> str:
-    """Format an exception as one line of at most 300 characters; values of environment variables that hold secrets are
-    replaced by "***"."""
+    """Format the exception `error` as one line of at most 300 characters; values of environment variables that hold
+    secrets are replaced by "***".
+    """
     text = str(error)
     code, message = (re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message"))
     if code:

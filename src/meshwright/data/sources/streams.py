@@ -46,7 +46,7 @@ def list_decoding_errors() -> tuple[type[Exception], ...]:
 
 
 class _Gzip(gzip.GzipFile):
-    """Gzip stream that, when closed, also closes the file it reads from."""
+    """Gzip stream that decompresses the open file `fileobj` and, when closed, also closes this file."""
 
     def __init__(self, fileobj: io.BufferedReader[Any]) -> None:
         super().__init__(fileobj=fileobj, mode="rb")
@@ -54,8 +54,8 @@ class _Gzip(gzip.GzipFile):
 
 
 def _open_zstd(raw: io.BufferedReader[Any], file: SourceFile) -> Any:
-    """Open a stream that decompresses `raw` with Zstandard. file: for errors. Raises `UserError` if the package for it
-    is not installed.
+    """Open a stream that decompresses `raw` with Zstandard. file: names the file in errors. Raises `UserError` if the
+    Zstandard package is not installed.
     """
     module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"  # the same code
     try:

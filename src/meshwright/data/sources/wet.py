@@ -20,7 +20,7 @@ _LONGEST_LINE = 1 << 16
 def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterator[tuple[str, str, None]]:
     """Yield (position and address, such as ":17 https://example.org/", text, None: no problem) for each page of a WET
     file, a WARC record of type "conversion". Records are numbered from 1; other types are counted and skipped. stream:
-    the file's decompressed bytes. encoding: of the texts.
+    the file's decompressed bytes. encoding: text encoding of the pages.
 
     Raises `UserError` for a file that is not WARC, a truncated record, or a file without conversion records.
     """
@@ -55,7 +55,8 @@ def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterat
 
 def _read_headers(file: SourceFile, stream: Stream, number: int) -> dict[str, str]:
     """Read the headers of the next WARC record; returns {lower-case name: value}, empty at the end of the file. number:
-    of the record, from 1, for errors. stream: the file's decompressed bytes.
+    index of the record, from 1, for errors. stream: the file's decompressed bytes. Raises `UserError` if the record is
+    no WARC record or is truncated.
     """
     line = stream.readline(_LONGEST_LINE)
     while line in (b"\r\n", b"\n"):

@@ -31,9 +31,10 @@ WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 class TokenizerKind:
     """One kind of tokenizer that Meshwright can create, such as "bpe".
 
-    title: its name in a sentence. least: smallest vocabulary size. make(vocabulary, texts): function that returns a
-    tokenizer of at most `vocabulary` tokens, trained on `texts`. unknown: token for text outside the vocabulary; None
-    if every text can be encoded and decoded exactly. trained: True if the tokenizer depends on `texts`.
+    title: its name in a sentence, with article. least: smallest possible vocabulary size. make(vocabulary, texts):
+    function that returns a tokenizer of at most `vocabulary` tokens, trained on `texts`. unknown: token for text
+    outside the vocabulary; None if every text can be encoded and decoded exactly. trained: True if the tokenizer
+    depends on `texts`.
     """
 
     title: str
@@ -65,7 +66,7 @@ def create_byte_tokenizer() -> Tokenizer:
 
 def _train_bpe(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
     """Train a byte-level BPE tokenizer with GPT-2's pre-tokenization (Radford et al. 2019): id 0 is the end-of-text
-    token, then come the 256 bytes, then merges. vocabulary: number of tokens.
+    token, then come the 256 bytes, then merges. vocabulary: maximum number of tokens. texts: training texts.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -82,7 +83,7 @@ def _train_bpe(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
 
 def _train_word(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
     """Train a tokenizer whose tokens are words with the space before them: id 0 is the end-of-text token, 1 any word
-    outside the vocabulary. vocabulary: number of tokens.
+    outside the vocabulary. vocabulary: maximum number of tokens. texts: training texts.
     """
     tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
@@ -96,7 +97,7 @@ def _train_word(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
 
 def _build_character(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
     """Build a tokenizer of characters: id 0 is the end-of-text token, then come the 256 bytes for all other characters
-    (byte fallback), then the most frequent characters of `texts`. vocabulary: number of tokens.
+    (byte fallback), then the most frequent characters of `texts`. vocabulary: maximum number of tokens.
     """
     tokens = [END_OF_TEXT, *BYTES, *_rank_characters(texts)[: vocabulary - 257]]
     vocab = {token: number for number, token in enumerate(tokens)}
@@ -108,7 +109,7 @@ def _build_character(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
 
 def _train_wordpiece(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
     """Train a WordPiece tokenizer, cased, accents kept: id 0 is the end-of-text token, 1 any word with an unknown
-    character. vocabulary: number of tokens.
+    character. vocabulary: maximum number of tokens. texts: training texts.
 
     Pre-tokenization of BERT (Devlin et al. 2019); subwords are chosen as for BPE. A character has two tokens, at the
     beginning of a word and inside it, and characters take at most half of the vocabulary.
@@ -137,7 +138,7 @@ def _train_wordpiece(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
 
 def _train_unigram(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
     """Train a Unigram tokenizer with byte fallback: id 0 is the end-of-text token, then come the 256 bytes, then
-    subwords by falling probability. vocabulary: number of tokens.
+    subwords by falling probability. vocabulary: maximum number of tokens. texts: training texts.
 
     Kudo 2018, "Subword Regularization"; pre-tokenized as GPT-2. Spaces are kept instead of U+2581, so that texts with
     that character decode exactly. Characters take at most half of the subwords; rarer ones are excluded from training
@@ -178,7 +179,8 @@ def _is_separate_word(character: str) -> bool:
 
 
 def _sort_subwords(tokenizer: Tokenizer) -> list[tuple[str, float]]:
-    """Return (subword, log-probability) of all subwords of a trained Unigram model, the most probable first.
+    """Return (subword, log-probability) of all subwords of `tokenizer`, a trained Unigram model, the most probable
+    first.
 
     The result is the same in every training on the same text. Log-probabilities are therefore rounded, since the
     trainer sums them in varying order. Characters that the trainer dropped, whose values are random, all get the lowest
@@ -204,8 +206,8 @@ assert tuple(KINDS) == TOKENIZERS
 
 
 def list_byte_characters() -> list[str]:
-    """Return the character that stands for each of the 256 bytes in byte-level tokenizers: the byte's own if printable,
-    else one from U+0100 on.
+    """Return the character that stands for each of the 256 bytes in byte-level tokenizers: the character with the
+    byte's code if that is printable, else the next unused one from U+0100 on.
     """
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

@@ -18,8 +18,8 @@ def render_tokenizer_page(report: Mapping[str, Any], shown: Mapping[str, Any] | 
 
 
 def _render_sections(report: Mapping[str, Any], shown: Mapping[str, Any] | None) -> Iterator[Markup]:
-    """Yield the sections of the page in order. report: JSON of `measure_tokenizer`. shown: JSON of `describe_tokens`,
-    or None.
+    """Yield the sections of the page in order: summary, one text token by token, bytes per token, frequencies, longest
+    and unused tokens. report: JSON of `measure_tokenizer`. shown: JSON of `describe_tokens`, or None to omit that text.
     """
     yield element("h1", f"tokenizer {report['tokenizer']}")
     trip = report["round_trip"]

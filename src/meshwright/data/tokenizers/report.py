@@ -73,8 +73,8 @@ def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
 
 
 def describe_tokens(tokenizer: TextTokenizer, text: str) -> dict[str, Any]:
-    """Tokenize one text; returns a JSON object: `text`, `tokens` [{id, text}], the `decoded` text, and `exact`, True if
-    that equals `text`.
+    """Tokenize `text` with `tokenizer`; returns a JSON object: `text`, `tokens` [{id, text}], the `decoded` text, and
+    `exact`, True if that equals `text`.
     """
     names = spell_tokens(tokenizer)
     (numbers,) = tokenizer.encode([text])
@@ -88,8 +88,8 @@ def describe_tokens(tokenizer: TextTokenizer, text: str) -> dict[str, Any]:
 
 
 def spell_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
-    """Return {token id: readable text} for the whole vocabulary; bytes that are no whole character are written as
-    `<0xE4>`.
+    """Return {token id: readable text} for all tokens of `tokenizer`; bytes that are no complete character are written
+    as `<0xE4>`.
     """
     vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     if not isinstance(tokenizer.tokenizer.decoder, decoders.ByteLevel):
@@ -99,7 +99,7 @@ def spell_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
 
 
 def _spell_byte_token(token: str) -> str:
-    """Decode a token of a byte-level tokenizer to readable text; bytes that are no whole character are written as
+    """Decode a token of a byte-level tokenizer to readable text; bytes that are no complete character are written as
     `<0xE4>`.
     """
     if any(character not in _BYTE_OF for character in token):
@@ -109,7 +109,7 @@ def _spell_byte_token(token: str) -> str:
 
 
 def _count_tokens(data: PreparedData) -> NDArray[np.int64]:
-    """Count the occurrences of each token id in both splits, without the start and end tokens of texts, int64
+    """Count the occurrences of each token id in both splits of `data`, without the start and end tokens of texts, int64
     [vocabulary].
     """
     counts = np.zeros(data.vocabulary, dtype=np.int64)
@@ -147,8 +147,9 @@ def _count_sources(data: PreparedData) -> list[dict[str, Any]]:
 
 
 def _check_round_trip(data: PreparedData) -> dict[str, Any]:
-    """Encode and decode the first validation documents; returns {documents, exact: number that come back the same,
-    first_difference: {text, decoded} or None}.
+    """Encode and decode the first validation documents of `data`; returns {documents, exact: number that come back the
+    same, first_difference: {text, decoded}, the 20 characters before and after the first difference, or None}.
+    `documents` is the number checked, at most 200.
     """
     exact = documents = 0
     first: dict[str, str] | None = None

@@ -95,7 +95,7 @@ def make_template_encoder(tokenizer: Tokenizer, special: Collection[str]) -> tup
 
 def _list_tokens_to_rename(tokenizer: Tokenizer, special: Collection[str]) -> set[str]:
     """Return the tokens that must get random names, so that no text is encoded as one of them: `special`, and the token
-    for unknown text.
+    that `tokenizer` writes for unknown text.
     """
     unknown = find_unknown_token(tokenizer)
     return {*special, *([unknown] if unknown is not None and len(unknown) > 1 else [])}
@@ -140,7 +140,7 @@ def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, A
 
 
 def find_unknown_token(tokenizer: Tokenizer) -> str | None:
-    """Return the token that the model writes for text outside its vocabulary, or None if it has none."""
+    """Return the token that the model of `tokenizer` writes for text outside its vocabulary, or None if it has none."""
     model = tokenizer.model
     if isinstance(model, models.Unigram):
         number = json.loads(tokenizer.to_str())["model"]["unk_id"]

@@ -40,8 +40,9 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int, end: int, named: Iterable[str] = ()) -> None:
-        """start, end: ids of the tokens that frame a document. named: tokens that the other files of a tokenizer list
-        as special (see `parse_special_tokens`).
+        """Disable padding and truncation of `tokenizer`, and find its special tokens. start, end: ids of the tokens
+        that frame a document. named: tokens that the other files of a tokenizer list as special (see
+        `parse_special_tokens`).
         """
         self.tokenizer, self.start, self.end = tokenizer, start, end
         self.vocabulary = _count_vocabulary(tokenizer)
@@ -62,8 +63,8 @@ class TextTokenizer:
         return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Return the token ids of each text, [tokens] of type `dtype`, without start and end tokens. Raises `UserError`
-        if a part of a text would be encoded as a special token, or cannot be encoded.
+        """Return the token ids of each of `texts`, [tokens] of type `dtype`, without start and end tokens. Raises
+        `UserError` if a part of a text would be encoded as a special token, or cannot be encoded.
         """
         if self._plain_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
@@ -202,8 +203,8 @@ def write_tokenizer(
     """Write tokenizer.json and tokenizer_config.json into `directory`, of the existing tokenizer `found` or, if that is
     None, of a new one of kind `name` ("bpe" ...).
 
-    vocabulary: maximum number of tokens of a new one. texts: on which it is trained. chat_template: Jinja source stored
-    in the configuration (None: unchanged).
+    vocabulary: maximum number of tokens of a new tokenizer. texts: training texts of a new tokenizer. chat_template:
+    Jinja source stored in the configuration (None: unchanged).
     """
     if found is None:
         kind = KINDS[name]
@@ -223,7 +224,9 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
 
 
 def _make_text_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> TextTokenizer:
-    """Build a `TextTokenizer`. config: content of tokenizer_config.json, which names the EOS token."""
+    """Build a `TextTokenizer` from the library's `tokenizer`. config: content of tokenizer_config.json, which names the
+    EOS token.
+    """
     eos, bos = config["eos_token"], config.get("bos_token")
     start, end = (tokenizer.token_to_id(get_token_text(token) or "") for token in (bos or eos, eos))
     assert start is not None and end is not None, (eos, bos)
@@ -231,7 +234,7 @@ def _make_text_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> TextTo
 
 
 def _count_vocabulary(tokenizer: Tokenizer) -> int:
-    """Return the vocabulary size: the largest token id + 1."""
+    """Return the vocabulary size of `tokenizer`: the largest token id + 1."""
     return int(max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
 
 
@@ -244,8 +247,8 @@ def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
 
 
 def _load_json_object(path: Path) -> dict[str, Any]:
-    """Load a JSON object from a file; {} if the file does not exist. Raises `UserError` if it cannot be read, is no
-    object, or holds a lone surrogate, which no tokenizer takes.
+    """Load the JSON object in the file `path`; {} if the file does not exist. Raises `UserError` if the file cannot be
+    read, contains no object, or contains a lone surrogate, which no tokenizer accepts.
     """
     if not path.is_file():
         return {}
@@ -264,8 +267,9 @@ def _load_json_object(path: Path) -> dict[str, Any]:
 
 
 def _find_special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any], kind: str) -> str | None:
-    """Return the BOS (kind "bos") or EOS ("eos") token that the files in `directory` name, or None if none does. Order
-    of search: tokenizer_config.json (content: `config`), special_tokens_map.json, generation_config.json, config.json.
+    """Return the BOS (kind "bos") or EOS ("eos") token that the files in `directory` name, or None if none does.
+    tokenizer: converts token ids in these files to text. Order of search: tokenizer_config.json (content: `config`),
+    special_tokens_map.json, generation_config.json, config.json.
     """
     for values in (config, _load_json_object(directory / "special_tokens_map.json")):
         if (token := values.get(f"{kind}_token")) is not None:
@@ -285,5 +289,5 @@ def _find_special_token(tokenizer: Tokenizer, directory: Path, config: dict[str,
 
 
 def _serialize_json(value: dict[str, Any]) -> bytes:
-    """Serialize a JSON object with indentation, as `transformers` writes it."""
+    """Serialize the JSON object `value` to UTF-8 with indentation, as `transformers` writes it."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
