@@ -48,7 +48,8 @@ __all__ = [*_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its module on first use (PEP 562)."""
+    """Import and return the public attribute `name` at its first use (PEP 562). Raises AttributeError for any other
+    name."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
@@ -57,5 +58,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names too, before they are imported."""
+    """Return the names of the module's attributes, including public names that are not imported yet (PEP 562)."""
     return sorted({*globals(), *__all__})

@@ -31,6 +31,7 @@ def at_most(name: str) -> AfterValidator:
     """Return a pydantic validator that rejects a number above the limit called `name` in `limits.LIMITS`."""
 
     def check(value: float) -> float:
+        """Return `value`; raise ValueError if it is above the limit."""
         if problem := limit_error(name, value, ""):
             raise ValueError(problem.strip())
         return value
@@ -47,6 +48,7 @@ class Size(GroupedMetadata):
     ge: int = 1
 
     def __iter__(self) -> Iterator[object]:
+        """Yield the two pydantic constraints, minimum and maximum (protocol of `GroupedMetadata`)."""
         yield Ge(self.ge)
         yield at_most(self.name)
 
@@ -65,6 +67,7 @@ def named(kind: str, known: Sequence[str]) -> AfterValidator:
     """
 
     def check(word: str) -> str:
+        """Return `word`; raise ValueError if it is not a known name."""
         if word not in known:
             raise ValueError(unknown(kind, word, known))
         return word
@@ -77,6 +80,7 @@ def match_pattern(pattern: str, meaning: str) -> AfterValidator:
     meaning: description of valid strings for the error."""
 
     def check(text: str) -> str:
+        """Return `text`; raise ValueError if it does not match the pattern completely."""
         if not re.fullmatch(pattern, text):
             raise ValueError(f"should be {meaning}, not {format_toml_value(text)}")
         return text

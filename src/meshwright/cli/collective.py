@@ -28,7 +28,7 @@ def _quantity_option(option: str, name: str, parser: str, help: str) -> Callable
     """
 
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Any:
-        """Parse the option's text; None (not given) stays None."""
+        """Click callback of the option: parse its text by the function `parser`; None (not given) stays None."""
         from meshwright.collectives import quantities
 
         return None if text is None else getattr(quantities, parser)(text, option.opts[0])

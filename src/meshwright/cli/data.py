@@ -192,9 +192,9 @@ def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
 
 
 def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
-    """Format the data sources as [rich table, ""], with size, share of the samples and epochs of each; an empty list if
-    there is only one source. summary: result of `PreparedData.summary`.
-    """
+    """Format the data sources as a rich table with size, share of the samples and epochs of each. Return [table, ""]
+    (with an empty line after it), or an empty list if there is only one source. summary: result of
+    `PreparedData.summary`."""
     if len(summary["sources"]) == 1:
         return []
     epochs = f"epochs in {summary['planned_samples']:,} samples"

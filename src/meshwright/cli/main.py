@@ -163,7 +163,8 @@ def _print_model_warnings() -> Iterator[None]:
         show = warnings.showwarning
 
         def show_line(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-            """Print a warning; replaces `warnings.showwarning`."""
+            """Print a `ModelWarning` as one line, unless it was printed before, and other warnings as Python does;
+            replaces `warnings.showwarning`, whose arguments it has (place: file and line)."""
             if not issubclass(category, ModelWarning):
                 show(message, category, *place, **more)
             elif (text := " ".join(str(message).split())) not in printed:

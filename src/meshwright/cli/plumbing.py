@@ -229,7 +229,8 @@ def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
     answered = False
 
     def answer(document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None:
-        """Print the document (with `as_json`) or the text; see `ResultPrinter`."""
+        """Print the result: `document` as JSON (with `as_json`) or `text`, and `alone` on standard output; see
+        `ResultPrinter`."""
         nonlocal answered
         assert not answered, "a command prints one result"
         answered = True

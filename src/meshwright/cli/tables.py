@@ -40,7 +40,8 @@ class FittedTable:
         self.table, self.optional = table, optional
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
-        """Yield the table, as rich's console protocol asks. console, options: rich's, with the width."""
+        """Yield the table without the columns for which the console is too narrow, as rich's console protocol asks.
+        console, options: passed by rich; `options.max_width` is the console's width."""
         from rich.measure import Measurement
 
         table = self.table
@@ -52,7 +53,7 @@ class FittedTable:
 
 
 def _remove_columns(table: Table, headers: Collection[str]) -> Table:
-    """Return a copy of a table of these commands without the columns that have one of these headers."""
+    """Return a copy of `table` (made by `make_table`) without the columns whose headers are in `headers`."""
     from rich.table import Table
 
     kept = [column for column in table.columns if column.header not in headers]

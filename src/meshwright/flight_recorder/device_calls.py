@@ -44,6 +44,7 @@ class DeviceCalls:
         self._closed = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
+        """Return the attribute `name` of the wrapped call recorder."""
         return getattr(self._calls, name)
 
     def done(self, number: int) -> None:
@@ -71,7 +72,8 @@ class DeviceCalls:
         return number if now - self._since > self.seconds else None
 
     def watch(self) -> None:
-        """Check the device every `LOOK_SECONDS`, until `close`, a device error, or the report of one overdue call."""
+        """Check the device every `LOOK_SECONDS` (0.1 s), until `close`, a device error, or the report of one overdue
+        call. Run in a separate thread."""
         while not self._closed.wait(LOOK_SECONDS):
             try:
                 number = self.find_overdue(time.monotonic())

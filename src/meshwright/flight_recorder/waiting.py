@@ -56,6 +56,7 @@ def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]
     read."""
 
     def entered(rank: int) -> bool:
+        """Return True if the rank's calls can be read and it has entered `call`."""
         calls = ranks[rank].calls if rank in ranks else None
         return calls is not None and calls.counts.get(call.group, 0) >= call.index
 

@@ -138,7 +138,7 @@ class _StepTime(NamedTuple):
 
 
 class StepTimes:
-    """Durations of the latest `KEPT` training steps of this process, except its first `WARM_UP` steps."""
+    """Durations of the latest `KEPT` (1,000) training steps of this process, except its first `WARM_UP` (2) steps."""
 
     def __init__(self) -> None:
         self._steps: deque[_StepTime] = deque(maxlen=KEPT)
@@ -177,8 +177,8 @@ WORKING_PARTS = "compute", "optimizer"
 
 
 def _waiting_seconds(breakdown: Mapping[str, float]) -> float:
-    """Return the seconds of a predicted step in which this rank waits for others, those of all phases except
-    `WORKING_PARTS`. breakdown: phase -> seconds."""
+    """Return the seconds of a predicted step in which this rank waits for others: those of all phases except "compute"
+    and "optimizer" (`WORKING_PARTS`). breakdown: phase -> seconds."""
     return sum(seconds for part, seconds in breakdown.items() if part not in WORKING_PARTS)
 
 

@@ -68,7 +68,7 @@ class Profile:
 
     def before_step(self, trainer: ProfiledTrainer) -> bool:
         """Start recording if the profiled range begins with the next step. Return True if the next step is recorded.
-        Collective."""
+        All ranks must call it, as it synchronizes them."""
         if self._recording is None and self.first <= trainer.steps_done + 1 <= self.last:
             self._recording = _ProfileRecording(trainer, self._mesh, self._record_operators)
         if self._recording is not None:
@@ -88,9 +88,11 @@ class Profile:
         return True
 
     def _write(self, recording: _ProfileRecording, program: PipelineProgram, last: int) -> None:
-        """Write each rank's trace, then the merged trace of all ranks on rank 0; log its path or the failure.
+        """Write each rank's trace, then the merged trace of all ranks on rank 0; log its path or the failure. All ranks
+        must call it, as it synchronizes them.
+
         recording: the recorded steps; program: the pipeline schedule; last: number of the last recorded step.
-        Collective."""
+        """
         rank, agreement = self._mesh.rank, Agreement(self._mesh)
         name = f"steps-{last - recording.steps + 1:06d}-{last:06d}"
         directory = self._directory.path / "profile" / name
@@ -227,8 +229,8 @@ class _NamedCompute:
 
 
 def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
-    """Compare the clocks of all ranks at several barriers. Return (start of the profile on rank 0's clock in
-    nanoseconds since 1970, nanoseconds by which this rank's clock is ahead of rank 0's). Collective."""
+    """Compare the clocks of all ranks at several barriers, which all ranks must enter. Return (start of the profile on
+    rank 0's clock in nanoseconds since 1970, nanoseconds by which this rank's clock is ahead of rank 0's)."""
     size, rank = mesh.world_size, mesh.rank
     seen = torch.zeros(MEETINGS + 1, size, dtype=torch.int64)
     for meeting in range(MEETINGS):  # all ranks leave a barrier at nearly the same time

@@ -57,7 +57,8 @@ def draw_runs(runs: Mapping[str, Lines]) -> Iterator[Markup]:
     coloured = [(name, lines, COLOURS[at % len(COLOURS)]) for at, (name, lines) in enumerate(runs.items())]
 
     def curves(read: Callable[[Lines], Sequence[tuple[float, float]]]) -> list[Series]:
-        """Return a curve for each run that has points."""
+        """Return a curve for each run that has points. read: function that returns a run's (step, value) points from
+        its lines."""
         found = [Series(name, read(lines), colour) for name, lines, colour in coloured]
         return [one for one in found if one.points]
 

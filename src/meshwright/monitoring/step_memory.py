@@ -55,7 +55,7 @@ class StepMemory:
         self._left = STEPS if self._before is not None and _reset_peak(self.device) else 0
 
     def step_done(self) -> None:
-        """Update `growth_in_first_steps` after one of the first `STEPS` steps; do nothing after later steps. Called
+        """Update `growth_in_first_steps` after one of the first `STEPS` (3) steps; do nothing after later steps. Called
         after each step, before other allocations."""
         if self._left:
             self._left -= 1

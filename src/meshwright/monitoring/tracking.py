@@ -49,6 +49,7 @@ class Tracking:
         entries: dict[str, dict[str, str]] = {}
 
         def keep() -> None:
+            """Write the strings that the trackers stored to the run directory; callable from several threads."""
             with lock:
                 directory.write_trackers(entries)
 

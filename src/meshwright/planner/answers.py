@@ -18,8 +18,8 @@ MOST_TOP = 100
 def document(problem: Problem, best: Sequence[Estimate], found: Found | None = None) -> dict[str, Any]:
     """Return the JSON document of a plan, as `meshwright plan --json` prints it.
 
-    best: estimates to list, fastest first; found: result of the search that chose them, None where the layout was
-    given.
+    problem: model, cluster, batch and engine of the plan. best: estimates to list, fastest first. found: result of the
+    search that chose them; None if the user gave the layout.
     """
     told: dict[str, Any] = {
         "model": model_document(problem.config),
@@ -43,11 +43,11 @@ def document(problem: Problem, best: Sequence[Estimate], found: Found | None = N
 
 
 def ledgers(one: Estimate) -> list[dict[str, Any]]:
-    """Return the memory ledger of an estimate: per pipeline rank that differs from the others, every tensor at the
-    peak.
+    """Return the memory ledger of an estimate as JSON objects: the tensors at the memory peak of each pipeline rank,
+    ranks with equal memory listed once.
 
-    Of each item, bytes: of all its equal tensors together; stage: pipeline stage, null where it belongs to none; first,
-    last: events between which it is allocated.
+    Keys of an item: name, category, shape, dtype; bytes: of all equal tensors together; stage: pipeline stage, null if
+    it belongs to none; first, last: events between which it is allocated.
     """
     ranks = (memory_of(one.problem, one.layout, rank) for rank in unlike_ranks(one.problem, one.layout))
     return [
@@ -67,8 +67,8 @@ def ledgers(one: Estimate) -> list[dict[str, Any]]:
 
 
 def nothing_fits(found: Found) -> str:
-    """Return the error line for a search (`found`) in which no layout fits: devices, GiB of each, and what to
-    change."""
+    """Return the error line for a search in which no layout fits: number of devices, GiB of each, and what to change.
+    found: the search's result."""
     problem, count = found.problem, found.problem.cluster.devices
     reserved = f", with {problem.reserve / GIB:.1f} GiB more reserved" if problem.reserve else ""
     none = f"none of the {MOST_PRICED} fastest layouts" if found.undecided else "no layout"

@@ -34,15 +34,15 @@ _EXAMPLES = {
 
 
 class PlanOptions(TypedDict, total=False):
-    """Options of `plan`.
+    """Keyword options of `plan`.
 
     Attributes:
-        engine: Whose kernels and buffers are priced, `"meshwright"` unless given.
-        compile: Price compiled blocks; the recipe's `train.compile` unless given.
+        engine: Training engine (framework) whose kernels and buffers are modelled; `"meshwright"` unless given.
+        compile: Predict for blocks compiled with torch.compile; the recipe's `train.compile` unless given.
         optimizer: `"adamw"`, `"adam"`, `"sgd"` or `"momentum"`; the recipe's, else `"adamw"`, unless given.
         precision: `"fp32"`, `"tf32"`, `"bf16"`, `"fp16"` or `"fp8"`, where the layout names none.
-        documents: Documents in a row, on average; 1 unless given.
-        top: Layouts that a search returns, 1 to 100; 5 unless given.
+        documents: Average number of documents packed into one sequence; 1 unless given.
+        top: Number of layouts that a search returns, 1 to 100; 5 unless given.
         reserve: Memory of a device to keep free: a fraction, `0.1`, or a size, `"8GiB"`; 0 unless given.
     """
 
@@ -57,12 +57,12 @@ class PlanOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted cost of one layout, or of the fastest layouts that fit.
+    """Result of `plan`: predicted cost of one layout, or of the fastest layouts that fit.
 
     Attributes:
-        problem: Model, cluster, sequence, batch and engine that are priced.
+        problem: Model, cluster, sequence length, batch size and engine that were planned for.
         estimates: Time and memory of each layout, fastest first; empty where no layout fits.
-        search: Search over all layouts; None where a layout was given.
+        search: Result of the search over all layouts; None where a layout was given.
         recipe_estimate: Cost of the layout that a recipe names, or the reason why it cannot run on this cluster; None
             without a recipe, or where a layout was given.
     """
@@ -74,13 +74,15 @@ class Plan:
 
     @property
     def layouts(self) -> list[dict[str, Any]]:
-        """Records of `meshwright plan --json`, one per estimate: layout, fits, memory_gib, step_seconds, mfu ..."""
+        """Records of `meshwright plan --json`, one dict per estimate: layout, fits, memory_gib, step_seconds, mfu
+        ..."""
         records: list[dict[str, Any]] = document(self.problem, self.estimates, self.search)["layouts"]
         return records
 
     @property
     def best(self) -> Estimate:
-        """Fastest layout that fits, or the one that was given. `UserError` where no layout fits."""
+        """Estimate of the fastest layout that fits, or of the layout that was given. Raises `UserError` where no layout
+        fits."""
         if not self.estimates:
             assert self.search is not None
             raise UserError(nothing_fits(self.search))
@@ -88,24 +90,25 @@ class Plan:
 
     @cached_property
     def nearest(self) -> Nearest | None:
-        """Layout that needs the least memory, and how many devices would be enough; None where a layout fits."""
+        """The layout that needs the least memory, and how many devices would be enough; None where a layout fits or was
+        given."""
         return None if self.search is None or self.estimates else nearest(self.search)
 
     @cached_property
     def busiest_rank(self) -> int:
-        """Pipeline rank of the best layout that computes longest."""
+        """Index of the pipeline rank that computes longest for a micro-batch under the best layout."""
         return busiest(self.problem, self.best.layout)
 
     @cached_property
     def operations(self) -> list[Row]:
-        """Operations of a micro-batch on the busiest rank of the best layout, longest first."""
+        """Operations of one micro-batch on the busiest pipeline rank of the best layout, longest first."""
         return explain(self.problem, self.best.layout, self.busiest_rank)
 
     def to_json_dict(self, *, ledger: bool = False, operations: bool = False) -> dict[str, Any]:
-        """Return the document that `meshwright plan --json` prints.
+        """Return the document that `meshwright plan --json` prints, for the best layouts.
 
-        ledger: add every tensor at the memory peak of each unlike pipeline rank; operations: add the operations of a
-        micro-batch on the busiest rank, with their time.
+        ledger: add the tensors at the memory peak of the best layout, for each pipeline rank whose memory differs from
+        the others'; operations: add the operations of a micro-batch on its busiest rank, with their seconds.
         """
         found = document(self.problem, self.estimates, self.search)
         own = self.recipe_estimate
@@ -135,7 +138,7 @@ def plan(
         model: Name of a preset, a Hugging Face directory, a config.json or its content, a recipe or its file.
         cluster: Devices such as `"64xh100-sxm"`, a cluster file, `"this"` (the measured machine), or a mapping with
             `device`, `devices`, `devices_per_node`.
-        layout: Layout to price in place of a search.
+        layout: Layout, or its notation, to predict; None: search for the fastest layouts.
         sequence: Tokens in a sequence; the recipe's unless given.
         batch: Sequences a step over all devices; the recipe's unless given.
         **options: Fields of `PlanOptions`.
@@ -185,8 +188,8 @@ def plan(
 
 
 def _recipe(model: object) -> Recipe | None:
-    """Return the recipe that `plan`'s argument `model` is or names by path; None for a preset, config.json or
-    configuration. `UserError` for any other type."""
+    """Return `plan`'s argument `model` as a recipe, loading it if it is a recipe's path; None for a preset, config.json
+    or configuration. Raises `UserError` for any other type."""
     if is_recipe(model):
         return recipe_of(str(model))
     if isinstance(model, ModelConfig | str | Path | Mapping):

@@ -21,11 +21,11 @@ LAST_TILES = 4
 
 
 class Heads(NamedTuple):
-    """Sizes of CPU attention that is computed tile by tile.
+    """Sizes of CPU attention that is computed tile by tile, on one rank.
 
     Attributes:
         rows: Sequences of the micro-batch.
-        kv_heads: Key-value heads on this rank.
+        kv_heads: Key-value heads.
         rows_at_once: Sequences processed together.
         kv_heads_at_once: Key-value heads processed together.
         group: Query heads of each key-value head.
@@ -45,15 +45,15 @@ class Heads(NamedTuple):
 
 
 class Lies(NamedTuple):
-    """Memory layout of attention's inputs. turned: queries and keys are head-major copies (rotary, norms); apart: only
-    the queries are copies, whose rows are not contiguous."""
+    """Memory layout of attention's input tensors. turned: queries and keys are copies in head-major order (rotary
+    positions or query-key norms made them). apart: only the queries are copies, whose rows are not contiguous."""
 
     turned: bool
     apart: bool = False
 
 
 class Tile(NamedTuple):
-    """One tile of attention. queries, keys: their number; mask: bytes of its mask for one sequence, 0 without a
+    """One tile of attention, for one sequence. queries, keys: their number; mask: bytes of its mask, 0 without a
     mask."""
 
     queries: int
@@ -62,10 +62,10 @@ class Tile(NamedTuple):
 
 
 class TileBytes(NamedTuple):
-    """Peak bytes of tiled attention's backward, beside its results.
+    """Temporary memory of tiled attention's backward at its peak, in bytes, without its result tensors.
 
-    masks: of all tiles; tiles: scores and other tensors of the tile at work; keys_and_values: gradient sums and copies
-    of keys and values.
+    masks: masks of all tiles; tiles: scores and other tensors of the tile being computed; keys_and_values: gradient
+    sums and copies of keys and values.
     """
 
     masks: int
@@ -74,7 +74,7 @@ class TileBytes(NamedTuple):
 
     @property
     def all(self) -> int:
-        """Sum of all bytes."""
+        """Total temporary bytes at the peak."""
         return sum(self)
 
 
@@ -82,11 +82,12 @@ class TileBytes(NamedTuple):
 def backward_bytes(
     heads: Heads, lies: Lies, window: int | None, x: int, wide: int, starts: Starts | None, unknown: bool
 ) -> TileBytes:
-    """Return the peak bytes of tiled attention's backward beside its results.
+    """Return the temporary memory of tiled attention's backward at its peak, the maximum over all micro-batches.
 
-    lies: memory layout of the inputs. window: tokens that a query sees at most, None for all. x, wide: bytes of an
-    element of the inputs, and of the sums. starts: token positions at which documents begin, for each row of all
-    micro-batches; None: each row is one document, or, if `unknown`, documents may begin anywhere (worst case).
+    heads: sizes. lies: memory layout of the inputs. window: most tokens that a query attends to, None for all. x, wide:
+    bytes of an element of the inputs, and of the sums. starts: token positions at which documents begin, for each
+    sequence of all micro-batches; None: each sequence is one document, or, if `unknown`, documents may begin anywhere
+    (worst case).
     """
     micro_batches = [None] if not starts else [starts[at : at + heads.rows] for at in range(0, len(starts), heads.rows)]
     loops = [_Loop(heads, lies, window, x, wide, each, unknown) for each in micro_batches]
@@ -94,11 +95,11 @@ def backward_bytes(
 
 
 def _worst_masks(rows: int, tiles: Sequence[Tile], wide: int) -> int:
-    """Return the most bytes that the masks of some rows can take if documents may begin anywhere.
+    """Return the most bytes that the masks of some sequences can take if documents may begin anywhere.
 
-    rows: sequences processed together; tiles: of one row whose tokens are one document; wide: bytes of a mask's
-    element. One row: masks of different tiles overlap by at most a tile, as each ends at the start of a document.
-    Several rows: each tile may have a mask over all its keys.
+    rows: sequences processed together; tiles: those of a sequence that is one document; wide: bytes of a mask's
+    element. For one sequence, masks of different tiles overlap by at most a tile, as each ends at the start of a
+    document. For several, each tile may have a mask over all its keys.
     """
     queries, length = tiles[0].queries, sum(tile.queries for tile in tiles)
     if rows == 1:
@@ -107,16 +108,18 @@ def _worst_masks(rows: int, tiles: Sequence[Tile], wide: int) -> int:
 
 
 def _tiles(heads: Heads, window: int | None, starts: Starts | None, wide: int) -> list[Tile]:
-    """Return the tiles of rows that are processed together, in order: queries, keys seen by any of the rows, mask
-    bytes.
+    """Return the tiles, in order, of sequences that are processed together; the keys of a tile are those that a query
+    of any of the sequences attends to.
 
-    window: tokens that a query sees at most; starts: where documents begin in each of these rows, None for one
-    document; wide: bytes of a mask's element.
+    window: most tokens that a query attends to, None for all; starts: token positions at which documents begin in each
+    of these sequences, None for one document each; wide: bytes of a mask's element.
     """
     found = []
     limited = window is not None and window < heads.length
 
     def first(row: Sequence[int], place: int) -> int:
+        """Return the first token that the query at token `place` attends to; row: where the sequence's documents
+        begin."""
         begins = row[bisect_right(row, place) - 1]
         return max(begins, place - window + 1) if limited and window is not None else begins
 
@@ -131,11 +134,12 @@ def _tiles(heads: Heads, window: int | None, starts: Starts | None, wide: int) -
 
 
 class _Loop:
-    """Replay of the allocations of tiled attention's backward, tile by tile, to find the peak.
+    """Replay of the allocations of tiled attention's backward, tile by tile, to find the memory peak.
 
-    heads: sizes; lies: memory layout of the inputs; window: tokens seen at most; x, wide: bytes of an element of inputs
-    and sums; starts: where documents begin in each row; unknown: they may begin anywhere. Attributes: `names` maps each
-    live variable to bytes, `now` is their sum, `most` the peak, `then` the variables at the peak.
+    heads: sizes; lies: memory layout of the inputs; window: most tokens that a query attends to, None for all; x, wide:
+    bytes of an element of inputs and sums; starts: where documents begin in each sequence; unknown: they may begin
+    anywhere. Attributes: `names` maps each live variable to its bytes, `now` is their sum, `most` the peak so far in
+    bytes, `then` the variables at the peak.
     """
 
     def __init__(
@@ -148,7 +152,7 @@ class _Loop:
         self.most, self.then = 0, dict(self.names)
 
     def run(self) -> TileBytes:
-        """Replay all tiles and return the bytes at the peak."""
+        """Replay all tiles; return the temporary bytes at the peak."""
         for rows, tiles in self._row_groups():
             masks = sum(tile.mask for tile in tiles) * rows
             if self.unknown:
@@ -163,10 +167,10 @@ class _Loop:
         return TileBytes(masks, self.most - of_keys - masks, of_keys)
 
     def _row_groups(self) -> Iterator[tuple[int, list[Tile]]]:
-        """Yield (number of rows, their tiles) for each group of rows processed together.
+        """Yield (number of sequences, tiles of one of them) for each group of sequences that are processed together.
 
-        Where every row is one document the groups are alike: only the first two are yielded, which show what one holds
-        while the next begins.
+        Where every sequence is one document, all groups are alike and only the first two are yielded: enough to include
+        the time at which one group's tensors are still allocated while the next begins.
         """
         heads = self.heads
         groups = range(0, heads.rows, heads.rows_at_once)
@@ -176,15 +180,15 @@ class _Loop:
             yield rows, _tiles(heads, self.window, starts, self.wide)
 
     def _head_groups(self) -> list[int]:
-        """Return the number of key-value heads in each group processed together; of the first two groups only, as all
-        are alike."""
+        """Return the number of key-value heads in each group that is processed together; only the first two groups are
+        listed, as all are alike."""
         heads = self.heads
         groups = range(0, heads.kv_heads, heads.kv_heads_at_once)
         return [min(heads.kv_heads_at_once, heads.kv_heads - head) for head in groups[:2]]
 
     def _group(self, rows: int, kv_heads: int, tiles: Sequence[Tile]) -> None:
-        """Replay the allocations for one group of rows and key-value heads. rows, kv_heads: their number; tiles: of
-        each row."""
+        """Replay the allocations for one group of sequences and key-value heads. rows, kv_heads: how many of each;
+        tiles: those of one sequence."""
         heads, x, wide = self.heads, self.x, self.wide
         together = rows == 1 or kv_heads == 1  # then rows and heads are one dimension, wherever they lie
         head_after_head = together or (self.lies.turned and kv_heads == heads.kv_heads)
@@ -216,8 +220,8 @@ class _Loop:
             self._passing(each * wide)
 
     def _give(self, **names: int) -> None:
-        """Allocate all given tensors (variable name -> bytes), then release the earlier tensors that these variables
-        held."""
+        """Allocate a tensor for each given variable (keyword: name, value: bytes); then release the tensors that these
+        variables held before."""
         for name, size in names.items():
             self.names[f"new {name}"] = size
             self.now += size
@@ -226,12 +230,12 @@ class _Loop:
             self._name(name, self.names.pop(f"new {name}"), made=True)
 
     def _name(self, name: str, size: int, made: bool = False) -> None:
-        """Bind a variable to a new tensor of `size` bytes, which releases its old one. made: the new one is in `now`
-        already."""
+        """Bind a variable to a new tensor of `size` bytes, which releases its old tensor. made: `now` includes the new
+        one already."""
         self.now += (0 if made else size) - self.names.get(name, 0)
         self.names[name] = size
 
     def _passing(self, size: int) -> None:
-        """Update the peak for a moment at which `size` bytes are allocated beside the live variables."""
+        """Update the peak, with `size` bytes of temporaries in addition to the live variables."""
         if self.now + size > self.most:
             self.most, self.then = self.now + size, dict(self.names)

@@ -20,8 +20,9 @@ V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 
 
 def places_of(schedule: str, ranks: int, chunks: int) -> list[list[int]]:
-    """Return the stage indices of each pipeline rank under a schedule such as "1f1b"; chunks: stages of a rank.
-    V-shaped schedules give each rank two stages, bidirectional ones a stage of each of the two replicas."""
+    """Return the stage indices of each pipeline rank under a schedule such as "1f1b". ranks: pipeline ranks; chunks:
+    model chunks (stages) of each rank. V-shaped schedules give each rank two stages, bidirectional ones one stage of
+    each of the two replicas."""
     if schedule in V_SHAPED:
         return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
     if schedule in BIDIRECTIONAL_SCHEDULES:
@@ -33,19 +34,20 @@ def closed_makespan(
     schedule: str, chunks: int, micro_batches: Floats | int, phases: Floats, counts: Floats, stages: int,
     transfer: Floats | float,
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Return (seconds of a pipeline schedule, seconds of them that are messages), in closed form and for many layouts
-    at once.
+    """Return (seconds of all micro-batches in the pipeline, seconds of these due to messages) in closed form, for one
+    layout or an array of them.
 
-    schedule: such as "1f1b"; chunks: stages of a rank; micro_batches: of a step. phases [forward, input gradient,
-    weight gradient; ...; kinds of ranks]: seconds of one micro-batch in all stages of a rank; counts [kinds of ranks]:
-    number of ranks of each kind; stages: of the whole pipeline; transfer [...]: seconds of a message between stages.
+    schedule: such as "1f1b"; chunks: model chunks of each rank; micro_batches: of a step. Pipeline ranks with equal
+    stages form a kind. phases [3 (forward, input gradient, weight gradient), ..., kinds]: seconds of one micro-batch in
+    all stages of a rank; counts [kinds]: number of ranks of each kind; stages: of the whole pipeline; transfer: seconds
+    of a message between stages.
 
     With F, B and W the phases of a rank: 1F1B and GPipe idle for the F + B + W of the other ranks (Narayanan et al.
     2021, arXiv:2104.04473, section 2.2), interleaved ones for a chunk of each, ZB-H1 for F + B - W, ZB-H2 for F + B - 2
-    W (Qi et al. 2023, arXiv:2401.10241, table 2), V-Half and V-Min for about 1/2 and 2/3 of 1F1B's. None is faster than
-    one micro-batch goes through all stages and back, and the others through one stage meanwhile: of fewer micro-batches
-    than ranks that is what counts. Under GEMS two are under way, and backwards of all micro-batches follow one another
-    (Li and Hoefler 2021, figure 2).
+    W (Qi et al. 2023, arXiv:2401.10241, table 2), V-Half and V-Min for about 1/2 and 2/3 of 1F1B's. Lower bound, which
+    decides with fewer micro-batches than ranks: one micro-batch passes all stages and back, and the others one stage
+    meanwhile. Under GEMS two are in flight, and backwards of all micro-batches follow one another (Li and Hoefler 2021,
+    figure 2).
     """
     whole = phases.sum(axis=0)
     busiest = whole.argmax(axis=-1)[..., None]
@@ -82,20 +84,20 @@ def closed_makespan(
 def in_flight(
     schedule: str, ranks: int, chunks: int, micro_batches: Floats | int, places: Sequence[int] | None = None
 ) -> tuple[Floats, Floats]:
-    """Return (waiting, queued) micro-batches of each rank at the moments when it may hold most: [moments, ranks,
-    *micro_batches].
+    """Return (waiting, queued) numbers of micro-batches in flight on each pipeline rank, at the candidate times of its
+    memory peak; each array is [times, ranks, *micro_batches].
 
-    waiting: those that wait for their backward; queued: those of which only weight gradients are left; both in units of
-    a rank's whole share of a micro-batch (bidirectional schedules: of one replica's). Several moments, as it depends on
-    the bytes of each kind which is the fullest. ranks: of the pipeline; chunks: stages of a rank; micro_batches: of a
-    step, one number or an array; places: pipeline ranks to return, all unless given.
+    waiting: micro-batches whose backward has not run; queued: those of which only the weight gradients are left; both
+    in units of a rank's whole share of a micro-batch (bidirectional schedules: of one replica's). Which of the times is
+    the peak depends on the bytes of each. ranks: of the pipeline; chunks: model chunks of a rank; micro_batches: of a
+    step, one number or an array; places: pipeline ranks to return, None for all.
 
     1F1B: as many as there are stages from here to the end; interleaved: (2 (p - r - 1) + (v - 1) g + 1) / v for groups
     of g micro-batches, as many as ranks where they divide (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). ZB-H1
     holds p in all, ZB-H2 2 p - 1, ZB-V p (Qi et al. 2023, arXiv:2401.10241), V-Half and V-Min about a half and a third
     (Qi et al. 2024, arXiv:2405.15362), DualPipe p + 1, Chimera from p / 2 + 1 at both ends to p in the middle (Li and
-    Hoefler 2021, arXiv:2107.06925, table 2). How many of them are through their first half, and what there is of few
-    micro-batches, is fitted to the programs (`schedules/`).
+    Hoefler 2021, arXiv:2107.06925, table 2). The split into waiting and queued, and the numbers for few micro-batches,
+    are fitted to the schedule programs (`schedules/`).
     """
     m = np.asarray(micro_batches, dtype=np.float64)[None]
     rank = np.array(range(ranks) if places is None else places, dtype=np.float64).reshape(-1, *[1] * (m.ndim - 1))
@@ -103,6 +105,8 @@ def in_flight(
     group = np.ceil(m / np.maximum(1, m // p))
 
     def moments(*pairs: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+        """Stack (waiting, queued) pairs, one for each time, into two arrays [times, ranks, *micro_batches], at least
+        0."""
         waiting, queued = (np.stack([each + none for each in column]) for column in zip(*pairs, strict=True))
         return np.maximum(0.0, waiting), np.maximum(0.0, queued)
 

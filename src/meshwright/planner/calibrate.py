@@ -32,11 +32,11 @@ class RunFigures:
     """Predicted and measured step seconds and peak bytes of one finished run.
 
     Attributes:
-        run: Its directory.
+        run: Path of the run's directory.
         device: Name of the device that the prediction was for.
-        layout: Its layout as text.
-        predicted_seconds: Of a step, without calibration.
-        measured_seconds: Of a step.
+        layout: Its layout in layout notation.
+        predicted_seconds: Predicted seconds of a step, without calibration.
+        measured_seconds: Measured seconds of a step.
         peak_bytes: Predicted memory peak; None below `LEAST_PEAK` bytes and where it was not predicted.
         unexplained_bytes: Measured minus predicted peak (CPU: process RSS; CUDA: allocator); None with `peak_bytes`.
     """
@@ -65,7 +65,7 @@ class RunFigures:
 
 def read_run(run: str | Path) -> RunFigures:
     """Return the predicted and measured figures of a finished run. run: its directory, with result.json and
-    metrics.jsonl. `UserError` with the reason where they are missing."""
+    metrics.jsonl. Raises `UserError` with the reason if figures are missing or damaged."""
     path = Path(run)
     if not path.is_dir():
         raise UserError(f"--calibrate {run}: {'not a directory' if path.exists() else 'there is no such directory'}")
@@ -106,16 +106,17 @@ def read_run(run: str | Path) -> RunFigures:
 
 
 def _positive(value: Any, where: str) -> float:
-    """Return a value read from JSON as float; `UserError` that begins with `where` unless it is a finite number above
-    0."""
+    """Return a value read from JSON as float. where: its location, with which the `UserError` begins that is raised
+    unless the value is a finite number above 0."""
     if not is_finite_number(value) or value <= 0:
         raise UserError(f"{where} is damaged: {shorten_repr(value)} is not a number above 0")
     return float(value)
 
 
 def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return (predicted peak, measured minus predicted peak) bytes of a run, from the JSON objects of its prediction
-    and its measurement; (None, None) where either is missing, below `LEAST_PEAK`, or of compiled blocks on CUDA."""
+    """Return (predicted peak, measured minus predicted peak) in bytes of a run, from the objects "predicted" and
+    "measured" of its result.json; (None, None) where either is missing, the predicted peak is below `LEAST_PEAK`, or
+    the run compiled its blocks on CUDA."""
     said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
     if not isinstance(said, Mapping) or not isinstance(seen, Mapping):
         return None, None
@@ -130,8 +131,9 @@ def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[
 
 
 def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
-    """Return the calibration that finished runs give: median, minimum and maximum of measured over predicted seconds,
-    and unexplained over predicted bytes, pooled over the runs that have both."""
+    """Return the calibration by finished runs: median, minimum and maximum of measured over predicted seconds, and
+    the unexplained share of memory (sum of unexplained bytes over sum of predicted peak bytes of the runs that have
+    both)."""
     ratios = [run.ratio for run in runs]
     told = [(run.peak_bytes, run.unexplained_bytes) for run in runs if run.peak_bytes is not None]
     share = sum(unexplained or 0 for _, unexplained in told) / sum(peak for peak, _ in told) if told else None
@@ -139,9 +141,10 @@ def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
 
 
 def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Calibration]:
-    """Return the text of a cluster file with the calibration by these runs in place of its own, and that calibration.
+    """Return (text, calibration): the text of the cluster file at `path` with its calibration replaced by that of
+    `runs`, and this calibration.
 
-    `UserError` if it is no cluster file, or of another device than the runs'.
+    Raises `UserError` if it is not a cluster file, or if the runs were predicted for another device.
     """
     machine = _machine(path)
     for run in runs:
@@ -163,7 +166,7 @@ def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Cali
 
 
 def _machine(path: Path) -> Cluster:
-    """Return the cluster that the cluster file at `path` describes; `UserError` if there is no such file."""
+    """Return the cluster that the cluster file at `path` describes. Raises `UserError` if there is no such file."""
     if not path.exists():
         raise UserError(f"--calibrate: there is no cluster file {path}; run `meshwright probe` first")
     return cluster(str(path.absolute()))

@@ -36,8 +36,8 @@ class Calibration:
     unexplained_runs: int = 0
 
     def table(self) -> dict[str, float | int]:
-        """Return the fields as a table for a cluster file, which `read` of this module parses; unknown memory is left
-        out."""
+        """Return the calibration as a table for a cluster file, fields by name, without memory fields if they are
+        unknown; `calibration.read` parses it."""
         found: dict[str, float | int] = {
             "time_factor": self.time_factor, "time_low": self.time_low, "time_high": self.time_high, "runs": self.runs,
         }  # fmt: skip
@@ -47,16 +47,16 @@ class Calibration:
 
     @property
     def line(self) -> str:
-        """Return a line such as `calibrated by 3 runs: times x 1.12 (1.05 to 1.2)`."""
+        """One line of text, such as `calibrated by 3 runs: times x 1.12 (1.05 to 1.2)`."""
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
         spread = f" ({self.time_low:.3g} to {self.time_high:.3g})" if self.runs > 1 else ""
         return f"calibrated by {runs}: times x {self.time_factor:.3g}{spread}"
 
     def bounds(self, seconds: float, low: float, high: float) -> tuple[float, float, float]:
-        """Return calibrated (expected, low, high) seconds, whose bounds include the ratios of all runs.
+        """Return calibrated (expected, low, high) seconds of a step, whose bounds include the ratios of all runs.
 
-        seconds: predicted without calibration; low, high: factors on it within which predictions for any machine lie,
-        such as 0.8 and 1.3; the bounds are never narrower than these.
+        seconds: predicted without calibration; low, high: factors on it within which uncalibrated predictions lie, such
+        as 0.8 and 1.3; the bounds are never narrower than these.
         """
         return (
             seconds * self.time_factor,
@@ -66,8 +66,8 @@ class Calibration:
 
 
 def read(table: Any, where: str) -> Calibration:
-    """Parse the `calibration` table of a cluster file. where: the file, at the beginning of a `UserError`, which says
-    what is wrong and how to write the table anew."""
+    """Parse the `calibration` table of a cluster file. where: the file, with which the `UserError` begins that is
+    raised for an invalid table."""
     where = f"{where}: calibration"
     again = "; remove the table, or rewrite it with `meshwright plan --calibrate`"
     if not isinstance(table, Mapping):

@@ -57,12 +57,12 @@ class Cluster:
     Attributes:
         name: Such as "64xh100-sxm".
         device: Peaks and memory of each device.
-        devices: Their number.
+        devices: Number of devices in all nodes.
         devices_per_node: Devices of a node (a scale-up domain, which may span machines).
         inside: Link within a node.
         across: Link between nodes.
-        measured: Speeds measured by `meshwright probe`; None where the catalogue's are used.
-        calibration: Factors from finished runs; None where none were compared.
+        measured: Speeds measured by `meshwright probe`; None where the device catalogue's are used.
+        calibration: Ratios of measured to predicted time and memory of finished runs; None where none were compared.
     """
 
     name: str
@@ -75,8 +75,8 @@ class Cluster:
     calibration: Calibration | None = None
 
     def peak(self, precision: str) -> float:
-        """Return the dense peak of one device in FLOP/s. precision: such as "bf16"; `UserError` for one that it
-        lacks."""
+        """Return the dense peak of one device in FLOP/s. precision: such as "bf16". Raises `UserError` for a precision
+        that is unknown or that the device lacks."""
         if precision not in PRECISIONS:
             raise UserError(unknown("precision", precision, PRECISIONS))
         peak = self.device.peak(precision)
@@ -111,10 +111,10 @@ def this_machine() -> Path:
 
 def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
     """Return the cluster that `wanted` describes: text such as 64xh100-sxm, a cluster file's path, "this" (this
-    machine, measured), or a mapping with `FIELDS` as keys.
+    machine, as measured), or a mapping with `FIELDS` as keys.
 
-    Bandwidths in a mapping are 10⁹ bytes a second, one direction, per device; missing fields are the device's own.
-    where: what names the argument at the beginning of a `UserError`; of a file its path does.
+    Bandwidths in a mapping are 10⁹ bytes a second, one direction, per device; missing fields are taken from the device
+    catalogue. where: name of the argument in the text of a `UserError`, which for a file begins with its path.
     """
     if isinstance(wanted, Mapping):
         return _from_mapping(wanted, where)
@@ -151,8 +151,8 @@ def _is_file(text: str) -> bool:
 
 
 def _from_shorthand(text: str, where: str) -> Cluster:
-    """Return the cluster of text such as 64xh100-sxm or 2x8xa100-80 (nodes x devices). where: beginning of a
-    `UserError`."""
+    """Parse text such as 64xh100-sxm or 2x8xa100-80 (nodes x devices per node) into a cluster. where: beginning of the
+    `UserError` for invalid text."""
     where = f'{where} "{shorten(text)}"'
     match = re.fullmatch(rf"\s*({_COUNT})\s*x\s*(?:({_COUNT})\s*x\s*)?([a-z][a-z0-9-]*)\s*", text.lower())
     if match is None:
@@ -170,8 +170,8 @@ def _from_shorthand(text: str, where: str) -> Cluster:
 
 
 def _whole(part: str, where: str) -> int:
-    """Return the number of devices that a part of a shorthand says, such as "64"; `UserError` that begins with
-    `where`."""
+    """Parse a number in a shorthand such as 64xh100-sxm. part: its text, "64". where: beginning of the `UserError` for
+    a number that is not whole or too large."""
     if not re.fullmatch("[0-9]{1,9}", part) or int(part) < 1:
         right = f"a whole number, at least 1 and at most {limit_of('ranks'):,}"
         raise UserError(f'{where}: "{shorten(part)}" devices; it takes {right}')
@@ -179,8 +179,8 @@ def _whole(part: str, where: str) -> int:
 
 
 def _catalogued(name: Any, where: str) -> Device:
-    """Return the catalogue's device of a name such as h100-sxm, or of a driver's name. where: beginning of a
-    `UserError`."""
+    """Return the device with a name in the device catalogue, such as "h100-sxm", or with a driver's name, such as
+    "NVIDIA H100 80GB HBM3". where: beginning of the `UserError` for an unknown name."""
     if not isinstance(name, str):
         raise UserError(f"{where}: device should be a name such as h100-sxm or a table, not {shorten_repr(name)}")
     if re.fullmatch(r"cpus?|processors?|cores?", name.strip().lower()):
@@ -194,8 +194,8 @@ def _catalogued(name: Any, where: str) -> Device:
 
 
 def _unknown_device(name: str) -> str:
-    """Return the error text for an unknown device name, with the devices whose names begin with it or that are
-    nearest."""
+    """Return the error text for an unknown device name, with the catalogue's names that begin with it, else the most
+    similar ones."""
     known = [device.name for device in DEVICES]
     begun = [each for each in known if each.startswith(f"{name.strip().lower()}-")]
     if begun:
@@ -204,7 +204,8 @@ def _unknown_device(name: str) -> str:
 
 
 def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
-    """Return the cluster that a table with `FIELDS` as keys describes. where: beginning of a `UserError`."""
+    """Return the cluster that a table with `FIELDS` as keys describes. where: beginning of the `UserError` for an
+    invalid table."""
     for key in table:
         if key not in FIELDS:
             raise UserError(f"{where}: {unknown('field', str(key), FIELDS)}")
@@ -238,15 +239,15 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
 
 
 def _factors(devices: int, size: int) -> str:
-    """Return the largest node size up to `size` that divides `devices`, as "16x4" (nodes x devices); "" where it is
-    1."""
+    """Return `devices` as "16x4" (nodes x devices per node), with the largest node size up to `size` that divides
+    `devices`; "" where that is 1."""
     fits = next(each for each in range(size, 0, -1) if devices % each == 0)
     return f"{devices // fits}x{fits}" if fits > 1 else ""
 
 
 def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) -> int:
-    """Return the devices per node: the table's, else the larger of the device's usual node and its scale-up domain; at
-    most all `devices`. where: beginning of a `UserError`."""
+    """Return the number of devices per node: the table's, else the larger of the device's usual node and its scale-up
+    domain, but at most `devices`, the number of all. table: a cluster file's. where: beginning of a `UserError`."""
     if "devices_per_node" in table:
         size = _count(table["devices_per_node"], "devices_per_node", where)
     elif device.links is not None:
@@ -257,8 +258,9 @@ def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) ->
 
 
 def _inside(device: Device, size: int) -> tuple[float, float]:
-    """Return (bytes a second, latency in seconds) between `size` devices of a node: of the scale-up link, or of PCIe
-    where its domain is smaller. In a full mesh a device has a wire to each of the others."""
+    """Return (bandwidth in bytes a second, latency in seconds) between `size` devices of a node: those of the scale-up
+    link, or of PCIe if the scale-up domain has fewer devices. In a full mesh a device has a separate wire to each of
+    the others."""
     links = device.links
     assert links is not None
     if size > links.domain or links.scaleup == 0:
@@ -268,10 +270,11 @@ def _inside(device: Device, size: int) -> tuple[float, float]:
 
 
 def _link(link: Link | None, which: str, table: Mapping[str, Any], where: str, needed: bool) -> Link | None:
-    """Return a link with its bandwidth and latency replaced by a cluster file's; None if unknown and not `needed`.
+    """Return a link with its bandwidth and latency replaced by those of a cluster file. None if the bandwidth is
+    unknown and not `needed`; if needed, raises `UserError` instead.
 
-    link: the catalogue's, if known; which: "inside" or "across", the prefix of its keys; table: the file's; where:
-    beginning of the `UserError` that says what is missing.
+    link: the catalogue's, if known; which: "inside" or "across", the prefix of its keys; table: the file's content;
+    where: beginning of the error.
     """
     bandwidth, latency = f"{which}_gb_per_second", f"{which}_latency_seconds"
     if link is None and bandwidth not in table:
@@ -285,8 +288,8 @@ def _link(link: Link | None, which: str, table: Mapping[str, Any], where: str, n
 
 
 def _described(table: Mapping[str, Any], where: str) -> Device:
-    """Return the device that a cluster file's own `device` table describes (keys `DEVICE_FIELDS`). where: beginning of
-    a `UserError`."""
+    """Return the device that the `device` table of a cluster file describes (keys `DEVICE_FIELDS`). where: beginning of
+    the `UserError` for an invalid table."""
     where = f"{where}: device"
     for key in table:
         if key not in DEVICE_FIELDS:
@@ -319,7 +322,8 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
 
 
 def _in_unit(value: float, key: str, unit: float, where: str) -> float:
-    """Return a rate as given; `UserError` where it is so large that it must be in plain operations or bytes a second.
+    """Return `value`, a rate, unchanged. Raises `UserError` if it is so large that it must be in plain operations or
+    bytes a second instead of `unit`.
 
     key: its name in the file; unit: 1e12 (operations) or 1e9 (bytes), in which it should be; where: beginning of the
     error.
@@ -332,8 +336,8 @@ def _in_unit(value: float, key: str, unit: float, where: str) -> float:
 
 
 def _count(value: Any, key: str, where: str) -> int:
-    """Return a value as a whole number of devices from 1 on. key: its name in the table; where: beginning of a
-    `UserError`."""
+    """Return a value as a number of devices. key: its name in the table; where: beginning of the `UserError` that is
+    raised unless it is a whole number from 1 to the limit."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{where}: {key} takes a whole number, at least 1, not {shorten_repr(value)}")
     if problem := limit_error("ranks", value, key):
@@ -342,7 +346,8 @@ def _count(value: Any, key: str, where: str) -> int:
 
 
 def _number(value: Any, key: str, where: str) -> float:
-    """Return a value as a finite float above 0. key: its name in the table; where: beginning of a `UserError`."""
+    """Return a value as float. key: its name in the table; where: beginning of the `UserError` that is raised unless it
+    is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise UserError(f"{where}: {key} takes a number above 0, not {shorten_repr(value)}")
     return float(value)

@@ -25,13 +25,13 @@ class Call(NamedTuple):
 
     Attributes:
         axis: "tensor", "context" or "expert".
-        phase: Part of the pass to which they belong, such as "forward".
-        operation: Which collective.
+        phase: "forward", "again" (recomputed), "input" or "weight" (gradients).
+        operation: Collective, such as "all-reduce", or "send".
         group: Number of ranks, and how many of them share a node.
-        size: Bytes of one call's full vector, as the cost model takes them.
+        size: Bytes of one call's full vector (`Collectives.seconds`).
         count: Number of calls.
-        beside: Computation that overlaps them: "attention" of the same layer, "weight" gradients, or, in pieces, the
-            matrix "product" that they feed or follow; None if exposed.
+        beside: Computation that overlaps them: "attention" of the same layer, "weight" gradients, or the matrix
+            "product" that they feed or follow, in slices; None if exposed.
     """
 
     axis: str
@@ -43,15 +43,15 @@ class Call(NamedTuple):
     beside: Literal["attention", "weight", "product"] | None = None
 
     def seconds(self, collectives: Collectives) -> float:
-        """Return the seconds of all these calls together, by the given cost model of collectives."""
+        """Return the seconds of all these calls together. collectives: cost model of collectives."""
         return self.count * collectives.seconds(self.operation, self.group, self.size)
 
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
     """Return the number of ranks in a group of an axis, and how many of them share a node. axis: "tp", "cp", "data",
-    "shard", "replica", "ep", "etp", "expert_data", "expert_shard" or "expert_replica".
+    "shard", "replica", "ep", "etp", "expert_data", "expert_shard" or "expert_replica" (see `Layout.groups`).
 
-    Ranks are numbered tp innermost, then cp, dp, pp; within a stage: etp, ep, the rest.
+    Ranks are numbered with tp innermost, then cp, dp, pp; for experts, within a stage: etp, ep, expert_data.
     """
     experts, ranks = layout.ep * layout.etp, layout.group_size(axis)
     stride = {
@@ -88,7 +88,8 @@ def calls(
     cluster: Cluster,
     itemsize: int = 2,
 ) -> list[Call]:
-    """Return the collective calls of one rank for a micro-batch's forward and backward on a pipeline stage.
+    """Return the tensor-, context- and expert-parallel collective calls of one rank, for a micro-batch's forward and
+    backward on a pipeline stage.
 
     rows, sequence: sequences of the micro-batch on a data-parallel rank, and tokens of each; itemsize: bytes of an
     activation's element.
@@ -98,9 +99,10 @@ def calls(
 
 
 class _Calls:
-    """Collective calls of one micro-batch on one rank, listed by kind of parallelism.
+    """Generator of the collective calls of one micro-batch on one rank, for each kind of parallelism.
 
-    rows, sequence: sequences of the micro-batch, and tokens of each; itemsize: bytes of an activation's element.
+    rows, sequence: sequences of the micro-batch, and tokens of each; engine: training engine, which decides what is
+    overlapped and recomputed; itemsize: bytes of an activation's element.
     """
 
     def __init__(
@@ -119,8 +121,8 @@ class _Calls:
         self.hidden = self.tokens * config.hidden * itemsize
 
     def tensor(self, stage: Stage) -> Iterator[Call]:
-        """Yield the tensor-parallel calls around attention and each MLP of a stage (Shoeybi et al. 2019,
-        arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
+        """Yield the tensor-parallel collective calls around attention and each MLP of a pipeline stage (Shoeybi et al.
+        2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
         config, layout = self.config, self.layout
         if layout.tp == 1:
             return
@@ -155,8 +157,8 @@ class _Calls:
             yield Call("tensor", "forward", "all-reduce", group, 4 * self.tokens, 3)
 
     def context(self, stage: Stage) -> Iterator[Call]:
-        """Yield the context-parallel calls of a stage: keys and values sent round a ring, or all-to-alls of heads and
-        tokens (Ulysses)."""
+        """Yield the context-parallel calls of a stage: ring steps that send keys and values to the next rank, or
+        all-to-alls of heads and tokens (Ulysses)."""
         config, layout, ranks = self.config, self.layout, self.layout.cp
         if ranks == 1:
             return
@@ -180,12 +182,12 @@ class _Calls:
                 yield Call("context", "again", "all-to-all", group, width * one, layers)
 
     def spread(self, layer: int) -> bool:
-        """Return True if the layer (index in the model) has experts and they are expert-parallel."""
+        """Return True if the layer with index `layer` in the model has experts and they are expert-parallel."""
         return self.layout.expert_parallel and self.config.has_experts(layer)
 
     def experts(self, stage: Stage) -> Iterator[Call]:
-        """Yield the all-to-alls that dispatch tokens of a stage to experts and combine them, with equal load on all
-        ranks."""
+        """Yield the all-to-alls that dispatch a stage's tokens to experts and combine the results, and the etp
+        collectives, with equal load on all ranks."""
         config, layout = self.config, self.layout
         mixtures = sum(self.spread(layer) for layer in stage.layers)
         if not mixtures:
@@ -207,15 +209,16 @@ class _Calls:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Number of parameters on one rank. In a pair, the first counts dense, the second expert-parallel parameters.
+    """Number of parameters on one rank, before ZeRO's sharding. In a pair, the first counts dense, the second
+    expert-parallel parameters.
 
     Expert parameters are separate where ep or etp shards them, as their gradients are reduced over other ranks.
 
     Attributes:
         layer: Of a dense layer.
         mixture: Of a mixture-of-experts layer.
-        first: Of the first stage beside its layers: embeddings.
-        last: Of the last stage beside its layers: final norm and head.
+        first: Of the first stage outside its layers: embeddings.
+        last: Of the last stage outside its layers: final norm and head.
     """
 
     layer: tuple[float, float]
@@ -234,8 +237,8 @@ class Held:
 
 
 def held(config: ModelConfig, layout: Layout) -> Held:
-    """Return the number of parameters of a layer and of the two ends on each rank, in closed form, without ZeRO's
-    sharding."""
+    """Return the number of parameters on each rank of a dense layer, a mixture-of-experts layer, the embedding and the
+    head, in closed form, without ZeRO's sharding."""
     hidden, tp = config.hidden, layout.tp
     heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
     qkv, query = (heads + 2 * kv_heads) * config.head_dim, heads * config.head_dim
@@ -244,7 +247,7 @@ def held(config: ModelConfig, layout: Layout) -> Held:
     attention += 2 * config.head_dim * config.query_key_norm + norm * (4 if config.post_norms else 2)
 
     def mlp(width: float) -> float:
-        """Return the parameters of an MLP with `width` columns."""
+        """Return the number of parameters of an MLP with `width` hidden columns on this rank."""
         up = width * (2 if config.gated else 1)
         return up * (hidden + config.mlp_bias) + hidden * (width + config.mlp_bias)
 

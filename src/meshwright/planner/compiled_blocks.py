@@ -24,20 +24,21 @@ REPEATED = "attention.keys_repeated", "attention.values_repeated"
 
 
 def known(at: Local, layer: int) -> bool:
-    """Return True if saved activations and memory of this layer, compiled, are modelled: not with norms after
+    """Return True if the memory of this layer, compiled with torch.compile, is modelled: false for norms after
     sublayers.
 
-    at: sizes and settings of a rank's micro-batch; layer: its index, which does not matter yet.
+    at: sizes and settings of one micro-batch on one rank; layer: the layer's index, unused so far.
     """
     config = at.config
     return not config.post_norms
 
 
 class CompiledBlock:
-    """Kernels and saved activations of one compiled dense transformer block on one rank.
+    """Model of one dense transformer block compiled by torch.compile (inductor), on one rank: the kernels of its
+    forward and backward, and the activations that it saves.
 
-    Values are named such as "attention.qkv.output". at: sizes and settings of a rank's micro-batch; window: tokens that
-    a query of this layer sees at most, None for all; x: bytes of an activation's element.
+    Tensors are identified by names such as "attention.qkv.output". at: sizes and settings of one micro-batch on the
+    rank; window: most tokens that a query of this layer attends to, None for all; x: bytes of an activation's element.
     """
 
     def __init__(self, at: Local, window: int | None = None, x: int = 4) -> None:
@@ -58,8 +59,8 @@ class CompiledBlock:
         self._shapes = dict(self._values())
 
     def _values(self) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-        """Yield (name, (shape, element type)) of each value. Types: "x" activation, "wide" at least float32, "index",
-        "int32"."""
+        """Yield (name, (shape, element type)) of each tensor of the block. Element types: "x" (activation), "wide" (at
+        least float32), "index", "int32"."""
         at, config = self.at, self.at.config
         size, width = config.head_dim, config.intermediate // at.layout.tp
         stream, whole = (at.rows, at.slice, config.hidden), (at.rows, at.tokens, config.hidden)
@@ -113,18 +114,18 @@ class CompiledBlock:
             yield f"weight gradient of {name}", ((many, config.hidden), "x")
 
     def entry(self, name: str) -> Entry:
-        """Return shape and element type of a value, by a name such as "attention.qkv.output"."""
+        """Return name, shape and element type of the block's tensor with a name such as "attention.qkv.output"."""
         shape, kind = self._shapes[name]
         return Entry(name, shape, kind)
 
     def bytes(self, name: str) -> int:
-        """Return the bytes of a value, by a name such as "attention.qkv.output"."""
+        """Return the bytes of the block's tensor with a name such as "attention.qkv.output"."""
         shape, kind = self._shapes[name]
         return math.prod(shape) * {"x": self.x, "wide": self.wide, "index": INDEX, "int32": INT32}[kind]
 
     def kept(self) -> list[str]:
-        """Return the names of the activations that the forward saves for the backward, beside the block's input; under
-        full recompute, those that the repeated forward saves."""
+        """Return the names of the activations that the forward saves for the backward, without the block's input; under
+        full recompute, those that the recomputed forward saves."""
         added = "sum" if self.summed else "product"
         if self.again == "selective":
             core = ["attention.output.input", "attention.log_sum"] if self.at.ring else []
@@ -145,25 +146,26 @@ class CompiledBlock:
         return [*dict.fromkeys([*scales, *inputs, *turned, *found, "mlp.down.input"])]
 
     def gradients(self) -> tuple[str, ...]:
-        """Return the names of the gradients that the block's backward receives."""
+        """Return the names of the output gradients that the block's backward receives."""
         return (GRADIENT,)
 
     def results(self) -> tuple[str, ...]:
-        """Return the names of the values that the block's forward returns."""
+        """Return the names of the tensors that the block's forward returns."""
         return (RESULT,)
 
     # --- kernels
 
     def _buffer(self, name: str, operator: bool = False) -> Buffer:
-        """Return the buffer of a value, by name. operator: it is allocated by a custom operator, so inductor does not
-        reuse it."""
+        """Return the memory buffer of the tensor called `name`. operator: it is allocated by a custom operator, so
+        inductor does not reuse it."""
         kind = self._shapes[name][1]
         kind = "wide" if kind == "x" and self.x == self.wide else kind
         category = "gradients" if name.startswith("weight gradient") else "activations"
         return Buffer(name, kind, self.bytes(name), category, operator)
 
     def _kernel(self, reads: str, makes: str, **more: object) -> Kernel:
-        """Return a kernel. reads, makes: names of values, separated by commas; more: further fields of `Kernel`."""
+        """Return a kernel. reads, makes: comma-separated names of the tensors that it reads and writes; more: further
+        fields of `Kernel`."""
         made = [name.strip() for name in makes.split(",") if name.strip()]
         return Kernel(
             made[0] if made else reads, tuple(name.strip() for name in reads.split(",")),
@@ -171,14 +173,14 @@ class CompiledBlock:
         )  # fmt: skip
 
     def _operator(self, reads: str, makes: str, inside: tuple = ()) -> Kernel:  # type: ignore[type-arg]
-        """Return a custom operator as a kernel: a collective, or attention. reads, makes: names of values, separated by
-        commas; inside: temporary tensors while it runs."""
+        """Return the kernel of a custom operator: a collective, or attention. reads, makes: comma-separated names of
+        the tensors that it reads and returns; inside: temporary tensors while it runs."""
         found = self._kernel(reads, makes, inside=inside)
         return found._replace(makes=tuple(made._replace(operator=True) for made in found.makes))
 
     def _attention(self) -> Iterator[Kernel]:
-        """Yield the kernels of the attention half: from the block's input to the output that is added to the residual
-        stream."""
+        """Yield the forward's kernels of the attention sublayer: from the block's input to the output that is added to
+        the residual stream."""
         yield from self._normed("attention", INPUT, "attention.qkv.input")
         yield self._kernel("attention.qkv.input", "attention.qkv.output")
         yield from self._core()
@@ -201,8 +203,8 @@ class CompiledBlock:
         yield self._kernel(f"{last}, {INPUT}, attention.output.{added}", RESULT, over=over)
 
     def _normed(self, name: str, reads: str, made: str) -> Iterator[Kernel]:
-        """Yield the kernels of a norm and of the all-gather over tp after it, if any. name: "attention" or "mlp";
-        reads: values that it takes, separated by commas; made: name of the result."""
+        """Yield the forward's kernels of a norm and of the all-gather over tp after it, if any. name: "attention" or
+        "mlp"; reads: comma-separated names of the tensors that it reads; made: name of the result."""
         if self.gathers:
             yield self._kernel(reads, f"{name}_norm.scale, {name}_norm.output")
             yield self._operator(f"{name}_norm.output", made)
@@ -210,7 +212,8 @@ class CompiledBlock:
             yield self._kernel(reads, f"{name}_norm.scale, {made}")
 
     def _core(self) -> Iterator[Kernel]:
-        """Yield the kernels between the QKV product and the output product: rotary, all-to-alls, attention itself."""
+        """Yield the forward's kernels between the QKV product and the output product: rotary positions, all-to-alls,
+        attention."""
         given = "attention.qkv.output"
         if self.turned:
             yield self._turned()
@@ -222,8 +225,8 @@ class CompiledBlock:
         yield from self._attended(given)
 
     def _attended(self, given: str) -> Iterator[Kernel]:
-        """Yield the kernels that attend. given: names of the queries', keys' and values' tensors, separated by
-        commas."""
+        """Yield the kernels of softmax(q kᵀ) v, including the masks and repeated keys that PyTorch's CUDA kernels need
+        and the all-to-all after it. given: comma-separated names of the tensors that hold queries, keys and values."""
         if self.made:
             yield self._kernel(given, self.made)
             given += f", {self.made}"
@@ -235,8 +238,9 @@ class CompiledBlock:
             yield self._operator(given, f"attention.output.input{more}")
 
     def _turned(self, twice: bool = False) -> Kernel:
-        """Return the kernel that rotates queries and keys by position; below float32 it makes wide copies first. twice:
-        it also makes copies for attention that is computed again, beside those for attention's backward."""
+        """Return the kernel that applies rotary positions or norms to queries and keys; for narrow types it also writes
+        wide (at least float32) copies. twice: it also writes copies for attention that is recomputed, separate from
+        those for attention's backward."""
         names = "attention.query, attention.key"
         made = [names]
         if twice:
@@ -247,12 +251,12 @@ class CompiledBlock:
 
     @property
     def _turned_apart(self) -> bool:
-        """True if recomputed attention has its own rotated queries and keys, apart from those of attention's backward:
-        below float32, on CPU and without all-to-alls."""
+        """True if recomputed attention reads rotated queries and keys of its own, not those of attention's backward:
+        for types narrower than float32, on CPU and without all-to-alls."""
         return self.x < self.wide and not self.traded and not self.cuda
 
     def backward(self) -> Iterator[Kernel]:
-        """Yield the kernels of the block's backward in order, recomputation included."""
+        """Yield the kernels of the block's backward in inductor's order, recomputed ones included."""
         config, kept = self.at.config, set(self.kept())
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         given = GRADIENT
@@ -284,10 +288,11 @@ class CompiledBlock:
         yield from self._attention_backward(kept, added, normed)
 
     def _product_gradient(self, made: str, name: str, norm: str):  # type: ignore[no-untyped-def]
-        """Yield the kernels of the input gradient of a matrix product, with the sum over tp; returns the result's name.
+        """Yield the kernels of the input gradient of a matrix product, and of its sum over tp; return the name of the
+        tensor that holds the result.
 
-        made: gradient of the product's output; name: the product's input, such as "mlp.up.input"; norm: the norm before
-        it.
+        made: name of the gradient of the product's output; name: name of the product's input, such as "mlp.up.input";
+        norm: name of the norm before the product, such as "mlp_norm".
         """
         yield self._kernel(made, f"{name}.gradient")
         if not self.summed:
@@ -296,8 +301,9 @@ class CompiledBlock:
         return f"{norm}.gradient"
 
     def _attention_backward(self, kept: set[str], added: str, mlp_normed: str) -> Iterator[Kernel]:
-        """Yield the kernels of the attention half's backward. kept: names of saved values; added: name of the output
-        that was added to the stream; mlp_normed: name of the gradient of the second norm's output."""
+        """Yield the kernels of the attention sublayer's backward. kept: names of saved tensors; added: name of the
+        attention output that the forward added to the residual stream; mlp_normed: name of the gradient of the second
+        norm's output."""
         given = "gradient between"
         if self.gathers:
             given = "attention.output.product.gradient"
@@ -332,14 +338,15 @@ class CompiledBlock:
         yield self._kernel(f"{made}, attention.qkv.input", "weight gradient of qkv")
 
     def _core_again(self) -> Iterator[Kernel]:
-        """Yield the kernels that compute attention's output again, for the weight gradient of the output product."""
+        """Yield the kernels that recompute attention's output in the backward, for the weight gradient of the output
+        product."""
         again = ".again" if self._turned_apart else ""
         turned = f", attention.query{again}, attention.key{again}" if self.turned else ""
         yield from self._attended("attention.traded" if self.traded else f"attention.qkv.output{turned}")
 
     def _core_backward(self, kept: set[str], recomputed: bool) -> Iterator[Kernel]:
-        """Yield the kernels of the backward between output and QKV product. kept: names of saved values; recomputed:
-        attention's output was not saved and is computed again."""
+        """Yield the kernels of the backward from the output product's input to the QKV product's output. kept: names of
+        saved tensors; recomputed: attention's output was not saved and is computed again."""
         at = self.at
         reads = "attention.output.input.gradient, attention.qkv.output"
         heads, kv_heads = at.heads, at.kv_heads

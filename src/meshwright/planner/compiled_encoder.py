@@ -18,11 +18,12 @@ RANDOM_STATE = 632
 
 
 class CompiledEncoderBlock(CompiledBlock):
-    """Kernels and saved activations of one compiled encoder block (post-norm) on one rank."""
+    """Model of one encoder block (post-norm) compiled by torch.compile, on one rank: its kernels and saved
+    activations."""
 
     def _values(self) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-        """Yield (name, (shape, element type)) of each value, with those of norms after sums and of PyTorch's
-        attention."""
+        """Yield (name, (shape, element type)) of each tensor of the block: those of `CompiledBlock`, of norms after
+        residual additions, and of PyTorch's attention."""
         at = self.at
         yield from super()._values()
         for name in ("attention_norm.sums", "mlp_norm.sums"):
@@ -34,8 +35,8 @@ class CompiledEncoderBlock(CompiledBlock):
         yield "attention.random_state", ((RANDOM_STATE,), "index")
 
     def kept(self) -> list[str]:
-        """Return the names of the activations that the forward saves for the backward; under full recompute, the
-        repeated one."""
+        """Return the names of the activations that the block's forward saves for the backward; under full recompute,
+        those that the recomputed forward saves."""
         products = ["attention.output.product", "mlp.up.output", "mlp.down.product"]
         if self.again == "selective":
             state = [] if self.cuda else ["attention.random_state"]
@@ -47,7 +48,7 @@ class CompiledEncoderBlock(CompiledBlock):
         return ["attention.qkv.output", *core, *products[:2], *norms, "mlp.up.input", "mlp.down.input"]
 
     def forward(self) -> Iterator[Kernel]:
-        """Yield the kernels of the forward in order."""
+        """Yield the kernels of the encoder block's forward in inductor's order."""
         yield self._kernel(INPUT, "attention.qkv.output")
         yield from self._encoded()
         yield self._kernel("attention.output.input", "attention.output.product")
@@ -63,14 +64,14 @@ class CompiledEncoderBlock(CompiledBlock):
         yield self._kernel("mlp.down.product, mlp.up.input", made, over=over)
 
     def _encoded(self) -> Iterator[Kernel]:
-        """Yield the kernel of PyTorch's attention, between the QKV product and the output product."""
+        """Yield the kernel of PyTorch's scaled_dot_product_attention, which reads the QKV product's output."""
         found = self._operator("attention.qkv.output", "attention.output.input, attention.log_sum")
         if self.again == "selective" and not self.cuda:  # then it gives its place to others
             found = found._replace(makes=tuple(made._replace(operator=False) for made in found.makes))
         yield found
 
     def backward(self) -> Iterator[Kernel]:
-        """Yield the kernels of the backward in order."""
+        """Yield the kernels of the encoder block's backward in inductor's order, recomputed ones included."""
         kept, made = set(self.kept()), "mlp.up.output.gradient"
         given, product = "mlp.down.product.gradient", "attention.output.product"
         over = {made: "mlp.down.input.gradient"}

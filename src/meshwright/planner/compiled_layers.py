@@ -12,10 +12,11 @@ from meshwright.planner.saved_blocks import Entry, Local
 
 
 def block_of(at: Local, layer: int, x: int = 4) -> CompiledBlock:
-    """Return the model of a layer's compiled block: encoder, dense, mixture, or the part before an expert-parallel
-    mixture.
+    """Return the model of a layer's block compiled by torch.compile: an encoder, dense or mixture-of-experts block, or
+    the compiled part before an expert-parallel mixture.
 
-    at: sizes and settings of a rank's micro-batch; layer: its index; x: bytes of an activation's element.
+    at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
+    element.
     """
     if at.config.encoder:
         return CompiledEncoderBlock(at, None, x)
@@ -26,9 +27,9 @@ def block_of(at: Local, layer: int, x: int = 4) -> CompiledBlock:
 
 
 def kept(at: Local, layer: int) -> Iterator[Entry]:
-    """Yield the activations that a compiled layer's forward saves beside its input; none under full recompute.
+    """Yield the activations that a compiled layer's forward saves in addition to its input; none under full recompute.
 
-    at: sizes and settings of a rank's micro-batch; layer: its index. Names begin with `layers.N.`.
+    at: sizes and settings of one micro-batch on one rank; layer: the layer's index N. Names begin with `layers.N.`.
     """
     block = block_of(at, layer)
     for title in [] if block.again == "full" else block.kept():

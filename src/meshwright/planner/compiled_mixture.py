@@ -1,7 +1,6 @@
-"""A compiled block whose MLP is a mixture of experts, in one graph: what its forward keeps, and its kernels.
+"""Kernels and saved activations of a compiled block whose MLP is a mixture of experts, in one graph.
 
-Most of routing is computed again in the backward. Kernels are in inductor's order (torch 2.13, every shape looked at):
-a shared expert comes first in the backward, and weight gradients of experts wait for the norm's kernel.
+Most of routing is recomputed in the backward. Kernels are in inductor's order (torch 2.13, every shape looked at).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ Value = tuple[str, tuple[tuple[int, ...], str]]
 
 
 def _named(before: str, shape: tuple[int, ...], kind: str, *names: str) -> Iterator[Value]:
-    """Return (`before` + name, (`shape`, element type `kind`)) for each name: values of one shape and type."""
+    """Return an iterator over (name, (`shape`, element type `kind`)) of tensors. name: `before` + each of `names`."""
     return ((before + name, (shape, kind)) for name in names)
 
 
@@ -26,10 +25,10 @@ SHARED = ("mlp.shared.up.output", "mlp.shared.down.input")
 
 
 class CompiledMixture(CompiledBlock):
-    """Kernels and saved activations of a compiled mixture-of-experts block without expert parallelism."""
+    """Model of a mixture-of-experts block compiled by torch.compile, without ep: its kernels and saved activations."""
 
     def _values(self) -> Iterator[Value]:
-        """Yield (name, (shape, element type)) of each value, with those of router, experts and shared expert."""
+        """Yield (name, (shape, element type)) of each tensor of the block, including router, experts, shared expert."""
         yield from super()._values()
         at, config = self.at, self.at.config
         tokens, hidden, width = at.rows * at.tokens, config.hidden, config.expert_intermediate // at.layout.tp
@@ -76,7 +75,7 @@ class CompiledMixture(CompiledBlock):
         return self.at.config.shared_intermediate // self.at.layout.tp
 
     def kept(self) -> list[str]:
-        """Return the names of the activations that the forward saves for the backward, beside the block's input."""
+        """Return the names of the activations that the block's forward saves for the backward, without its input."""
         config = self.at.config
         added = "sum" if self.summed else "product"
         shared = ["mlp.shared.up.output"] if config.shared_intermediate else []
@@ -101,7 +100,7 @@ class CompiledMixture(CompiledBlock):
         return [*dense, *scores, *weights, *loads, *places, *experts, *shared]
 
     def forward(self) -> Iterator[Kernel]:
-        """Yield the kernels of the forward in order."""
+        """Yield the kernels of the block's forward in inductor's order."""
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         yield from self._attention()
         yield from self._normed("mlp", f"{INPUT}, {added}", "mlp.input")
@@ -116,7 +115,7 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel(f"{last}, {INPUT}, {added}", RESULT)
 
     def _mixed(self) -> Iterator[Kernel]:
-        """Yield the forward's kernels of the mixture, shared expert included, from the norm's output on."""
+        """Yield the forward's kernels from the second norm's output to the outputs of experts and shared expert."""
         config = self.at.config
         yield from self._chosen("mlp.input")
         yield self._kernel("mlp.experts.order", "mlp.experts.inverse")
@@ -132,7 +131,7 @@ class CompiledMixture(CompiledBlock):
             yield self._kernel(SHARED[1], "mlp.shared.down.output")
 
     def _chosen(self, given: str) -> Iterator[Kernel]:
-        """Yield the kernels of the router's choice. given: "mlp.input" (norm's output), or kept "mlp.router.logits"."""
+        """Yield the kernels that route tokens (top-k, sort). given: "mlp.input", or "mlp.router.logits" if saved."""
         softmax = self.at.config.router == "softmax"
         if given == "mlp.input":
             if not softmax and self.x < self.wide:
@@ -146,7 +145,7 @@ class CompiledMixture(CompiledBlock):
         yield self._operator("mlp.experts.sorted", "mlp.experts.ends")
 
     def backward(self) -> Iterator[Kernel]:
-        """Yield the kernels of the backward, in inductor's order of lowest peak."""
+        """Yield the kernels of the block's backward, in the order of inductor that has the lowest memory peak."""
         if "mlp.input" in self.kept():
             ways = [AT_ONCE]
         elif self._wide:
@@ -156,13 +155,13 @@ class CompiledMixture(CompiledBlock):
         yield from min((list(self._backward(way)) for way in ways), key=self._peak)
 
     def _peak(self, kernels: list[Kernel]) -> int:
-        """Return the peak bytes of kernels in order, by buffers: inductor does not see memory inside operators."""
+        """Return the peak bytes of backward kernels in the given order, without temporaries inside custom operators."""
         given = {name: self.bytes(name) for name in (INPUT, GRADIENT, *self.kept())}
         weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
         return highest([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
 
     def _backward(self, way: str) -> Iterator[Kernel]:
-        """Yield the kernels of the backward. way: its order, "at once", "shared first" or "experts first"."""
+        """Yield the kernels of the block's backward. way: their order, "at once", "shared first" or "experts first"."""
         kept, given = set(self.kept()), GRADIENT
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         if way == AT_ONCE:
@@ -206,30 +205,31 @@ class CompiledMixture(CompiledBlock):
 
     @property
     def _wide(self) -> bool:
-        """True if the router multiplies float32 copies of its input and weight: of sigmoid, below float32."""
+        """True if the router multiplies float32 copies of its input and weight: sigmoid router, type below float32."""
         return self.at.config.router == "sigmoid" and self.x < self.wide
 
     def _copied(self, way: str) -> bool:
-        """Return True if the gradient of the experts' output is made twice, once per product. way: "at once" ..."""
+        """Return True if the experts' output gradient is written twice. way: order of the backward, "at once" ..."""
         config = self.at.config
         several = self.again == "none" and config.shared_intermediate > 0 and not config.normalise_choice
         return several and way != EXPERTS_FIRST
 
     def _parts(self) -> list[str]:
-        """Return the names of the gradients whose sum is the gradient of the mixture's input."""
+        """Return the names of the gradients (router and experts, shared expert, gate) that sum to the MLP input's."""
         config, found = self.at.config, ["mlp.input.gradient"]
         found += ["mlp.shared.input.gradient"] if config.shared_intermediate else []
         return found + (["mlp.shared.gate.input.gradient"] if config.shared_gate else [])
 
     def _chosen_before(self, kept: set[str]) -> Iterator[Kernel]:
-        """Yield the kernels that repeat the router's choice from its logits, unless it is in `kept` (saved names)."""
+        """Yield the kernels that recompute routing from the router's logits, unless `kept` (saved names) includes
+        it."""
         if "mlp.router.chosen" in kept:
             return
         yield from self._chosen("mlp.router.logits")
         yield self._kernel("mlp.experts.order", "mlp.experts.inverse")
 
     def _shared_first(self, given: str) -> Iterator[Kernel]:
-        """Yield a mixture's backward: shared expert, router, experts. given: gradient of the mixture's output."""
+        """Yield the MLP's backward: shared expert, router, experts. given: name of the MLP's output gradient."""
         config, made = self.at.config, "mlp.experts.down.output.gradient"
         copied = self._copied(SHARED_FIRST)
         copy = f", {made}.copy" if copied else ""
@@ -260,7 +260,7 @@ class CompiledMixture(CompiledBlock):
             yield self._kernel("mlp.shared.gate.gradient", "mlp.shared.gate.input.gradient")
 
     def _choice_backward(self, given: str) -> Iterator[Kernel]:
-        """Yield the kernel of the router logits' gradient. given: gradient of the mixture's output, and more reads."""
+        """Yield the kernel of the router logits' gradient. given: comma-separated names that it reads first."""
         scores = "mlp.router.scores" if self.at.config.router == "softmax" else "mlp.router.logits"
         reads = f"{given}, mlp.experts.down.output, mlp.router.weights, mlp.router.chosen, {scores}"
         made = "mlp.router.weights.gradient, mlp.router.scores.gradient, mlp.router.choice.gradient, "
@@ -268,25 +268,25 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel(reads, f"{inverse}{made}mlp.router.logits.gradient")
 
     def _activation_backward(self, made: str) -> Iterator[Kernel]:
-        """Yield the kernels from the gradient of the experts' output, `made`, to that of their first product."""
+        """Yield the kernels from the experts' output gradient, called `made`, to their up product's output gradient."""
         yield self._operator(f"{made}, mlp.experts.ends", "mlp.experts.down.input.gradient")
         again = "" if self.again == "full" else "mlp.experts.down.input, "
         reads = "mlp.experts.up.output, mlp.experts.down.input.gradient"
         yield self._kernel(reads, f"{again}mlp.experts.up.output.gradient")
 
     def _weight_of_down(self, copied: bool = False) -> Kernel:
-        """Return the kernel of the weight gradient of the experts' second product. copied: it reads a copy."""
+        """Return the kernel of the weight gradient of the experts' down product. copied: it reads a gradient's copy."""
         copy = ".copy" if copied else ""
         reads = f"mlp.experts.down.output.gradient{copy}, mlp.experts.down.input, mlp.experts.ends"
         return self._operator(reads, "weight gradient of experts' down")
 
     def _weight_of_up(self) -> Kernel:
-        """Return the kernel of the weight gradient of the experts' first product."""
+        """Return the kernel of the weight gradient of the experts' up product."""
         reads = "mlp.experts.up.output.gradient, mlp.experts.up.input, mlp.experts.ends"
         return self._operator(reads, "weight gradient of experts' up")
 
     def _shared_backward(self, given: str, at_once: bool) -> Iterator[Kernel]:
-        """Yield the shared expert's backward. given: gradient of its output; at_once: weight gradients come early."""
+        """Yield the shared expert's backward. given: name of its output gradient; at_once: weight gradients early."""
         there, weight = SHARED[1] in self.kept(), "weight gradient of shared down"
         if self.at.config.shared_gate:
             made = "mlp.shared.down.output.gradient"
@@ -305,12 +305,12 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel("mlp.shared.up.output.gradient", "mlp.shared.input.gradient")
 
     def _gate_backward(self, given: str) -> Kernel:
-        """Return the kernel of the shared expert's gate's backward. given: gradient of the mixture's output."""
+        """Return the kernel of the backward of the shared expert's gate. given: name of the MLP's output gradient."""
         made = "mlp.shared.gate.gradient, mlp.shared.down.output.gradient"
         return self._kernel(f"{given}, mlp.shared.gate, mlp.shared.down.output", made)
 
     def _weights_left(self, way: str) -> Iterator[Kernel]:
-        """Yield the kernels of weight gradients that wait for the norm's output. way: such as "experts first"."""
+        """Yield weight gradients that wait for the recomputed norm. way: order, "shared first" or "experts first"."""
         config = self.at.config
         if way == EXPERTS_FIRST:
             yield self._weight_of_up()
@@ -325,7 +325,7 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel("mlp.router.logits.gradient, mlp.input", "weight gradient of the router")
 
     def _experts_first(self, given: str) -> Iterator[Kernel]:
-        """Yield a mixture's backward: experts, router, shared expert. given: gradient of the mixture's output."""
+        """Yield the MLP's backward: experts, router, shared expert. given: name of the MLP's output gradient."""
         config, made = self.at.config, "mlp.experts.down.output.gradient"
         yield from self._chosen("mlp.router.logits")
         yield self._kernel(f"{given}, mlp.experts.order, mlp.router.weights", made)
@@ -346,7 +346,7 @@ class CompiledMixture(CompiledBlock):
             yield self._all_parts("mlp.input.gradient, mlp.experts.up.input")
 
     def _weights_last(self, given: str) -> Iterator[Kernel]:
-        """Yield the weight gradients of router and shared expert. given: gradient of the mixture's output."""
+        """Yield the weight gradients of router and shared expert. given: name of the MLP's output gradient."""
         router = "mlp.input"
         if self._wide:
             yield self._kernel("mlp.input", "mlp.router.input.again")
@@ -358,7 +358,7 @@ class CompiledMixture(CompiledBlock):
             yield self._kernel("mlp.shared.up.output.gradient, mlp.input", "weight gradient of shared up")
 
     def _at_once(self, given: str) -> Iterator[Kernel]:
-        """Yield a mixture's backward, weight gradients early. given: gradient of the mixture's output."""
+        """Yield the MLP's backward, weight gradients as early as possible. given: name of the MLP's output gradient."""
         config, kept, made = self.at.config, self.kept(), "mlp.experts.down.output.gradient"
         if config.shared_gate and self.again == "full":
             yield self._gate_backward(given)
@@ -389,17 +389,18 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel("mlp.experts.gradient, mlp.router.logits.gradient", "mlp.input.gradient")
 
     def _all_parts(self, made: str) -> Kernel:
-        """Return the kernel that sums the input's gradients into `made`, over the router's float32 part."""
+        """Return the kernel that sums the gradients of the MLP's input. made: comma-separated names that it writes."""
         shared = ", mlp.shared.input.gradient" if self.at.config.shared_intermediate else ""
         reads = "mlp.router.input.gradient, mlp.experts.inverse, mlp.experts.up.input.gradient"
         over = {"mlp.input.gradient": "mlp.router.input.gradient"}
         return self._kernel(f"{reads}, mlp.experts.order{shared}", made, over=over)
 
     def _turned(self, twice: bool = False) -> Kernel:
-        """Return the kernel that rotates queries and keys. twice: also copies for recomputed attention."""
+        """Return the kernel that rotates queries and keys by position. twice: with copies for recomputed attention."""
         return super()._turned(twice and self.x < self.wide)
 
     def _core_again(self) -> Iterator[Kernel]:
+        """Yield the kernels that recompute attention's output in the backward."""
         if self.x < self.wide or self.traded or not self.turned:
             yield from super()._core_again()
         else:

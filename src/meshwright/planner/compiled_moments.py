@@ -20,9 +20,10 @@ COLLECTED = ".weight gradients"
 
 
 def forward_extras(at: Local, layer: int, x: int) -> Iterator[Extra]:
-    """Yield the tensors allocated at the peak of a compiled layer's forward, including those that it saves.
+    """Yield the tensors allocated at the memory peak of a compiled layer's forward, including those that it saves.
 
-    at: sizes of a rank's micro-batch; layer: its index; x: bytes of an activation's element.
+    at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
+    element.
     """
     held = forward_held(at, alike(at, layer), x)
     yield from extras_of(held, f"layers.{layer}")
@@ -31,10 +32,12 @@ def forward_extras(at: Local, layer: int, x: int) -> Iterator[Extra]:
 def backward_extras(
     at: Local, layer: int, x: int, arrived: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, list[Extra]]]:
-    """Yield (snapshot name, tensors beside the saved activations) for moments of a compiled layer's backward.
+    """Yield (snapshot name, tensors other than saved activations) for the memory snapshots of a compiled layer's
+    backward.
 
-    at: sizes of a rank's micro-batch; layer: its index; x: bytes of an activation's element; arrived: names of the
-    input or output gradient that came from another stage, which stays allocated until the backward ends.
+    at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
+    element; arrived: names of the input or output gradient that another pipeline stage sent, which stays allocated
+    until the backward ends.
     """
     unit = f"layers.{layer}"
     held = _backward(at, alike(at, layer), x, arrived)
@@ -43,9 +46,9 @@ def backward_extras(
 
 
 def passing_bytes(at: Local, layer: int, x: int) -> int:
-    """Return the peak bytes of a compiled layer's temporaries in forward and backward, weight gradients excepted, as
-    these do not grow with the rows. at: sizes of a rank's micro-batch; layer: its index; x: bytes of an activation's
-    element."""
+    """Return the peak bytes of a compiled layer's temporaries in forward and backward, without weight gradients, as
+    these do not grow with the batch. at: sizes and settings of one micro-batch on one rank; layer: the layer's index;
+    x: bytes of an activation's element."""
     layer, found = alike(at, layer), []
     for held in (forward_held(at, layer, x), *(each for _, each in _backward(at, layer, x))):
         found.append(held.bytes - sum(each.bytes for each in held.buffers.values() if each.category == "gradients"))
@@ -61,11 +64,11 @@ def spread_backward(
     arrived: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[str, list[Extra]]]:
     """Yield (snapshot name, temporary tensors) for the backward of a layer whose expert-parallel mixture is not
-    compiled.
+    compiled, while the rest of the layer is.
 
-    at: sizes of a rank's micro-batch; layer: its index; x: bytes of an activation's element; kept: saved activations of
-    the stage (without recompute, with the layout's recompute); stream: bytes of the layer's output; arrived: names of
-    gradients that came from another stage.
+    at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
+    element; kept: saved activations of the stage, (without recompute, with the layout's recompute); stream: bytes of
+    the layer's output; arrived: names of gradients that another pipeline stage sent.
     """
     mlp = f"layers.{layer}.mlp"
     whole, here = (sum(each.bytes for each in of if each.name.startswith(f"{mlp}.")) for of in kept)
@@ -84,16 +87,17 @@ def spread_backward(
 
 
 def alike(at: Local, layer: int) -> int:
-    """Return the index of the first layer with the same kernels and sizes as this one (same window, experts or none),
-    so that equal layers are computed once."""
+    """Return the index of the first layer that has the same kernels and sizes as `layer` (same attention window,
+    experts or none), so that results are cached once for equal layers. at: sizes and settings of one micro-batch on one
+    rank."""
     config = at.config
     kinds = [(config.layer_window(each), config.has_experts(each)) for each in range(layer + 1)]
     return kinds.index(kinds[-1])
 
 
 def extras_of(held: Held, unit: str) -> Iterator[Extra]:
-    """Yield the tensors allocated during a kernel as ledger entries. held: memory during it; unit: prefix of the
-    entries' names, such as "layers.3"."""
+    """Yield the tensors that are allocated during a kernel, as entries of a memory snapshot. held: memory during the
+    kernel; unit: prefix of the entries' names, such as "layers.3"."""
     for name, each in held.buffers.items():
         yield Extra(each.category, f"{unit}.{name}", each.bytes)
     yield from held.inside
@@ -103,16 +107,21 @@ def extras_of(held: Held, unit: str) -> Iterator[Extra]:
 
 @lru_cache(maxsize=64)
 def forward_held(at: Local, layer: int, x: int) -> Held:
-    """Return the memory at the peak of a compiled layer's forward. at: sizes of a rank's micro-batch; layer: index, the
-    first of equal ones, as the result is cached; x: bytes of an activation's element."""
+    """Return the memory during the kernel with the highest peak of a compiled layer's forward. at: sizes and settings
+    of one micro-batch on one rank; layer: index of the first of all equal layers, as the result is cached; x: bytes of
+    an activation's element."""
     block = block_of(at, layer, x)
     return highest(list(block.forward()), {}, {*block.kept(), *block.results()})
 
 
 @lru_cache(maxsize=64)
 def _backward(at: Local, layer: int, x: int, arrived: frozenset[str] = frozenset()) -> list[tuple[str, Held]]:
-    """Return (snapshot name, memory) for the peak and the end of a compiled layer's backward, and, under full
-    recompute, for the peak of the repeated forward. arrived: names of gradients that came from another stage."""
+    """Return (snapshot name, memory) at the peak and at the end of a compiled layer's backward; under full recompute,
+    these are preceded by the peak of the recomputed forward.
+
+    at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
+    element; arrived: names of gradients that another pipeline stage sent.
+    """
     block = block_of(at, layer, x)
     found = []
     kernels = list(block.backward())

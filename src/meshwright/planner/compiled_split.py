@@ -18,10 +18,10 @@ PRODUCTS = "mlp.down", "mlp.up", "attention.output", "attention.qkv"
 
 
 def pairs(block: CompiledBlock) -> dict[str, tuple[str, str]]:
-    """Return, for each matrix product such as "mlp.up", the names of its input and of its output's gradient, which a
-    queued weight gradient needs.
+    """Return, for each linear layer such as "mlp.up", the names of its input and its output's gradient: the tensors
+    that its queued (deferred) weight gradient needs.
 
-    The last product's gradient is the block's output gradient, unless a rank has only a slice of it.
+    The gradient of the last product is the block's output gradient, unless a rank holds only a slice of that.
     """
     down, output = GRADIENT, "gradient between"
     if block.gathers:
@@ -31,8 +31,8 @@ def pairs(block: CompiledBlock) -> dict[str, tuple[str, str]]:
 
 
 def queued_bytes(at: Local, layer: int, x: int) -> int:
-    """Return the bytes that the queued weight gradients of a compiled layer keep. at: sizes of a rank's micro-batch;
-    layer: its index; x: bytes of an activation's element."""
+    """Return the bytes that the queued (deferred) weight gradients of a compiled layer keep allocated. at: sizes and
+    settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's element."""
     block = block_of(at, layer, x)
     return sum(block.bytes(name) for pair in pairs(block).values() for name in pair)
 
@@ -42,9 +42,9 @@ def split_backward_extras(
 ) -> Iterator[tuple[str, list[Extra]]]:
     """Yield (snapshot name, temporary tensors) for a compiled layer's backward that queues its weight gradients.
 
-    at: sizes of a rank's micro-batch; layer: its index; x: bytes of an activation's element; arrived: names of
-    gradients that came from another stage; at_once: the weight gradients are computed right after it; fused: the matrix
-    products accumulate them into their sums.
+    at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
+    element; arrived: names of gradients that another pipeline stage sent; at_once: the weight gradients are computed
+    right after it; fused: the matrix products accumulate them into the gradient sums themselves.
     """
     for name, held in _backward(at, alike(at, layer), x, arrived, at_once, fused):
         yield name, list(extras_of(held, f"layers.{layer}"))
@@ -54,10 +54,10 @@ def split_backward_extras(
 def _backward(
     at: Local, layer: int, x: int, arrived: frozenset[str], at_once: bool, fused: bool
 ) -> list[tuple[str, Held]]:
-    """Return (snapshot name, memory) for the moments of a compiled backward that queues its weight gradients.
+    """Return (snapshot name, memory) for the memory snapshots of a compiled backward that queues its weight gradients.
 
-    arrived: names of gradients that came from another stage; at_once: the weight gradients are computed right after it;
-    fused: the matrix products accumulate them into their sums.
+    arrived: names of gradients that another pipeline stage sent; at_once: the weight gradients are computed right after
+    it; fused: the matrix products accumulate them into the gradient sums themselves.
     """
     block = block_of(at, layer, x)
     found = []
@@ -86,7 +86,8 @@ def _backward(
 
 
 def _products(block: CompiledBlock) -> int:
-    """Return the peak bytes of computing the queued weight gradients one after another, less what each frees."""
+    """Return the peak bytes of computing the queued weight gradients one after another: each result less the inputs
+    that the products before it freed."""
     most = used = 0
     for name, pair in pairs(block).items():
         most = max(most, block.bytes(f"weight gradient of {name.rpartition('.')[2]}") - used)
@@ -95,7 +96,7 @@ def _products(block: CompiledBlock) -> int:
 
 
 def split_backward(block: CompiledBlock) -> Iterator[Kernel]:
-    """Yield the kernels of a compiled block's backward, in order, without those of weight gradients."""
+    """Yield the kernels of a compiled block's backward, in order, except those of weight gradients."""
     for kernel in block.backward():
         if not kernel.name.startswith("weight gradient"):
             yield kernel

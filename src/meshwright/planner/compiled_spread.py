@@ -12,36 +12,36 @@ NORMED, NORMED_GRADIENT, BETWEEN = "mlp.input", "gradient of the mixture's input
 
 
 class CompiledFront(CompiledBlock):
-    """Kernels and saved activations of the compiled part of a block whose experts are expert-parallel: norm, attention,
-    second norm. Its forward returns two values: the residual stream and the mixture's input."""
+    """Model of the compiled part of a block whose experts are expert-parallel: norm, attention, second norm, with
+    kernels and saved activations. Its forward returns two tensors: the residual stream and the mixture's input."""
 
     def _values(self) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-        """Yield (name, (shape, element type)) of each value, with the two results and the gradient of the mixture's
-        input."""
+        """Yield (name, (shape, element type)) of each tensor: those of `CompiledBlock`, the two results, and the
+        gradient of the mixture's input."""
         yield from super()._values()
         for name in (NORMED, NORMED_GRADIENT, BETWEEN):
             yield name, ((self.at.rows, self.at.slice, self.at.config.hidden), "x")
 
     def kept(self) -> list[str]:
-        """Return the names of the activations saved by the forward."""
+        """Return the names of the activations that the compiled part's forward saves for its backward."""
         return [name for name in super().kept() if not name.startswith("mlp.")]
 
     def gradients(self) -> tuple[str, ...]:
-        """Names of the gradients that the backward receives."""
+        """Return the names of the output gradients that the compiled part's backward receives."""
         return GRADIENT, NORMED_GRADIENT
 
     def forward(self) -> Iterator[Kernel]:
-        """Yield the kernels of the forward in order."""
+        """Yield the kernels of the compiled part's forward in order."""
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         yield from self._attention()
         yield self._kernel(f"{INPUT}, {added}", f"mlp_norm.scale, {BETWEEN}, {NORMED}")
 
     def results(self) -> tuple[str, ...]:
-        """Names of the values that the forward returns."""
+        """Return the names of the tensors that the compiled part's forward returns."""
         return BETWEEN, NORMED
 
     def backward(self) -> Iterator[Kernel]:
-        """Yield the kernels of the backward in order."""
+        """Yield the kernels of the compiled part's backward in order."""
         kept = set(self.kept())
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         scale = "" if "mlp_norm.scale" in kept else "mlp_norm.scale, "

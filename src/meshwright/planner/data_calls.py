@@ -24,16 +24,17 @@ AXES_OF: dict[BufferKind, tuple[str, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Sizes and settings of a training step, for counting its bytes on the wire.
+    """Sizes and settings of a training step, from which the bytes that ranks send are counted.
 
     Attributes:
         batch: Sequences over all ranks.
         sequence: Tokens of each.
-        parameter_bytes: Of an element of parameters and activations.
-        master_bytes: Of an element of master weights and gradients.
+        parameter_bytes: Bytes of an element of parameters and activations.
+        master_bytes: Bytes of an element of master weights and gradients.
         device: "cpu" or "cuda".
-        collectives: Collective programs in place of the backend's calls, by (axis, operation).
-        pairs: Most response pairs in a row; 0 for next-token training.
+        collectives: Collective programs that replace the backend's calls, by (axis, operation) such as
+            ("data", "all_reduce").
+        pairs: Most response pairs in a sequence; 0 for next-token training.
     """
 
     batch: int
@@ -48,8 +49,8 @@ class Work:
 class DataCalls:
     """Counter of the bytes that one rank sends in a step's data-parallel calls.
 
-    table, partition: parameters, and the units of each pipeline stage; work: sizes of the step; rank: global. Attribute
-    `sent`: bytes by (call site, axis).
+    table: the model's parameters; partition: parameters by pipeline stage; work: sizes of the step; rank: global.
+    Attribute `sent`: bytes by (call site, axis), such as ("data.gradients", "data").
     """
 
     def __init__(self, table: ParameterTable, partition: Partition, layout: Layout, work: Work, rank: int) -> None:
@@ -57,36 +58,38 @@ class DataCalls:
         self.sent: Counter[tuple[str, str]] = Counter()
 
     def verdict(self, figures: int = 0) -> None:
-        """Add the all-reduce by which all ranks agree on a step's outcome. figures: numbers of the loss in it, beside
-        its own."""
+        """Count the bytes sent by the all-reduce in which all ranks agree on a step's outcome. figures: number of
+        values of the loss that it carries in addition to four of its own."""
         ranks = self.layout.world_size
         self.all_reduce("step.verdict", "world", ranks, 8 * (4 + figures + ranks))
 
     # --- bytes of an operation
 
     def all_reduce(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
-        """Add `times` all-reduces of `size` bytes over the `ranks` ranks of an axis. site: label of the call in traces,
-        such as "data.gradients"."""
+        """Count the bytes sent by `times` all-reduces of `size` bytes over the `ranks` ranks of an axis. site: label of
+        the call in traces, such as "data.gradients"."""
         self.sent[site, axis] += times * (2 * size * (ranks - 1) // ranks)
 
     def half(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
-        """Add `times` reduce-scatters or all-gathers (half an all-reduce each) over the `ranks` ranks of an axis. site:
-        label of the call; size: bytes of the full vector."""
+        """Count the bytes sent by `times` reduce-scatters or all-gathers (half of an all-reduce's) over the `ranks`
+        ranks of an axis. site: label of the call in traces, such as "data.parameters"; size: bytes of the full
+        vector."""
         self.sent[site, axis] += times * (size * (ranks - 1) // ranks)
 
     def reduce(self, site: str, axis: str, numel: int, itemsize: int) -> None:
-        """Add an all-reduce of `numel` gradient elements of `itemsize` bytes on a data-parallel axis, by its collective
-        program if it has one. site: label of the call, such as "data.gradients"."""
+        """Count the bytes sent by an all-reduce of `numel` gradient elements of `itemsize` bytes on a data-parallel
+        axis, by the axis's collective program if there is one. site: label of the call in traces, such as
+        "data.gradients"."""
         ranks, place = self.on(axis)
         if not self.by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
             self.all_reduce(site, axis, ranks, numel * itemsize)
 
     def shard(self, site: str, operation: str, part: BufferKind, numel: int, itemsize: int, times: int = 1) -> None:
-        """Add `times` reduce-scatters or all-gathers over the ranks that ZeRO shards a part over, by collective program
-        if any.
+        """Count the bytes sent by `times` reduce-scatters or all-gathers over the ranks of a ZeRO sharding group, by
+        its collective program if there is one.
 
-        site: label of the call; operation: "reduce_scatter" or "all_gather"; part: "dense" or "experts"; numel,
-        itemsize: elements of the full vector, bytes of each.
+        site: label of the call in traces; operation: "reduce_scatter" or "all_gather"; part: parameters whose group it
+        is, "dense" or "experts"; numel, itemsize: elements of the full vector, bytes of each.
         """
         axis = AXES_OF[part][1]
         ranks, place = self.on(axis)
@@ -96,10 +99,11 @@ class DataCalls:
     def by_program(
         self, site: str, axis: str, operation: str, numel: int, itemsize: int, place: int, times: int
     ) -> bool:
-        """Add `times` calls of the collective program of an axis and operation; return False if there is none.
+        """Count the bytes sent by `times` calls of the collective program for an axis and operation; return False if
+        there is none.
 
-        site: label of the call; numel, itemsize: elements of the full vector, bytes of each; place: this rank's index
-        in the axis's group.
+        site: label of the call in traces; operation: such as "all_reduce"; numel, itemsize: elements of the full
+        vector, bytes of each; place: this rank's index in the axis's group.
         """
         named = self.work.collectives.get((axis, operation))
         if named is None:
@@ -109,26 +113,27 @@ class DataCalls:
         return True
 
     def on(self, axis: str) -> tuple[int, int]:
-        """Return the number of ranks in this rank's group of an axis such as "data", and this rank's index in it."""
+        """Return (number of ranks in this rank's group of an axis such as "data", this rank's index in the group)."""
         group = next(group for group in self.layout.groups(axis) if self.rank in group)
         return len(group), group.index(self.rank)
 
     # --- parameters and their gradients
 
     def zero(self, part: BufferKind) -> int:
-        """Return the effective ZeRO level of a part of the parameters, "dense" or "experts": 0 where it has a single
-        rank."""
+        """Return the effective ZeRO stage for some of the parameters. part: "dense" or "experts". It is 0 if their
+        sharding group has a single rank."""
         return self.layout.zero if self.on(AXES_OF[part][1])[0] > 1 else 0
 
     def padded(self, unit: str, part: BufferKind) -> int:
-        """Return the elements, padding included, of the flat buffer of a unit such as "layers.3"; part: "dense" or
-        "experts"."""
+        """Return the number of elements, padding included, of the flat buffer of an FSDP unit such as "layers.3". part:
+        the unit's "dense" or "experts" parameters."""
         shards = self.on(AXES_OF[part][1])[0] if self.zero(part) else 1
         return padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
 
     def gradients(self, unit: str, passes: int) -> None:
-        """Add the gradient reductions of a unit such as "layers.3". passes: backward passes of a step that contribute
-        to it."""
+        """Count the bytes sent by the gradient reductions of an FSDP unit such as "layers.3", and by the all-gather
+        of its updated parameters under ZeRO-1 and 2. passes: backward passes of a step that contribute to the
+        gradients."""
         holders = self.partition.holders(unit)
         for part in self.table.unit_buffers(unit, self.layout):
             data, shard, replica = AXES_OF[part]

@@ -29,24 +29,26 @@ holds the same shard."""
 
 
 def level_in_time(zero: int, ranks: int, engine: Engine) -> int:
-    """Return the ZeRO level whose calls a step makes. zero, ranks: the layout's level, and its pipeline ranks; 1
-    instead of 3 where the engine, under a pipeline, gathers and reduces once a step."""
+    """Return the ZeRO stage whose communication a step makes: `zero`, the layout's stage, except 1 instead of 3 if the
+    engine gathers parameters and reduces gradients only once a step under a pipeline. ranks: pipeline ranks."""
     return 1 if zero == 3 and ranks > 1 and engine.holds_in_pipelines else zero
 
 
 def passes_beside(schedule: str, ranks: int, micro_batches: Floats | int) -> Floats:
-    """Return the number of micro-batches whose pass overlaps a rank's reductions or gathers: 1, or, under
-    "interleaved", as many as pipeline ranks (at most all micro-batches)."""
+    """Return the number of micro-batches whose computation a rank's gradient reductions or parameter gathers can
+    overlap: 1, or, under "interleaved", as many as pipeline ranks (at most all micro-batches). ranks: pipeline
+    ranks."""
     return np.minimum(ranks, micro_batches) if schedule == "interleaved" else np.ones(())
 
 
 def zero_calls(
     zero: int, seconds: Seconds, dense: Floats, spread: Floats, itemsize: int, engine_bytes: int
 ) -> tuple[Floats, Floats]:
-    """Return the seconds of (all-gather, reduce-scatter) that ZeRO-2 and 3 add to every micro-batch.
+    """Return the seconds of the (all-gathers, reduce-scatters) that ZeRO-2 and 3 add to every micro-batch, for the
+    parameters of a layer or of a rank.
 
-    zero: level; seconds: cost function of (operation, axis, bytes); dense, spread: number of dense and of
-    expert-parallel parameters; itemsize, engine_bytes: bytes of a parameter and of a gradient.
+    zero: ZeRO stage; seconds: cost function of (operation, axis, bytes); dense, spread: number of dense and of
+    expert-parallel parameters, unsharded; itemsize, engine_bytes: bytes of a parameter and of a gradient.
     """
     gather = scatter = np.zeros(())
     for numel, (_, axis, _) in zip((dense, spread), SHARES, strict=True):
@@ -72,19 +74,18 @@ def gradient_waits(
     itemsize: int,
     gradient_bytes: int,
 ) -> Floats:
-    """Return the exposed seconds, once a step, of gradient reductions and of ZeRO's parameter all-gathers.
-
-    Under ZeRO-2 and 3 the reductions are in every micro-batch instead.
+    """Return the exposed seconds, once a step, of gradient reductions and of ZeRO's parameter all-gathers; those that
+    ZeRO-2 and 3 repeat in every micro-batch are not included.
 
     Args:
-        zero: Level.
+        zero: ZeRO stage.
         seconds: Cost function of (operation, axis, bytes).
-        dense, spread: Dense and expert-parallel parameters of a rank.
-        shards, spread_shards: Ranks that ZeRO shards them over.
-        layers: Of a rank.
+        dense, spread: Number of dense and of expert-parallel parameters of a rank, unsharded.
+        shards, spread_shards: Number of ranks over which ZeRO shards these.
+        layers: Number of layers of a rank.
         first_forward, last_backward: Seconds of the computation that gathers and reductions can overlap.
-        share: Slow-down of overlapped computation, as a share of the communication's seconds.
-        engine: Says what it overlaps.
+        share: Slow-down of overlapped computation, as a fraction of the communication's seconds.
+        engine: Training engine, which decides what is overlapped.
         itemsize, gradient_bytes: Bytes of a parameter and of a gradient.
     """
     sums = gathers = np.zeros(())
@@ -106,24 +107,25 @@ def gradient_waits(
 
 
 def beside(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
-    """Return the exposed seconds of communication that overlaps a pass, layer by layer.
+    """Return the exposed seconds of communication that overlaps a forward or backward pass, layer by layer.
 
-    calls: seconds of the communication; work: of the pass; layers: in it; share: seconds that each overlapped second of
-    communication takes from the computation. Exposed: one layer's call, or the excess over the pass, and that
-    slow-down.
+    calls: seconds of the communication; work: seconds of the pass; layers: number of layers in it; share: seconds by
+    which each overlapped second of communication slows the computation. Exposed are one layer's call, or what exceeds
+    the pass, plus that slow-down.
     """
     waited = np.maximum(calls / layers, calls - work * (layers - 1) / layers)
     return waited + share * (calls - np.minimum(calls, waited))
 
 
 def updated(zero: int, dense: Floats, spread: Floats, shards: Floats | int, spread_shards: Floats | int) -> Floats:
-    """Return the number of parameters that a rank's optimizer updates. dense, spread: dense and expert-parallel ones
-    that it holds; shards, spread_shards: ranks that ZeRO shards them over (not at level 0)."""
+    """Return the number of parameters that a rank's optimizer updates. zero: ZeRO stage; dense, spread: number of dense
+    and of expert-parallel parameters of the rank, unsharded; shards, spread_shards: ranks over which ZeRO shards these
+    (from stage 1 on)."""
     return dense / shards + spread / spread_shards if zero else dense + spread
 
 
 def update_bytes(optimizer: str, engine: Engine, itemsize: int) -> float:
-    """Return the bytes read and written by the optimizer step for each updated parameter. itemsize: bytes of a
-    parameter."""
+    """Return the bytes that the optimizer step reads and writes for each parameter that it updates. optimizer: such as
+    "adamw"; engine: training engine, whose gradient type counts; itemsize: bytes of a parameter."""
     narrow = engine.gradient_bytes == 2 and itemsize == 2
     return (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[optimizer]

@@ -36,8 +36,8 @@ SPLIT_COLUMNS = 2 * 256 * 64
 
 
 def device_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
-    """Return the ledger of a server whose ranks have a GPU each, without KV blocks; host memory is left out. layout: as
-    `spec.refuse.serving_layout` returns it."""
+    """Return the memory ledger of a server whose ranks have a GPU each, without KV blocks and host memory. layout: as
+    `spec.refuse.serving_layout` returns it; sizes: token budget and limits that memory is allocated for."""
     ledger = serving_ledger(config, layout, sizes)
     stages = zip(serving_stages(config, layout.pp), ledger.stages, strict=True)
     ranks = (_rank_ledger(config, layout.with_(dp=1), *pair, sizes) for pair in stages)
@@ -47,7 +47,8 @@ def device_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> S
 def _rank_ledger(
     config: ModelConfig, layout: Layout, stage: Stage, on_host: RankLedger, sizes: ServingSizes
 ) -> RankLedger:
-    """Return the ledger of a rank of one pipeline stage. layout: of one replica. on_host: that of a CPU."""
+    """Return the GPU memory ledger of a rank of one pipeline stage. layout: of one replica; on_host: ledger of the same
+    rank on a CPU, whose KV-block size is reused; sizes: limits that memory is allocated for."""
     item, kv_block = ITEM_BYTES[sizes.dtype], unpadded_kv_block(config, on_host)
     gathered = layout.tp * sizes.token_budget * config.hidden * item if layout.tp > 1 else 0
     return RankLedger(
@@ -62,8 +63,8 @@ def _rank_ledger(
 
 
 def _workspace_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> int:
-    """Return the bytes of the buffers that stay: the step's numbers and block tables, tables of rotary positions,
-    partial results of attention."""
+    """Return the bytes of a rank's permanent GPU buffers: token indices and block tables of a step, tables of rotary
+    positions, partial results of attention, random draws of sampling."""
     decoding = 1 << (sizes.max_sequences - 1).bit_length()  # the largest padded number of sequences
     many = len(block_tables(config, layout.pp).windows)
     width = max(sizes.token_budget, sizes.logit_rows, decoding)
@@ -77,8 +78,8 @@ def _workspace_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -
 
 
 def tile_scratch(config: ModelConfig, tp: int, max_length: int) -> int:
-    """Return the numbers of float32 that the partial results of one tile of attention need: for each token, query head
-    of a rank and section of the context a vector and two sums."""
+    """Return the number of float32 elements for the partial results of one tile of attention: for each token of the
+    tile, query head of a rank and section of the context, one vector of a head's size and two sums."""
     heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
     group = 1 << (heads // kv_heads - 1).bit_length()
     tokens = max(PREFILL_ROWS, group) // group
@@ -86,8 +87,8 @@ def tile_scratch(config: ModelConfig, tp: int, max_length: int) -> int:
 
 
 def _logits_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> int:
-    """Return the bytes of the logits of a step on the device, float32: with tp this rank's slice and all gathered, else
-    those of the step and of each CUDA graph of decoding, which keeps its own."""
+    """Return the bytes of float32 logits of a step on a GPU: with tp > 1, this rank's slice, all gathered slices and
+    their concatenation; else those of the step and of each CUDA graph of decoding, which has its own."""
     local = -(-config.vocabulary // layout.tp)
     if layout.tp > 1:  # the slice, the ranks' slices, and these joined
         return 4 * sizes.logit_rows * 3 * layout.tp * local
@@ -96,8 +97,8 @@ def _logits_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> i
 
 
 def _activation_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes, item: int) -> int:
-    """Return the bytes of the tensors of a step of `token_budget` tokens that live at the same time, at most: hidden
-    states, and the inputs and outputs of attention or of an MLP."""
+    """Return an upper bound of the bytes of activations that are allocated at once in a step of `sizes.token_budget`
+    tokens on a GPU: hidden states, and the inputs and outputs of attention or of an MLP. item: bytes of an element."""
     tokens, tp, hidden = sizes.token_budget, layout.tp, config.hidden
     heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
     widths = [(2 * heads + 2 * kv_heads) * config.head_dim]

@@ -17,14 +17,14 @@ _GIGA = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How devices are connected. Bandwidths: bytes a second, in one direction, per device; None: not known. Latencies:
+    """Interconnects of a device. Bandwidths: bytes a second, in one direction, per device; None: not known. Latencies:
     seconds of one message.
 
     Attributes:
-        kind: Of the scale-up link, such as "nvlink" or "pcie".
-        name: Of the scale-up link, such as "NVLink3".
+        kind: Type of the scale-up link, such as "nvlink" or "pcie".
+        name: Product name of the scale-up link, such as "NVLink3".
         scaleup: Bandwidth to all devices of the scale-up domain together.
-        pair: Bandwidth to one of them alone; less where every pair has wires of its own.
+        pair: Bandwidth to one of them alone; less than `scaleup` in a full mesh, where each pair has separate wires.
         domain: Devices of a scale-up domain.
         host: Bandwidth of PCIe, which also leads to devices of the node outside the domain.
         node: Devices of a node.
@@ -49,16 +49,18 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An accelerator, as a program sees one. Peaks are in 10¹² operations a second, dense; None: not in hardware, or
-    not known.
+    """Published and measured figures of an accelerator. Peaks are in 10¹² operations a second, dense; None: not in
+    hardware, or not known.
 
-    ``pattern`` matches what drivers call it, as ``torch.cuda.get_device_name`` returns it (None: found by name alone).
-    ``bf16`` and ``fp16`` are matrix units that accumulate in float32, ``fp32`` is the vector units' peak. ``memory_gb``
-    is what data sheets say, ``memory_bytes`` what drivers show, where known (else the former as 10⁹ bytes).
-    ``memory_bandwidth`` is in bytes a second, ``price`` in US dollars an hour (low, high), ``measured_bf16`` the best
-    product that was measured (10¹² a second; ``measured_fp8`` likewise), ``all_reduce_ring`` and ``all_reduce_switch``
-    the measured bus bandwidth of a large all-reduce in a node (bytes a second). ``source`` is that of every figure but
-    those in ``sources``.
+    ``name``: catalogue name, such as "h100-sxm". ``pattern``: regular expression for the names that drivers use, as
+    ``torch.cuda.get_device_name`` returns them (None: found by name alone). ``bf16`` and ``fp16`` are the peaks of
+    matrix units that accumulate in float32, ``fp32`` that of the vector units. ``memory_gb`` is the data sheet's
+    figure, ``memory_bytes`` what drivers report, where known (else the former as 10⁹ bytes). ``memory_bandwidth`` is in
+    bytes a second, ``price`` in US dollars an hour (low, high). ``measured_bf16``, ``measured_fp8``: the fastest matrix
+    product measured (10¹² operations a second). ``all_reduce_ring``, ``all_reduce_switch``: the measured bus bandwidth
+    of a large all-reduce in a node, by ring and in-switch reduction (bytes a second). ``published``: the product
+    variant that the figures are of, such as "A100-SXM4-80GB". ``multiprocessors``, ``clock_hz``, ``l2_bytes``: of the
+    chip. ``source`` is the source of every figure but those in ``sources`` (figure -> source).
     """
 
     name: str
@@ -102,8 +104,8 @@ class Device:
         return None if peak is None else peak * _TERA
 
     def measured_share(self, precision: str) -> float | None:
-        """Return the best measured matrix product as a fraction of the peak. precision: "bf16" or "fp8"; where that was
-        not measured, the other's is returned; None if neither was."""
+        """Return the throughput of the fastest measured matrix product as a fraction of the peak. precision: "bf16" or
+        "fp8"; if it was not measured, the other's fraction is returned; None if neither was."""
         shares = {
             name: best / peak
             for name, best, peak in (("bf16", self.measured_bf16, self.bf16), ("fp8", self.measured_fp8, self.fp8))
@@ -114,13 +116,14 @@ class Device:
 
 @cache
 def _read() -> dict[str, Any]:
-    """Return the tables of devices.toml."""
+    """Return the parsed tables of the device catalogue, devices.toml."""
     text = resources.files("meshwright.planner").joinpath("devices.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def _device(name: str, entry: Mapping[str, Any]) -> Device:
-    """Return the device of an entry of devices.toml. name: its catalogue name, such as "h100-sxm"."""
+    """Build a `Device` from its entry in the device catalogue devices.toml. name: its catalogue name, such as
+    "h100-sxm"."""
     catalogue = _read()
     words, latencies = catalogue["sources"], catalogue["latency_seconds"]
     peaks, measured, memory, chip = (entry.get(key, {}) for key in ("peaks", "measured", "memory", "chip"))
@@ -165,7 +168,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
 
 
 def _times(figure: float | None, unit: float) -> float | None:
-    """Return a figure multiplied by its unit, such as 1e9; None for None."""
+    """Return `figure` multiplied by `unit`, such as 1e9; None for None."""
     return None if figure is None else figure * unit
 
 

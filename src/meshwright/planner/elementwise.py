@@ -15,9 +15,10 @@ WIDE = 4
 
 
 class Passes(NamedTuple):
-    """Memory traffic of elementwise work, per element.
+    """Memory traffic of an elementwise operation, per element.
 
-    kernels: number of kernels; narrow: reads and writes of values in the model's type; wide: those in float32.
+    kernels: number of kernels; narrow: number of reads and writes of values in the model's type; wide: number of those
+    in float32.
     """
 
     kernels: float
@@ -25,12 +26,12 @@ class Passes(NamedTuple):
     wide: float = 0.0
 
     def bytes(self, itemsize: int) -> float:
-        """Return the bytes moved per element. itemsize: bytes of a value in the model's type."""
+        """Return the bytes read and written per element. itemsize: bytes of a value in the model's type."""
         return self.narrow * itemsize + self.wide * WIDE
 
 
 class There(NamedTuple):
-    """Elementwise memory traffic of an operation: of its forward, and of its backward."""
+    """Memory traffic of an elementwise operation, per element, in its forward and in its backward."""
 
     forward: Passes
     backward: Passes
@@ -99,34 +100,36 @@ ROUTED = There(Passes(12, 2, 12), Passes(10, 2, 12))
 
 
 def norm(kind: str, fusion: Fusion) -> There:
-    """Return the memory traffic of a norm per input element. kind: "layernorm" or "rmsnorm"; fusion: "eager", "kernels"
-    or "compiled"."""
+    """Return the memory traffic of a norm per input element. kind: "layernorm" or "rmsnorm"; fusion: "eager" (one
+    kernel per operation), "kernels" (hand-fused) or "compiled" (torch.compile)."""
     return _NORM[kind, fusion]
 
 
 def residual(fusion: Fusion) -> There:
-    """Return the memory traffic of a residual addition per element. fusion: "eager", "kernels" or "compiled"."""
+    """Return the memory traffic of a residual addition per element. fusion: "eager" (one kernel per operation),
+    "kernels" (hand-fused) or "compiled" (torch.compile)."""
     return _RESIDUAL[fusion]
 
 
 def rotary(fusion: Fusion) -> There:
-    """Return the memory traffic of rotary positions per element of queries and keys. fusion: "eager", "kernels",
-    "compiled"."""
+    """Return the memory traffic of rotary positions per element of queries and keys. fusion: "eager" (one kernel per
+    operation), "kernels" (hand-fused) or "compiled" (torch.compile)."""
     return _ROTARY[fusion]
 
 
 def activation(gated: bool, fusion: Fusion) -> There:
     """Return the memory traffic of an MLP's activation per element of the second product's input. gated: as SwiGLU;
-    fusion: "eager", "kernels" or "compiled"."""
+    fusion: "eager" (one kernel per operation), "kernels" (hand-fused) or "compiled" (torch.compile)."""
     return _GATED[fusion] if gated else _ACTIVATION
 
 
 def cast(fusion: Fusion) -> Passes:
-    """Return the memory traffic of casting a matrix product's operand, per element. fusion: "eager", "kernels",
-    "compiled"."""
+    """Return the memory traffic of casting a matrix product's operand to fp8, per element. fusion: "eager" (one kernel
+    per operation), "kernels" (hand-fused) or "compiled" (torch.compile)."""
     return _CAST[fusion]
 
 
 def softmax(fusion: Fusion) -> There:
-    """Return the memory traffic of the softmax per attention score. fusion: "eager", "kernels" or "compiled"."""
+    """Return the memory traffic of the softmax per attention score. fusion: "eager" (one kernel per operation),
+    "kernels" (hand-fused) or "compiled" (torch.compile)."""
     return _SOFTMAX[fusion]

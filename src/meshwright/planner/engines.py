@@ -17,34 +17,37 @@ AttentionKernel = Literal["scores", "flash-1", "flash-2", "flash-3"]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What a training engine does.
+    """Properties of a training engine (framework) that decide its kernels, buffers and overlap, for predictions.
 
-    fusion: "eager", every elementwise operation is a kernel; "kernels", norms, activations, rotary positions and the
-        softmax are one each; "compiled", everything between two products is about one kernel.
-    attention: "scores", they are written to memory; else the generation of the flash kernel.
-    hopper_attention: the same on devices that came after 2022, where it is another.
-    dropout: whether the published runs had dropout.
-    selective: what selective recomputation repeats: the core of attention, everything between products, or that with
-        every second product but not the core.
-    stops_early: whether a block that is computed again stops before a last product that nobody needs.
-    loss_bytes: moved for each logit between the head's products, there and back.
-    loss_holds: bytes of each logit beside itself while the loss is computed: a float32 copy, what its backward needs of
-        it, and gradients.
-    wide_parameters: whether the float32 parameters are the only ones that stay.
-    gradient_bytes: of an element of gradients that are summed over micro-batches and ranks.
-    accumulates: weight gradients are added to their sum by the product itself ("fused"), by a pass after it ("added"),
-        or copied into the buffer that is sent ("copied").
-    overlaps_data: whether sums over data-parallel ranks run beside the backward pass. Gathers of parameters (ZeRO-3)
-        run beside the computation in every engine here.
-    overlaps_gathers: whether ZeRO-1's gathers of new parameters run beside the first forward.
-    holds_in_pipelines: whether ZeRO-3 under a pipeline gathers parameters once a step, and sums gradients once.
-    overlaps_tensor: what calls over tp run beside: the weight gradients of the same product ("weights", sums of input
-        gradients alone), or also, in as many pieces as there are ranks, the products that they feed or follow
-        ("products").
-    scatters: ranks of tp each send their part of what goes to the next stage and gather it there (arXiv:2104.04473,
-        section 4.1), though they hold the same.
-    axes, schedules, zero: beside data parallelism what a search may choose from: axes of the layout, pipelines, levels
-        of ZeRO.
+    Attributes:
+        name: Such as "megatron".
+        source: Where the properties are documented.
+        fusion: Of elementwise operations. "eager": each is a kernel; "kernels": norms, activations, rotary positions
+            and the softmax are one kernel each; "compiled": everything between two matrix products is about one kernel.
+        attention: "scores": attention scores are written to memory; else the generation of the flash kernel.
+        hopper_attention: Attention kernel on Hopper and later devices, if it differs; None: the same.
+        dropout: True if the engine's published runs had dropout.
+        selective: What selective recomputation repeats. "core": attention's scores, softmax and product with values;
+            "elementwise": everything between matrix products; "every second product": elementwise operations and every
+            second matrix product of a block, but not the core.
+        stops_early: True if a recomputed block omits a last matrix product whose result the backward does not need.
+        loss_bytes: Bytes read and written for each logit by the loss, forward and backward together.
+        loss_holds: Bytes allocated for each logit, without the logit itself, while the loss is computed.
+        wide_parameters: True if only float32 parameters are persistent, without a copy in the narrow type.
+        gradient_bytes: Bytes of an element of gradients that are summed over micro-batches and ranks.
+        accumulates: How weight gradients are added to their sum: "fused": by the matrix product; "added": by a kernel
+            after it; "copied": by a copy into the communication buffer.
+        overlaps_data: True if gradient reductions over data-parallel ranks overlap the backward pass. ZeRO-3's
+            parameter all-gathers overlap computation in every engine.
+        overlaps_gathers: True if ZeRO-1's all-gathers of updated parameters overlap the first forward.
+        holds_in_pipelines: True if ZeRO-3 under a pipeline gathers parameters and reduces gradients only once a step.
+        overlaps_tensor: What tp collectives overlap. "weights": reductions of input gradients overlap the weight
+            gradients of the same product; "products": in addition, all overlap, in slices, the products that they feed
+            or follow; None: nothing.
+        scatters: True if each tp rank sends a slice of the activations to the next stage and the slices are gathered
+            there (arXiv:2104.04473, section 4.1).
+        axes, schedules, zero: Axes of the layout (in addition to data parallelism), pipeline schedules and ZeRO stages
+            from which a search may choose.
     """
 
     name: str
@@ -70,7 +73,7 @@ class Engine:
     zero: tuple[int, ...] = (0, 1)
 
     def compiled(self) -> Engine:
-        """Return this engine with compiled blocks (torch.compile)."""
+        """Return a copy of this engine with blocks compiled by torch.compile."""
         holds = min(self.loss_holds, 8.0)
         return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS), loss_holds=holds)
 
@@ -200,8 +203,8 @@ ENGINES: dict[str, Engine] = {
 
 
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:
-    """Return the training engine of a name such as "megatron", or the given one; compile: with compiled blocks.
-    `UserError` with the nearest name for an unknown one."""
+    """Return the training engine called `name`, such as "megatron", or the given engine. compile: with compiled blocks.
+    Raises `UserError` with the most similar name for an unknown one."""
     if isinstance(name, str):
         if name not in ENGINES:
             raise UserError(unknown("engine", name, ENGINES))

@@ -43,13 +43,13 @@ EXPOSED = ("tensor", "context", "expert", "data", "pipeline")
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Predicted cost of a layout.
+    """Predicted time and memory of a layout.
 
     Attributes:
-        problem: Model, cluster and batch.
-        layout: With its precision.
-        time: Of a step.
-        memory: Of the pipeline rank with the highest peak.
+        problem: Model, cluster, sequence length and batch size.
+        layout: Layout with its precision.
+        time: Predicted time of a training step.
+        memory: Memory of the pipeline rank with the highest peak.
         warnings: Lines that say which figures are less certain.
     """
 
@@ -61,12 +61,13 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """True if the layout fits into device memory."""
+        """True if the layout fits into device memory, less the reserve that is to stay free."""
         return self.memory.device_bytes <= self.problem.room
 
     @property
     def tight(self) -> bool:
-        """True if the layout fits, but less than `TIGHT` of the memory that it may take stays free."""
+        """True if the layout fits, but leaves free less than the fraction `TIGHT` (5%) of the memory that it may
+        take."""
         return self.fits and self.memory.device_bytes > (1 - TIGHT) * self.problem.room
 
     @property
@@ -76,7 +77,8 @@ class Estimate:
 
     @property
     def communication_seconds(self) -> float:
-        """Seconds of a step in which the busiest rank communicates, beside computation included."""
+        """Seconds of a step in which the busiest rank communicates, including communication that overlaps
+        computation."""
         problem = self.problem
         step = _step(problem, self.layout)
         hidden = problem.cluster.time_factor * step.data_seconds() - self.time.breakdown["data"]
@@ -90,7 +92,7 @@ class Estimate:
 
     @property
     def model_flops_per_device(self) -> float:
-        """Model FLOP/s of one device, by `FLOPS_CONVENTION`."""
+        """Model FLOP/s of one device (without recomputation), counted by `FLOPS_CONVENTION`."""
         problem = self.problem
         seen = max(1, round(problem.sequence / problem.documents))  # tokens that attend to each other
         return training_flops_per_token(problem.config, seen) * self.tokens_per_second_per_device
@@ -101,7 +103,7 @@ class Estimate:
         return self.model_flops_per_device / self.problem.cluster.peak(self.problem.precision)
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON entry that `plan --json` prints for this layout."""
+        """Return the JSON entry that `meshwright plan --json` prints for this layout."""
         return (
             {
                 "layout": str(self.layout),
@@ -124,7 +126,8 @@ class Estimate:
         )
 
     def _calibration(self) -> dict[str, Any]:
-        """Return the JSON entry {"calibration": table} of the cluster's calibration, empty without one."""
+        """Return {"calibration": table} with the factors by which the cluster's measured runs differ from predictions,
+        for JSON; empty without any."""
         found = self.problem.cluster.calibration
         return {} if found is None else {"calibration": found.table()}
 
@@ -144,9 +147,10 @@ def problem_of(
     """Return the checked planning problem that the arguments of a plan describe.
 
     model: preset, Hugging Face directory, config.json or its content, or recipe; wanted: cluster, as object, text, file
-    or mapping; sequence: tokens; batch: sequences a step over all ranks; engine: whose kernels are priced; compile:
-    with compiled blocks; precision: such as "bf16", a default for the cluster unless given; documents: in a sequence,
-    on average. `UserError` names what is unknown, with the nearest known name.
+    or mapping; sequence: tokens of a sequence; batch: sequences a step over all ranks; engine: training engine whose
+    kernels are modelled; compile: with compiled blocks; optimizer: such as "adamw"; precision: such as "bf16", None for
+    the cluster's default; documents: average number packed into a sequence. Raises `UserError` for an unknown name,
+    with the most similar one, and for numbers out of range.
     """
     for name, value in (("sequence", sequence), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -195,10 +199,10 @@ def evaluate(
     """Predict time and memory of one layout.
 
     model: a preset, a Hugging Face directory, a config.json or its content, or a recipe; cluster: text such as
-    "64xh100-sxm", a file, "this", or a mapping with `device` and `devices`; sequence: tokens; batch: sequences a step
-    over all ranks; engine: whose kernels and buffers are priced, such as "megatron"; compile: with compiled blocks;
-    documents: in a sequence, on average. Raises UserError for unknown names, and for an infeasible layout with the
-    reason.
+    "64xh100-sxm", a file, "this" (this machine), or a mapping with `device` and `devices`; sequence: tokens of a
+    sequence; batch: sequences a step over all ranks; engine: training engine whose kernels and buffers are modelled,
+    such as "megatron"; compile: with compiled blocks; optimizer: such as "adamw"; documents: average number packed into
+    a sequence. Raises `UserError` for unknown names, and for an infeasible layout with the reason.
     """
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     problem = problem_of(
@@ -209,8 +213,8 @@ def evaluate(
 
 
 def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estimate:
-    """Predict time and memory of a layout of a problem. step: an existing `Step` of this layout, whose results are
-    reused. `UserError` with the reason where the layout cannot run."""
+    """Predict time and memory of a layout for a planning problem. step: an existing `Step` of this layout, whose
+    results are reused. Raises `UserError` with the reason if the layout cannot run."""
     layout = layout.with_(precision=problem.precision)
     refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
     if layout.offload is not None:
@@ -221,7 +225,7 @@ def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estima
 
 
 def _step(problem: Problem, layout: Layout) -> Step:
-    """Return the `Step` of a layout of a problem."""
+    """Return the `Step` (predictor of step time) of a layout for a planning problem."""
     return Step(
         problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
         in_place(problem.cluster, problem.precision, problem.engine), pairs=problem.pairs,
@@ -229,8 +233,8 @@ def _step(problem: Problem, layout: Layout) -> Step:
 
 
 def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
-    """Return the estimate of a recipe's own layout in its own precision, or the reason why it cannot run on this
-    cluster."""
+    """Return the estimate of a recipe's own layout in its own precision, or the reason why it cannot run on the
+    problem's cluster as text."""
     try:
         return priced(replace(problem, precision=layout.precision or problem.precision), layout)
     except UserError as error:
@@ -238,8 +242,8 @@ def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
 
 
 def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]:
-    """Return the lines that say which figures of an estimate are less certain: plan-only models, layouts that `train`
-    refuses, axes and schedules that the engine lacks ..."""
+    """Return the lines that say which figures of an estimate are less certain, such as for layouts that `meshwright
+    train` refuses, or axes and schedules that the engine lacks. memory: of the fullest pipeline rank."""
     found = []
     config, engine = problem.config, problem.engine
     if config.planning_only:
@@ -282,6 +286,7 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
 
 
 def model_document(config: ModelConfig) -> dict[str, int]:
-    """Return a model's parameter count, and the parameters that each token uses, under their JSON keys."""
+    """Return {"parameters", "active_parameters"} for JSON: a model's parameter count, and how many parameters each
+    token uses."""
     table = parameter_table(config)
     return {"parameters": table.numel, "active_parameters": table.active_numel}

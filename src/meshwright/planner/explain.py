@@ -19,16 +19,16 @@ _COMPUTE = MICRO_BATCH_PARTS.index("compute")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operation of a micro-batch in one phase.
+    """One operation of a micro-batch in one phase, with its predicted cost.
 
     Attributes:
         name: Such as "attention.qkv".
         phase: "forward", "again" (recomputed), "input" or "weight" (gradients).
-        count: Its calls.
-        shape: M, N, K of a product; empty for elementwise work.
+        count: Number of its calls.
+        shape: M, N, K of a matrix product; empty for elementwise work.
         flops, bytes, seconds: Of all calls together.
-        share: Of the micro-batch's seconds.
-        bound: "compute", "memory" or "start" (kernel launch), whichever takes longest.
+        share: Fraction of the micro-batch's seconds.
+        bound: What takes longest, "compute", "memory" or "start" (kernel launch).
     """
 
     name: str
@@ -43,7 +43,7 @@ class Row:
 
     @property
     def intensity(self) -> float:
-        """Arithmetic intensity: FLOPs per byte."""
+        """Arithmetic intensity: FLOPs per byte read or written; 0 without bytes."""
         return self.flops / self.bytes if self.bytes else 0.0
 
     def document(self) -> dict[str, object]:
@@ -56,7 +56,7 @@ class Row:
 
 
 def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
-    """Return the operations of one micro-batch on a pipeline rank, longest first."""
+    """Return the operations of one micro-batch on pipeline rank `pp_rank`, with their predicted cost, longest first."""
     rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
     kernel = attention_kernel(problem.engine, problem.cluster)
     rows = problem.batch // (layout.dp * layout.micro_batches)
@@ -77,7 +77,7 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
 
 
 def busiest(problem: Problem, layout: Layout) -> int:
-    """Return the pipeline rank that computes longest for a micro-batch."""
+    """Return the index of the pipeline rank that computes longest for a micro-batch."""
     return max(
         unlike_ranks(problem, layout), key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank))
     )
@@ -89,8 +89,8 @@ def _longest(row: Row) -> float:
 
 
 def _row(name: str, phase: str, each: list[tuple[Operation, float]], whole: float, rates: Rates) -> Row:
-    """Return the row of an operation in a phase. each: its calls of one size and their seconds; whole: seconds of the
-    micro-batch; rates: the device's speeds, which tell what binds it."""
+    """Return the `Row` of an operation in a phase. each: its calls, (operation, seconds) for each size; whole: seconds
+    of the micro-batch; rates: speeds of the device, from which `bound` is determined."""
     count = sum(one.count for one, _ in each)
     flops, moved = (sum(getattr(one, of) * one.count for one, _ in each) for of in ("flops", "bytes"))
     seconds = sum(took for _, took in each)

@@ -18,10 +18,11 @@ FLOPS_CONVENTION = (
 
 
 def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True) -> dict[str, float]:
-    """Return the floating-point operations of one token's forward pass, by operation and summed over the layers.
+    """Return the floating-point operations of one token's forward pass, by operation, summed over the layers.
 
-    sequence: tokens that attend to each other (documents in a packed row are not told apart). causal=False counts
-    attention as if every token saw the whole sequence, as the PaLM paper does (arXiv:2204.02311, appendix B).
+    sequence: number of tokens that attend to each other (documents in a packed sequence are not told apart).
+    causal=False counts attention as if every token saw the whole sequence, as the PaLM paper does (arXiv:2204.02311,
+    appendix B).
     """
     total: dict[str, float] = {}
     for layer in range(config.layers):

@@ -24,10 +24,10 @@ NEEDED = ("model", "cluster", "sequence", "batch")
 
 
 def answer(line: str) -> dict[str, Any]:
-    """Return the answer to one request: the document of `plan --json`, or {"error": text}. line: a JSON object with the
-    arguments of `plan`.
+    """Return the answer to one planning request: the document of `meshwright plan --json`, or {"error": text}. line: a
+    JSON object with the arguments of `plan`.
 
-    "warnings": texts of the request's `ModelWarning`s, if any.
+    The key "warnings" lists the texts of the request's `ModelWarning`s, if any.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
@@ -45,13 +45,13 @@ def answer(line: str) -> dict[str, Any]:
 
 
 def _one_line(text: str) -> str:
-    """Return a text on one line, of 1000 characters at most."""
+    """Return `text` on one line, cut to 1000 characters."""
     return " ".join(text.split())[:1000]
 
 
 def _request(line: str) -> Mapping[str, Any]:
-    """Return the checked request of a line of JSON; `UserError` for an unknown or missing field, or one of the wrong
-    type."""
+    """Parse and check a planning request, one line of JSON. Raises `UserError` for an unknown or missing field, or one
+    of the wrong type."""
     try:
         found = parse_json(line)
     except ValueError as error:
@@ -72,13 +72,15 @@ def _request(line: str) -> Mapping[str, Any]:
 
 
 def _kind(key: str) -> str:
-    """Return the words for a field's type, such as "text or an object". key: name of a request's field."""
+    """Return a description of a field's valid types, such as "text or an object". key: name of a planning request's
+    field."""
     words = {str: "text", dict: "an object", int: "a whole number", bool: "true or false", float: "a number"}
     return " or ".join(words[each] for each in FIELDS[key] if each is not int or float not in FIELDS[key])
 
 
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON document of the plan that a request asks for; `UserError` where no layout fits."""
+    """Return the JSON document of the plan that a request (arguments of `plan`) asks for. Raises `UserError` if no
+    layout fits."""
     found = plan(**request)
     if found.search is not None and not found.estimates:
         raise UserError(nothing_fits(found.search))

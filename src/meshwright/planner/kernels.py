@@ -15,11 +15,11 @@ from meshwright.planner.temporaries import Extra
 
 
 class Buffer(NamedTuple):
-    """A buffer that a kernel writes.
+    """Memory buffer that a kernel of a compiled graph writes.
 
-    name: of its value; kind: element type, "x" (activations), "wide" (at least float32), "index" or "int32"; bytes: of
-    the whole buffer; category: of the memory ledger; operator: returned by a custom operator, whose buffers inductor
-    does not reuse.
+    name: of the tensor in it; kind: element type, "x" (activations), "wide" (at least float32), "index" or "int32";
+    bytes: of the whole buffer; category: that of the memory ledger; operator: True if a custom operator returns it, as
+    inductor does not reuse such buffers.
     """
 
     name: str
@@ -32,8 +32,8 @@ class Buffer(NamedTuple):
 class Kernel(NamedTuple):
     """A kernel of a compiled graph.
 
-    reads: names of the values it reads; makes: buffers that it writes; over: written value -> read value whose buffer
-    it reuses; inside: temporary allocations while it runs.
+    name: label of the kernel; reads: names of the tensors that it reads; makes: buffers that it writes; over: {written
+    tensor: read tensor whose buffer it overwrites}; inside: temporary allocations while it runs.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Kernel(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """Memory while a kernel runs.
+    """Memory that is allocated while one kernel of a compiled graph runs.
 
-    name: of the kernel; buffers: live ones, by name; gone: bytes of graph inputs freed so far; inside: temporaries of
-    the kernel.
+    name: of the kernel; buffers: live ones, by tensor name; gone: bytes of graph inputs freed so far; inside:
+    temporaries of the kernel.
     """
 
     name: str
@@ -58,15 +58,16 @@ class Held:
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated beyond the graph's inputs."""
+        """Bytes allocated in addition to the graph's inputs; freed inputs count negative."""
         return sum(each.bytes for each in self.buffers.values()) + sum(each.bytes for each in self.inside) - self.gone
 
 
 def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> list[Held]:
-    """Simulate the allocations of kernels in order, as PyTorch's inductor makes them; return the memory during each.
+    """Simulate the allocations of kernels that run in order, as PyTorch's inductor makes them; return the memory during
+    each.
 
-    given: bytes of the inputs that the graph frees after their last use, by name; stay: names of values that it
-    returns.
+    given: {name: bytes} of the inputs that the graph frees after their last use; stay: names of the tensors that it
+    returns, which are never freed.
     """
     last = _last_uses(kernels)
     reckoned = _reckoned(kernels, given, stay, last)
@@ -78,7 +79,8 @@ def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[st
     gone = 0
 
     def take(made: Buffer, now: int) -> None:
-        """A freed buffer's place, if inductor would."""
+        """Reuse a freed buffer for `made` if inductor would: it then counts as allocated from its release until kernel
+        `now`."""
         at = next((at for at in reversed(range(len(waiting))) if _alike(waiting[at][0], made)), None)
         if at is None:
             return
@@ -114,22 +116,23 @@ def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[st
 
 
 def _alike(one: Buffer, other: Buffer) -> bool:
-    """Return True if inductor may reuse one buffer for the other: same type and size."""
+    """Return True if inductor may reuse the memory of one buffer for the other: same element type and size."""
     return (one.kind, one.bytes) == (other.kind, other.bytes)
 
 
 def _last_uses(kernels: Iterable[Kernel]) -> dict[str, int]:
-    """Return, by value name, the index of the last kernel that reads it."""
+    """Return, by tensor name, the index of the last kernel that reads the tensor."""
     return {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
 
 
 def _reckoned(
     kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str], last: Mapping[str, int]
 ) -> list[int]:
-    """Return the bytes during each kernel without reuse of buffers and without temporaries inside kernels.
+    """Return the bytes that inductor estimates during each kernel: without reuse of buffers, and without temporaries
+    inside kernels.
 
-    given: bytes of the graph's inputs, by name; stay: names of values that it returns; last: index of the last kernel
-    that reads a value.
+    given: {name: bytes} of the graph's inputs; stay: names of the tensors that it returns; last: {name: index of the
+    last kernel that reads the tensor}.
     """
     now = sum(given.values())
     sizes = dict(given)
@@ -144,6 +147,7 @@ def _reckoned(
 
 
 def highest(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> Held:
-    """Return the memory during the kernel with the highest peak, the first if several. given: bytes of the inputs that
-    the graph frees after their last use, by name; stay: names of values that it returns."""
+    """Return the memory during the kernel with the highest peak, the first if several. given: {name: bytes} of the
+    inputs that the graph frees after their last use; stay: names of the tensors that it returns, which are never
+    freed."""
     return max(run(kernels, given, stay), key=lambda held: held.bytes)

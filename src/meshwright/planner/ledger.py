@@ -1,10 +1,5 @@
-"""The memory of one rank in a training step, itemised: what stays, what waits between a forward and its backward as the
-pipeline's program orders them, and what is there for a moment. The peak is the highest moment of the whole step.
-
-Held against PyTorch's record of its allocator on a CPU: one device in every way to recompute, replicas, every ZeRO,
-every axis of a layout, and pipelines whose backwards are whole or split. On CUDA, against the storages of the engine's
-step on tensors that have no memory (bench/gpu_ledger.py); on a device it was not measured yet.
-"""
+"""Memory ledger of one rank in a training step: all tensors at the memory peak, as the pipeline's program orders steps.
+It was compared with PyTorch's allocator on a CPU, and on CUDA with tensors without memory (bench/gpu_ledger.py)."""
 
 from __future__ import annotations
 
@@ -90,8 +85,8 @@ backward's, by architecture where it is not the first (aten/src/ATen/cuda/Cublas
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor in memory at the peak, or several equal ones. stage: pipeline stage, None where it belongs to none;
-    first, last: events between which it is allocated."""
+    """A tensor in memory at the peak, or several equal ones. bytes: of all of them together; stage: pipeline stage,
+    None where it belongs to none; first, last: events between which it is allocated."""
 
     category: str
     name: str
@@ -105,9 +100,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """All tensors of one rank at its memory peak. peak_bytes: sum of `items`, in memory at the snapshot `moment`,
-    without "framework", which torch's allocator does not count. between_steps: persistent bytes. framework: (least,
-    most) bytes. compiled: every layer is priced as compiled."""
+    """All tensors of one rank at its memory peak. items: the tensors. peak_bytes: their sum at the memory snapshot
+    `moment`, without "framework", which torch's allocator does not count. between_steps: persistent bytes. framework:
+    (least, most) bytes. compiled: every layer is predicted as compiled."""
 
     items: tuple[Item, ...]
     peak_bytes: int
@@ -142,13 +137,13 @@ def ledger(
     compile: bool = False,
     architecture: str = "",
 ) -> Ledger:
-    """Return the memory of `rank` in a step of `batch` rows of `sequence` tokens over all ranks.
+    """Return the memory of `rank` in a step of `batch` sequences of `sequence` tokens over all ranks.
 
     precision: the layout's own or fp32 unless given; parameter_dtype: a torch type name that replaces it ("float64" in
-    tests). documents: rows pack several (CPU attention then counts with the worst case), or where they begin in each of
-    this rank's rows, micro-batch after micro-batch. device: "cpu" (gloo) or "cuda" (NCCL). pairs: training on response
-    pairs. compile: blocks, final norm and loss are compiled; `compiled` of the result says whether they are priced so.
-    architecture: of a CUDA device, as in the catalogue. `UserError` for an infeasible layout or an unknown name.
+    tests). documents: sequences pack several (CPU attention then counts with the worst case), or the tokens at which
+    they begin in each of this rank's sequences. device: "cpu" (gloo) or "cuda" (NCCL). routed: token copies by mixture
+    layer. pairs: training on response pairs. compile: blocks, norm and loss are compiled; the result's `compiled` says
+    if that is modelled. architecture: of a CUDA device, as in the catalogue. `UserError` for an infeasible layout.
     """
     if engine not in ENGINES:
         raise UserError(unknown("engine", engine, ENGINES))
@@ -168,12 +163,12 @@ def ledger(
 
 @lru_cache(maxsize=16)
 def _table(config: ModelConfig) -> ParameterTable:
-    """Return the parameter table of a model, cached."""
+    """Return the parameter table of a model; cached."""
     return parameter_table(config)
 
 
 def repeating(layout: Layout) -> Layout:
-    """Return the layout with the fewest micro-batches whose step has the same memory peak, as schedules repeat."""
+    """Return the layout with fewer micro-batches but the same memory peak if its schedule repeats, else unchanged."""
     enough = ROUNDS * layout.pp
     if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
         return layout
@@ -182,12 +177,12 @@ def repeating(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=32)
 def _complete(program: PipelineProgram) -> PipelineProgram:
-    """Return a pipeline program with its messages added; cached, as all ranks share it."""
+    """Return a pipeline program with its send and receive steps added; cached, as all ranks share it."""
     return with_transfers(program)
 
 
 class _Highest(NamedTuple):
-    """Memory peak of a step: its snapshot and bytes, and the reductions in flight before and after the step."""
+    """Memory peak of a computing step: its snapshot, bytes, gradient reductions in flight before and after."""
 
     moment: Moment
     bytes: int
@@ -196,7 +191,7 @@ class _Highest(NamedTuple):
 
 
 class _Step:
-    """Replays one rank's training step to find its memory peak."""
+    """Replay of one rank's training step that finds its memory peak. Arguments: as of `ledger`."""
 
     def __init__(
         self,
@@ -237,7 +232,7 @@ class _Step:
         self.passes = Counter(stage for _, kind, stage, *_ in self._steps() if kind == _FORWARD)
 
     def ledger(self) -> Ledger:
-        """Return the ledger at the peak of the step."""
+        """Return the ledger of all tensors at the step's memory peak."""
         stay = list(self._staying())
         base = sum(item.bytes for item in stay)
         best: tuple[int, Moment | None, dict[tuple[str, str, int], int]] = (0, None, {})
@@ -280,7 +275,7 @@ class _Step:
             yield Item("workspace", "batch.documents", whole, "int64", size, None, "start of step", "end of step")
 
     def _moments(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_Highest, int]]:
-        """Yield (peak, other bytes then) of each step; `alive` is kept at those, by (category, name, stage)."""
+        """Yield (peak, other bytes then) of each computing step; updates `alive`: bytes by (category, name, stage)."""
         rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
         answers = find_consumed_sends(self.program, rank)
         left = dict(self.passes)
@@ -290,6 +285,7 @@ class _Step:
         now = 0
 
         def change(category: str, name: str, stage: int, size: int) -> None:
+            """Add `size` bytes (negative: free) to the entry (category, name, stage) of `alive`."""
             nonlocal now
             key = category, name, stage
             now += size
@@ -336,7 +332,8 @@ class _Step:
     def _highest(
         self, part: StageMoments, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
     ) -> _Highest:
-        """Return a step's first peak. later, over: not the stage's first pass, its last; before: open reductions."""
+        """Return the memory peak of a computing step of a stage (`part`). kind: forward, backward ...; later: it is not
+        the stage's first; over: it is the stage's last; before: gradient reductions in flight."""
         key = id(part), kind, later, over, id(before)
         if key not in self._highest_of:
             ways = Ways(later, over, before)
@@ -358,13 +355,17 @@ class _Step:
         return self._highest_of[key]
 
     def stage(self, index: int, at_once: bool) -> StageMoments:
-        """Return a stage's memory snapshots. index: stage; at_once: backwards follow their forwards directly."""
+        """Return the generator of a stage's memory snapshots. index: stage; at_once: backwards directly follow
+        forwards."""
         if (index, at_once) not in self.stages:
             self.stages[index, at_once] = self._stage(self.partition.stages[index], at_once)
         return self.stages[index, at_once]
 
     def _stage(self, stage: Stage, at_once: bool) -> StageMoments:
+        """Build the generator of a stage's memory snapshots. at_once: backwards directly follow their forwards."""
+
         def saved(layout: Layout) -> list[Saved]:
+            """Return the activations that the stage saves under a layout (its own, or without recompute)."""
             return saved_activations(
                 self.config, layout, self.rows, self.sequence, stage=stage, at_once=at_once, documents=self.documents,
                 parameter_dtype=self.dtype, device=self.device, tp_rank=self.place["tp"], routed=self.routed,
@@ -400,11 +401,12 @@ class _Step:
         return found
 
     def _steps(self) -> list[Row]:
-        """Return this rank's steps of the pipeline program, in order."""
+        """Return this rank's steps of the pipeline program (forwards, backwards, sends, receives), in order."""
         return list_rank_steps(self.program, self.place["pp"])
 
     def _at(self, moment: Moment, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
-        """Yield the tensors at a moment beside persistent ones. others: bytes by (category, name, stage)."""
+        """Yield the non-persistent tensors at a snapshot. others: bytes of other steps' ones by (category, name,
+        stage)."""
         for (category, name, of), size in others.items():
             if name in (WAITING, FOLLOWED):
                 part = self.stage(of, name == FOLLOWED)

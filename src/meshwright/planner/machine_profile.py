@@ -49,22 +49,22 @@ def profile_directory() -> Path:
 
 
 def measurement_file(kind: str, key: Mapping[str, Any]) -> Path:
-    """Return the path of a measurement's file, which need not exist. kind: what is measured, such as "cpu"; key: all
-    that it depends on, as a JSON object."""
+    """Return the path of a measurement's file, which need not exist. kind: what is measured, such as "cpu"; key:
+    everything that the measurement depends on, as a JSON object."""
     text = json.dumps([VERSION, dict(key)], sort_keys=True)
     return profile_directory() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
 def read_measurement(kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the tables of a measurement; None if missing, damaged, or of another version or key. kind: what was
-    measured, such as "cpu"; key: all that it depends on."""
+    """Return the stored figures of a measurement, as written by `write_measurement`; None if missing, damaged, or of
+    another version or key. kind: what was measured, such as "cpu"; key: everything that it depends on."""
     found = _read(measurement_file(kind, key))
     return found[1] if found is not None and found[0] == dict(key) else None
 
 
 def write_measurement(kind: str, key: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
-    """Write the file of a measurement atomically. kind: what was measured, such as "cpu"; key: all that it depends on;
-    tables: the figures. `OSError` where the directory is not writable."""
+    """Write the file of a measurement atomically. kind: what was measured, such as "cpu"; key: everything that it
+    depends on; tables: the measured figures, as JSON types. Raises `OSError` if the directory is not writable."""
     path = measurement_file(kind, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"version": VERSION, "key": dict(key), "tables": dict(tables)}
@@ -83,8 +83,8 @@ def write_measurement(kind: str, key: Mapping[str, Any], tables: Mapping[str, An
 def measurement_lock(log: Callable[[str], None], seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Hold an exclusive file lock inside the context, so that only one process measures this machine at a time.
 
-    log: gets a line while waiting for another process. `UserError` after `seconds` of waiting; `OSError` where the
-    directory is not writable.
+    log: function that is called with a line of text while waiting for another process. Raises `UserError` after
+    `seconds` of waiting, `OSError` if the directory is not writable.
     """
     import fcntl
 
@@ -108,8 +108,8 @@ def measurement_lock(log: Callable[[str], None], seconds: float = LOCK_SECONDS) 
 
 @dataclass(frozen=True, slots=True)
 class FailedMeasurement:
-    """Record of a measurement that failed. file: name of the file that it would have written. line: the error. busy:
-    fraction of the machine's CPU time that other programs used just after it."""
+    """Record of a measurement that failed. file: name of the file that the measurement would have written. line: text
+    of the error. busy: fraction of the machine's CPU time that other programs used just after it."""
 
     file: str
     line: str
@@ -117,7 +117,7 @@ class FailedMeasurement:
 
     @classmethod
     def read(cls, measurement: Path) -> FailedMeasurement | None:
-        """Return the record for the measurement with the file `measurement`; None if there is none."""
+        """Return the stored record for the measurement whose file is `measurement`; None if there is none."""
         found = read_measurement("failed", {"file": measurement.name})
         try:
             return None if found is None else cls(str(found["file"]), str(found["line"]), float(found["busy"]))
@@ -130,12 +130,13 @@ class FailedMeasurement:
         return measurement_file("failed", {"file": self.file})
 
     def write(self) -> None:
-        """Store the record. `OSError` where the directory is not writable."""
+        """Store the record. Raises `OSError` if the directory is not writable."""
         write_measurement("failed", {"file": self.file}, asdict(self))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return (key, tables) of a measurement's file; None where it is damaged or of another version."""
+    """Return (key, figures) of a measurement's file, both as written by `write_measurement`; None if it is missing,
+    damaged or of another version."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return (dict(found["key"]), dict(found["tables"])) if found["version"] == VERSION else None
@@ -148,10 +149,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfileKey:
-    """What a hardware profile depends on.
+    """Conditions that a hardware profile (measured speeds of this machine) depends on.
 
-    processor: its name; cores: available ones; torch: its version; device: "cpu"; ranks: processes that compute
-    together; threads: of each.
+    processor: its name; cores: number of available ones; torch: its version; device: "cpu"; ranks: processes that
+    compute together; threads: OpenMP threads of each.
     """
 
     processor: str
@@ -163,7 +164,8 @@ class HardwareProfileKey:
 
     @classmethod
     def here(cls, cores: int, ranks: int, threads: int) -> HardwareProfileKey:
-        """Return the key for this machine's processors. cores: available ones; ranks: processes; threads: of each."""
+        """Return the key for this machine's processors. cores: number of available ones; ranks: processes; threads:
+        OpenMP threads of each."""
         return cls(processor_name(), cores, torch_version(), "cpu", ranks, threads)
 
     @property
@@ -174,20 +176,21 @@ class HardwareProfileKey:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """Measured speeds of this machine. precisions: measured ones; axes: those of "tp" and "cp" that were measured;
-    cluster: tables of a cluster file."""
+    """Measured speeds of this machine. precisions: those that were measured, such as "bf16"; axes: those of "tp" and
+    "cp" whose communication was measured; cluster: content of a cluster file with the speeds."""
 
     precisions: tuple[str, ...]
     axes: tuple[str, ...]
     cluster: Mapping[str, Any]
 
     def covers(self, precisions: Sequence[str], axes: Sequence[str]) -> bool:
-        """Return True if layouts of these precisions ("bf16") and axes ("tp", "cp") can be priced by the profile."""
+        """Return True if everything that layouts of these precisions ("bf16") and axes ("tp", "cp") need was
+        measured."""
         return set(precisions) <= set(self.precisions) and set(axes) <= set(self.axes)
 
 
 def read_profile(key: HardwareProfileKey) -> HardwareProfile | None:
-    """Return the hardware profile of a key; None if missing or damaged."""
+    """Return the stored hardware profile (measured speeds) for a key; None if missing or damaged."""
     found = read_measurement(key.device, asdict(key))
     try:
         return None if found is None else _profile(found)
@@ -196,13 +199,13 @@ def read_profile(key: HardwareProfileKey) -> HardwareProfile | None:
 
 
 def write_profile(key: HardwareProfileKey, profile: HardwareProfile) -> None:
-    """Write a hardware profile to the file of its key. `OSError` where the directory is not writable."""
+    """Write a hardware profile to the file of its key. Raises `OSError` if the directory is not writable."""
     write_measurement(key.device, asdict(key), asdict(profile))
 
 
 def profiles_here() -> list[tuple[Path, Mapping[str, Any]]]:
-    """Return (file, cluster tables) of this machine's profiles: most ranks first, then newest; oversubscribed cores
-    last."""
+    """Return (file, content of a cluster file) for each hardware profile of this machine: those with most ranks first,
+    then the newest; those with more threads than cores last."""
     cores = count_available_cores()
     here = {"processor": processor_name(), "torch": torch_version(), "cores": cores}
     found = []
@@ -217,7 +220,7 @@ def profiles_here() -> list[tuple[Path, Mapping[str, Any]]]:
 
 
 def _profile(tables: Mapping[str, Any]) -> HardwareProfile:
-    """Return the hardware profile of a measurement's tables."""
+    """Return the hardware profile in a measurement's figures (`tables`)."""
     precisions, axes = (tuple(map(str, tables[name])) for name in ("precisions", "axes"))
     return HardwareProfile(precisions, axes, dict(tables["cluster"]))
 

@@ -20,14 +20,14 @@ FORMS = ("forward", "input-gradient", "weight-gradient")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Measured seconds as a function of size. sizes: bytes, ascending; seconds: of each size."""
+    """Measured seconds of an operation as a function of its bytes. sizes: bytes, ascending; seconds: for each size."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
 
     def at(self, size: float) -> float:
-        """Return the seconds for `size` bytes, interpolated; below the smallest size constant, above the largest
-        proportional.
+        """Return the seconds of the measured operation on `size` bytes, interpolated; below the smallest measured size
+        constant, above the largest proportional.
 
         A larger size measured faster, by noise, takes as long as the smaller ones.
         """
@@ -47,9 +47,9 @@ class Products:
 
     Attributes:
         precision: Such as "bf16".
-        form: "forward", "input-gradient" or "weight-gradient".
-        ranks, threads: Concurrent processes, and threads of each.
-        shapes: (tokens, out, in) of the linear function.
+        form: "forward", "input-gradient" or "weight-gradient" of a linear layer.
+        ranks, threads: Number of processes that computed concurrently, and threads of each.
+        shapes: (tokens, outputs, inputs) of the linear layer.
         seconds: Median of one product of each shape.
     """
 
@@ -61,11 +61,12 @@ class Products:
     seconds: tuple[float, ...]
 
     def at(self, tokens: float, out: float, inner: float) -> float:
-        """Return the seconds of a matrix product of a linear function with `tokens` rows, `out` outputs and `inner`
-        inputs.
+        """Return the predicted seconds of a matrix product of a linear layer with `tokens` rows, `out` outputs and
+        `inner` inputs.
 
-        A launch plus operations and bytes at constant rates, times the factor by which measured shapes differ from
-        that, weighted by the inverse fourth power of their distance in log sizes. Measured shapes are exact.
+        They are a launch overhead plus FLOPs and bytes at constant rates, times the factor by which measured shapes
+        differ from that, weighted by the inverse fourth power of their distance in log sizes. Measured shapes are
+        exact.
         """
         costs = _fit(self)
         point = (math.log2(tokens), math.log2(out), math.log2(inner))
@@ -82,10 +83,10 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Measured memory pass on `ranks` concurrent processes of `threads` threads.
+    """Measured memory-bound kernel, run by `ranks` concurrent processes of `threads` threads.
 
-    name: `copy` (into an existing tensor), `add` (sum of two, new), `silu` (elementwise function, new); precision: such
-    as "bf16"; curve: seconds over bytes read and written.
+    name: `copy` (into an existing tensor), `add` (of two tensors into a new one), `silu` (into a new tensor) and
+    others; precision: such as "bf16"; curve: seconds as a function of bytes read and written.
     """
 
     name: str
@@ -97,11 +98,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Measured seconds of a collective; all groups of `ranks` ranks run it at once.
+    """Measured seconds of a collective, run by all groups of `ranks` ranks at once.
 
     operation: such as "all-reduce"; place: "inside" (ranks of a node), "across" (one of each node) or "world" (all);
-    curve: seconds over the bytes of the full vector: all-reduce's vector, all-gather's result, reduce-scatter's input,
-    a rank's input of an all-to-all, the message of a send-receive.
+    curve: seconds as a function of the bytes of the full vector: all-reduce's vector, all-gather's result,
+    reduce-scatter's input, a rank's input of an all-to-all, the message of a send-receive.
     """
 
     operation: str
@@ -112,8 +113,8 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStep:
-    """Measured seconds of a training step of the reference model: forward, backward, gradient reductions. layout: as
-    text."""
+    """Measured seconds of a training step of the reference model: forward, backward, gradient reductions. layout: in
+    layout notation."""
 
     layout: str
     seconds: float
@@ -124,18 +125,18 @@ class Measured:
     """Speeds that `meshwright probe` measured on a machine. Bandwidths are in bytes a second.
 
     Attributes:
-        backend: Of torch.distributed.
-        ranks, threads: Processes, and threads of each.
+        backend: Of torch.distributed, such as "gloo".
+        ranks, threads: Number of processes, and threads of each.
         products: Matrix products.
-        passes: Memory passes.
+        passes: Memory-bound kernels.
         collectives: Collectives.
-        copies: Between host and device, by name ("to-device", "to-host").
+        copies: Between host and device, (name, curve) with "to-device" and "to-host".
         disk_write, disk_read: Bandwidths; None if not measured.
-        starts: Seconds by name: "rank" (a process until it has its device), "meeting" (until all ranks have met),
-            "operation" (a tiny operation: what starting one costs) ...
+        starts: (name, seconds): "rank" (start of a process until it has its device), "meeting" (until all ranks have
+            connected), "operation" (launch overhead of a tiny operation) ...
         steps: Steps of the reference model.
-        yardstick: Seconds of the product that says how fast processors were at the time.
-        disturbed: Share of the time for which a rank waited for its core, as other programs had it; None if hardly.
+        yardstick: Seconds of a fixed matrix product that shows the processors' speed during the measurement.
+        disturbed: Fraction of the time for which a rank waited for its core, as other programs used it; None if hardly.
     """
 
     backend: str
@@ -153,32 +154,34 @@ class Measured:
     disturbed: float | None = None
 
     def product(self, precision: str, form: str = "forward", ranks: int | None = None) -> Products | None:
-        """Return the measured products of a precision and form ("forward", "input-gradient", "weight-gradient"); None
-        if none.
+        """Return the measured matrix products of a precision and form ("forward", "input-gradient", "weight-gradient");
+        None if not measured.
 
-        ranks: that compute at once, all unless given; the nearest measured number above counts, else the largest.
+        ranks: number of processes that compute at once, None for all; the nearest measured number that is not smaller
+        is used, else the largest.
         """
         found = [each for each in self.products if each.precision == precision and each.form == form]
         chosen: Products | None = _nearest(found, self.ranks if ranks is None else ranks)
         return chosen
 
     def one_pass(self, name: str, precision: str = "fp32", ranks: int | None = None) -> Curve | None:
-        """Return the seconds-over-bytes curve of a memory pass ("copy", "add", "silu"); None if not measured. ranks:
-        that compute at once, all unless given."""
+        """Return the curve (seconds as a function of bytes) of a memory-bound kernel ("copy", "add", "silu"); None if
+        not measured. ranks: number of processes that compute at once, None for all."""
         found = [each for each in self.passes if each.name == name and each.precision == precision]
         chosen = _nearest(found, self.ranks if ranks is None else ranks)
         return None if chosen is None else chosen.curve
 
     def collective(self, operation: str, ranks: int, place: str = "inside") -> Curve | None:
-        """Return the seconds-over-bytes curve of a collective among `ranks` ranks; None if not measured. place:
-        "inside" a node, "across" nodes, or "world"."""
+        """Return the curve (seconds as a function of bytes) of a collective among `ranks` ranks; None if not measured.
+        operation: such as "all-reduce"; place: "inside" a node, "across" nodes (one rank each), or "world"."""
         for each in self.collectives:
             if (each.operation, each.ranks, each.place) == (operation, ranks, place):
                 return each.curve
         return None
 
     def tables(self) -> dict[str, Any]:
-        """Return plain tables, from which `read` makes an equal object."""
+        """Return the measurements as dictionaries, lists and numbers for a cluster file; `measured.read` parses them
+        into an equal object."""
         return {
             "backend": self.backend,
             "ranks": self.ranks,
@@ -201,21 +204,23 @@ _ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 def _loads(precision: str, tokens: float, out: float, inner: float) -> tuple[float, float, float]:
-    """Return (1, operations, bytes read and written) of a matrix product, to be multiplied by costs of a launch, an
-    operation and a byte. tokens, out, inner: of the linear function."""
+    """Return (1, FLOPs, bytes read and written) of a matrix product, to be multiplied by the seconds of a launch, a
+    FLOP and a byte. tokens, out, inner: rows, outputs and inputs of the linear layer."""
     moved = _ITEM_BYTES.get(precision, 4) * (tokens * inner + out * inner + tokens * out)
     return 1.0, 2.0 * tokens * out * inner, moved
 
 
 def _cost(costs: tuple[float, ...], loads: tuple[float, ...]) -> float:
-    """Return the seconds of a product: the sum of cost x load over launch, operations and bytes."""
+    """Return the seconds of a matrix product: the sum of cost x load. costs: seconds of a launch, a FLOP and a byte;
+    loads: their numbers."""
     return sum(cost * load for cost, load in zip(costs, loads, strict=True))
 
 
 @cache
 def _fit(products: Products) -> tuple[float, ...]:
-    """Return the seconds of a launch, an operation and a byte that fit measured products with the least squares of
-    relative errors, none negative: of all choices of which are zero, the best whose others are not negative."""
+    """Fit the seconds of (a launch, a FLOP, a byte) to measured matrix products, by least squares of relative errors
+    with no cost negative: the best of all fits in which some costs are fixed at zero and the others are not
+    negative."""
     rows = [
         [load / seconds for load in _loads(products.precision, *shape)]
         for shape, seconds in zip(products.shapes, products.seconds, strict=True)
@@ -237,7 +242,7 @@ def _fit(products: Products) -> tuple[float, ...]:
 
 
 def _least_squares(rows: list[list[float]]) -> list[float] | None:
-    """Return x that minimises the squares of rows·x - 1, by the normal equations; None where x is not determined."""
+    """Return x that minimises |A x - 1|², by the normal equations; None if x is not determined. rows: the rows of A."""
     size = len(rows[0])
     matrix = [
         [sum(row[a] * row[b] for row in rows) for b in range(size)] + [sum(row[a] for row in rows)] for a in range(size)
@@ -255,14 +260,14 @@ def _least_squares(rows: list[list[float]]) -> list[float] | None:
 
 
 def _nearest(found: list[Any], ranks: int) -> Any:
-    """Return, of measurements under several numbers of ranks, that of the nearest number from `ranks` on, else of the
-    largest; among equals the one with most threads; None if `found` is empty."""
+    """Return, from measurements with different numbers of ranks, the one with the smallest number that is at least
+    `ranks`, else the largest; among equals the one with most threads; None if `found` is empty."""
     order = sorted(found, key=lambda each: (each.ranks, -each.threads))
     return next((each for each in order if each.ranks >= ranks), order[-1] if order else None)
 
 
 def _listed(value: Any) -> Any:
-    """Return a value with all tuples as lists, nested ones too."""
+    """Return a value with all tuples replaced by lists, nested ones too."""
     return [_listed(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -272,7 +277,7 @@ def _curve_table(curve: Curve) -> dict[str, Any]:
 
 
 def _with_curve(each: Pass | Collective) -> dict[str, Any]:
-    """Return a measurement's fields as a table, its curve as keys `bytes` and `seconds`."""
+    """Return a measurement's fields as a dictionary, with its curve as keys `bytes` and `seconds`."""
     plain = {field.name: getattr(each, field.name) for field in fields(each) if field.name != "curve"}
     return {**plain, **_curve_table(each.curve)}
 
@@ -281,8 +286,8 @@ def _with_curve(each: Pass | Collective) -> dict[str, Any]:
 
 
 def read(table: Any, where: str) -> Measured:
-    """Parse the tables of a cluster file that hold measured speeds. where: the file, for the `UserError` that names the
-    first invalid place."""
+    """Parse the measured speeds of a cluster file. table: its parsed `measured` table; where: the file, with which the
+    `UserError` for the first invalid entry begins."""
     try:
         if not isinstance(table, Mapping):
             raise TypeError(f"it should be a table, not {table!r}")
@@ -321,8 +326,8 @@ def read(table: Any, where: str) -> Measured:
 
 
 def _products(each: Mapping[str, Any]) -> Products:
-    """Return the measured products of a table; `ValueError` for an unknown form, or shapes and times that do not
-    match."""
+    """Parse the table of measured matrix products. Raises `ValueError` for an unknown form, or if shapes and times do
+    not match."""
     shapes = tuple(tuple(_count(size) for size in shape) for shape in each["shapes"])
     seconds = tuple(_time(value) for value in each["seconds"])
     if len(shapes) != len(seconds) or not shapes:
@@ -343,7 +348,7 @@ def _products(each: Mapping[str, Any]) -> Products:
 
 
 def _step(each: Mapping[str, Any]) -> ReferenceStep:
-    """Return the reference step of a table; `ValueError` for an invalid layout or time."""
+    """Parse the table of a reference step. Raises `ValueError` for an invalid layout or time."""
     try:
         Layout.parse(_text(each["layout"]))
     except UserError as error:
@@ -352,7 +357,7 @@ def _step(each: Mapping[str, Any]) -> ReferenceStep:
 
 
 def _curve(each: Mapping[str, Any]) -> Curve:
-    """Return the curve of a table's `bytes` and `seconds`; `ValueError` unless sizes rise."""
+    """Parse the `bytes` and `seconds` of a table into a curve. Raises `ValueError` unless sizes are ascending."""
     sizes, seconds = (tuple(_time(value) for value in each[key]) for key in ("bytes", "seconds"))
     if len(sizes) != len(seconds) or not sizes:
         raise ValueError(f"{len(sizes)} sizes, {len(seconds)} times")
@@ -362,21 +367,21 @@ def _curve(each: Mapping[str, Any]) -> Curve:
 
 
 def _time(value: Any) -> float:
-    """Return a value as float; `ValueError` unless it is a finite number above 0."""
+    """Return `value` as float. Raises `ValueError` unless it is a finite number above 0."""
     if not is_finite_number(value) or value <= 0:
         raise ValueError(f"{shorten_repr(value)} is not a number above 0")
     return float(value)
 
 
 def _count(value: Any) -> int:
-    """Return a value; `ValueError` unless it is a whole number above 0."""
+    """Return `value`. Raises `ValueError` unless it is a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{value!r} is not a whole number above 0")
     return value
 
 
 def _text(value: Any) -> str:
-    """Return a value; `ValueError` unless it is a string."""
+    """Return `value`. Raises `ValueError` unless it is a string."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
     return value

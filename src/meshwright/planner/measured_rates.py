@@ -38,28 +38,31 @@ _CALLED = {"send": "send-receive"}
 
 
 def attention_scores(queries: float, keys_seen: float, row: float) -> float:
-    """Return the scores that a head of CPU attention computes. queries: their number; keys_seen: keys that each sees on
-    average; row: tokens of the row.
+    """Return the number of scores that CPU attention computes for one or more heads. queries: number of queries;
+    keys_seen: keys that each attends to on average; row: tokens of the sequence.
 
-    Half a tile more for each query, as all queries of a tile get the keys of its last one.
+    This is half a tile of keys more for each query than it attends to, as all queries of a tile compute the scores of
+    its last one.
     """
     return queries * (keys_seen + 0.5 * min(ATTENTION_TILE, row))
 
 
 def attention_name(head_size: int, piece: int | None = None) -> str:
-    """Return the name of a measured attention curve, such as "attention-64", over the bytes of its float32 scores.
+    """Return the name of a measured attention curve, such as "attention-64"; the curve gives seconds as a function of
+    the bytes of float32 scores.
 
-    head_size: elements of a head; piece: tokens of a rank in ring attention, None without a ring.
+    head_size: elements of a head; piece: tokens of a KV block in ring attention, None without a ring.
     """
     return f"attention-{head_size}" if piece is None else f"ring-{head_size}-{piece}"
 
 
 class MeasuredRates:
-    """Speed of each rank of a probed machine in one precision, while all ranks compute."""
+    """Predictor of the seconds of operations on each rank of a machine that `meshwright probe` measured, in one
+    precision, while all ranks compute."""
 
     def __init__(self, measured: Measured, precision: str, eager: bool = True) -> None:
-        """Prepare the rates of a precision such as "bf16". eager: elementwise work is done by kernels that were
-        measured one by one, not by compiled ones."""
+        """Prepare the predictions for a precision such as "bf16". eager: elementwise operations run as single kernels,
+        which were measured one by one; False for compiled ones."""
         self._measured, self._precision, self._eager = measured, precision, eager
         self._passes: dict[str, Curve | None] = {}
         starts = dict(measured.starts)
@@ -70,15 +73,15 @@ class MeasuredRates:
 
     @classmethod
     def of(cls, measured: Measured | None, precision: str, eager: bool) -> MeasuredRates | None:
-        """Return the rates of a precision such as "bf16"; None where its products or passes were not measured. eager:
-        elementwise kernels run one by one, not compiled."""
+        """Return the rates of a precision such as "bf16"; None if its matrix products or memory-bound kernels were not
+        measured. eager: elementwise operations run as single kernels, not compiled."""
         if measured is None or measured.product(precision) is None:
             return None
         found = cls(measured, precision, eager)
         return found if found.one_pass("add") is not None else None
 
     def seconds(self, one: Operation) -> float | None:
-        """Return the seconds of all calls of an operation; None where its kind was not measured."""
+        """Return the seconds of all calls of an operation; None if its kind was not measured."""
         if one.kind == "product":
             assert one.shape is not None
             return one.count * (self._products(_FORMS[one.phase]).at(*_linear(one)) + self.start)
@@ -98,8 +101,8 @@ class MeasuredRates:
         return one.count * (curve.at(one.bytes) + self.start)
 
     def one_pass(self, name: str) -> Curve | None:
-        """Return the seconds-over-bytes curve of a memory pass such as "add", in the precision, else in float32; None
-        if neither."""
+        """Return the curve (seconds as a function of bytes) of a memory-bound kernel such as "add", in this precision,
+        else in float32; None if neither was measured."""
         if name not in self._passes:
             own = self._measured.one_pass(name, self._precision)
             self._passes[name] = own or self._measured.one_pass(name, "fp32")
@@ -107,20 +110,21 @@ class MeasuredRates:
 
     @property
     def memory(self) -> float:
-        """Bandwidth in bytes a second on large tensors, such as optimizer state."""
+        """Memory bandwidth for large tensors, such as optimizer state, in bytes a second."""
         curve = self._measured.one_pass("copy", "fp32") or self.one_pass("add")
         assert curve is not None
         return curve.sizes[-1] / curve.at(curve.sizes[-1])
 
     def _products(self, form: str) -> Products:
-        """Return the measured products of a form ("forward", "input-gradient", "weight-gradient"), else those of the
-        forward."""
+        """Return the measured matrix products of a form ("forward", "input-gradient", "weight-gradient"), else those of
+        the forward."""
         found = self._measured.product(self._precision, form) or self._measured.product(self._precision)
         assert found is not None
         return found
 
     def _attention(self, one: Operation) -> float | None:
-        """Return the seconds of all calls of attention, forward or backward; None if not measured."""
+        """Return the seconds of all calls of an attention operation, forward or backward; None if attention was not
+        measured."""
         assert one.shape is not None
         way = BACKWARD if one.phase == "input" else ""
         row, keys_seen, size = one.shape
@@ -135,10 +139,10 @@ class MeasuredRates:
         return None if seconds is None else one.count * seconds
 
     def _of_heads(self, scores: float, size: float, way: str, piece: int | None = None) -> float | None:
-        """Return the seconds of attention, interpolated between the measured head sizes; None if not measured.
+        """Return the seconds of attention, interpolated between the two measured head sizes; None if not measured.
 
-        scores: bytes of its scores; size: elements of a head; way: "" forward or "-backward"; piece: tokens of a ring's
-        rank.
+        scores: bytes of its scores; size: elements of a head; way: "" for the forward, "-backward" for the backward;
+        piece: tokens of a KV block in ring attention, None without a ring.
         """
         narrow, wide = (self.one_pass(attention_name(each, piece) + way) for each in HEAD_SIZES)
         if narrow is None or wide is None:
@@ -149,8 +153,8 @@ class MeasuredRates:
 
 
 def _linear(one: Operation) -> tuple[float, float, float]:
-    """Return (tokens, outputs, inputs) of the linear function of which an operation is the forward or a gradient
-    product."""
+    """Return (tokens, outputs, inputs) of the linear layer whose forward, input-gradient or weight-gradient product an
+    operation is."""
     assert one.shape is not None
     rows, columns, inner = (max(1.0, size) for size in one.shape)
     if one.phase == "input":
@@ -162,28 +166,28 @@ def _linear(one: Operation) -> tuple[float, float, float]:
 
 
 class MeasuredCost(NamedTuple):
-    """Seconds of a collective among a number of ranks: a measured curve, scaled to it. sizes: bytes of the vector;
-    seconds: of each size."""
+    """Seconds of a collective as a function of bytes: a measured curve, scaled to a number of ranks. sizes: bytes of
+    the full vector; seconds: for each size."""
 
     sizes: Floats
     seconds: Floats
 
     @classmethod
     def of(cls, curve: Curve, scale: float = 1.0) -> MeasuredCost:
-        """Return the cost that a measured curve gives, its seconds multiplied by `scale`."""
+        """Return the cost function of a measured curve, with its seconds multiplied by `scale`."""
         return cls(np.array(curve.sizes), scale * np.maximum.accumulate(curve.seconds))
 
     def at(self, size: Any) -> Any:
-        """Return the seconds for a vector of `size` bytes (or of each of several), interpolated; beyond the largest
-        proportional."""
+        """Return the seconds of the collective on a vector of `size` bytes (a number or an array), interpolated between
+        measured sizes; beyond the largest, proportional to size."""
         beyond = np.maximum(1.0, np.asarray(size) / self.sizes[-1])
         seconds = np.interp(size, self.sizes, self.seconds) * beyond * (np.asarray(size) > 0)
         return seconds if np.ndim(size) else float(seconds)
 
 
 def measured_cost(measured: Measured, operation: str, ranks: int, nodes: int) -> MeasuredCost | None:
-    """Return the cost of a collective among `ranks` ranks on `nodes` nodes, scaled from the nearest measured number of
-    ranks; None if it was not measured. operation: such as "all-reduce"."""
+    """Return the cost function of a collective among `ranks` ranks on `nodes` nodes, scaled from the nearest measured
+    number of ranks; None if it was not measured. operation: such as "all-reduce"."""
     place = "inside" if nodes == 1 else "across" if ranks == nodes else "world"
     name = _CALLED.get(operation, operation)
     found = [each for each in measured.collectives if (each.operation, each.place) == (name, place)]
@@ -196,19 +200,21 @@ def measured_cost(measured: Measured, operation: str, ranks: int, nodes: int) ->
 
 
 def _sent(ranks: int) -> float:
-    """Return the share of a vector that each of `ranks` ranks sends in a collective; an all-reduce sends twice that."""
+    """Return the fraction (n - 1) / n of a vector that each of `ranks` ranks sends in a collective; an all-reduce sends
+    twice that."""
     return (ranks - 1) / ranks
 
 
 class Chosen:
-    """Costs of a collective for many candidate layouts at once. costs: of each distinct group of ranks; which: index
-    into them, by candidate."""
+    """Cost function of a collective for many candidate layouts at once. costs: the cost function of each distinct group
+    of ranks; which [candidates]: index into `costs`."""
 
     def __init__(self, costs: Sequence[Any], which: Any) -> None:
         self._costs, self._which = costs, which
 
     def at(self, size: Any) -> Any:
-        """Return the seconds of a collective on `size` bytes for each candidate layout: [..., candidates]."""
+        """Return the seconds of the collective for each candidate layout: [..., candidates]. size: bytes of the full
+        vector, a number or an array [..., candidates]."""
         sizes = np.asarray(size, dtype=np.float64)
         sizes = np.broadcast_to(sizes, np.broadcast_shapes(sizes.shape, self._which.shape))
         seconds = np.zeros(sizes.shape)

@@ -37,16 +37,16 @@ SLACK = 0.05
 
 
 def slack(cluster: Cluster) -> float:
-    """Return the share of the predicted peak that a device of the cluster holds beyond it, unexplained: allocator
-    fragmentation on CUDA, and what finished runs showed."""
+    """Return the memory that a device holds in addition to the predicted peak, as a fraction of it: allocator
+    fragmentation on CUDA, and the unexplained memory of the cluster's finished runs."""
     found = cluster.calibration
     shown = 0.0 if found is None or found.unexplained_share is None else found.unexplained_share
     return max(0.0, (SLACK if cluster.kind == "cuda" else 0.0) + shown)
 
 
 def context_bytes(problem: Problem) -> int:
-    """Return the bytes that a process holds in addition to tensors: at most, of the CUDA context; on a CPU as measured
-    on the machine."""
+    """Return the bytes that a process holds in addition to tensors: on CUDA an upper bound of the context's, on a CPU
+    those measured on the machine (interpreter, libraries)."""
     return int(CUDA_CONTEXT[1]) if problem.cluster.kind == "cuda" else sum(size for _, size in problem.process)
 
 
@@ -57,12 +57,12 @@ class RankMemory:
     Attributes:
         pp_rank: Pipeline rank.
         items: Tensors at the peak.
-        peak_bytes: As PyTorch's allocator counts.
-        moment: Name of the snapshot, such as "layers.3.mlp: backward".
-        framework_bytes: Held beside it by the CUDA context; on a CPU by interpreter and libraries.
-        slack_bytes: Held beside it and unexplained.
-        exact: Tensor by tensor, not in closed form.
-        compiled: Priced as compiled blocks.
+        peak_bytes: Sum of the items, as PyTorch's allocator counts.
+        moment: Name of the memory snapshot, such as "layers.3.mlp: backward".
+        framework_bytes: Held in addition by the CUDA context; on a CPU by interpreter and libraries.
+        slack_bytes: Held in addition and unexplained, such as by fragmentation.
+        exact: True if counted tensor by tensor, not in closed form.
+        compiled: True if predicted for compiled blocks.
     """
 
     pp_rank: int
@@ -76,7 +76,7 @@ class RankMemory:
 
     @property
     def device_bytes(self) -> int:
-        """Total bytes on the device."""
+        """Total bytes on the device: tensors, framework and slack."""
         return self.peak_bytes + self.framework_bytes + self.slack_bytes
 
     def by_category(self) -> dict[str, int]:
@@ -89,7 +89,8 @@ class RankMemory:
         return found
 
     def gib(self) -> dict[str, float]:
-        """Return the GiB of each category; they add up to the peak."""
+        """Return the GiB of each category, of their sum "peak", and of "framework" and "unexplained", which are not
+        part of the peak; "workspace" includes communication and logits."""
         found = self.by_category()
         parts = {name: found[name] / GIB for name in CONTRACT}
         parts["workspace"] += (found["communication"] + found["logits"]) / GIB
@@ -98,8 +99,8 @@ class RankMemory:
 
 
 def by_layers(items: Iterable[Item]) -> list[Item]:
-    """Merge ledger items of layers that differ only in the layer's number, such as `layers.0.mlp.up.input`; return
-    items, largest first."""
+    """Merge ledger items that differ only in the layer's number, such as `layers.0.mlp.up.input`, and add up their
+    bytes; return the items, largest first."""
     found: dict[tuple[str, ...], list[Item]] = {}
     numbers: dict[tuple[str, ...], list[int]] = {}
     for item in items:
@@ -119,7 +120,7 @@ def by_layers(items: Iterable[Item]) -> list[Item]:
 
 @lru_cache(maxsize=256)
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
-    """Return the memory of a pipeline rank at its peak. `UserError` for an infeasible layout."""
+    """Return the memory of a pipeline rank at its peak. Raises `UserError` for an infeasible layout."""
     context = context_bytes(problem)
     if problem.engine.name == "meshwright":
         found = ledger(
@@ -142,9 +143,10 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
 
 
 def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:
-    """Return the pipeline ranks whose memory differs: the first and the last of each set with equal stages.
+    """Return the pipeline ranks whose memory is to be computed: of each set of ranks with equal stages, the first and
+    the last.
 
-    One of the two has most micro-batches in flight; the others are between them.
+    One of the two has most micro-batches in flight; the others of the set are between them.
     """
     found: dict[tuple[object, ...], list[int]] = {}
     for rank, place in enumerate(stages_at(problem, layout)):
@@ -154,7 +156,8 @@ def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:
 
 
 def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
-    """Return the stages of each pipeline rank, a list a rank; with two replicas, those of both."""
+    """Return the pipeline stages of each pipeline rank, one list per rank; under a bidirectional schedule, those of
+    both replicas."""
     if layout.schedule in SCHEDULE_CHUNKS and layout.schedule != "auto":
         places = places_of(layout.schedule, layout.pp, layout.chunks)
     else:  # a program of one's own puts them where it likes
@@ -164,8 +167,8 @@ def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
 
 
 def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]:
-    """Yield the memory of a pipeline rank under another engine, by its published closed forms, as items that add up to
-    its peak."""
+    """Yield the memory of a pipeline rank under another engine (framework) than Meshwright, by its published closed
+    forms, as items that add up to its peak."""
     config, engine, sequence = problem.config, problem.engine, problem.sequence
     x = ITEMSIZE[problem.precision]
     place = stages_at(problem, layout)[pp_rank]
@@ -211,7 +214,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
 
 
 def _line(category: str, name: str, size: float) -> Item:
-    """Return an item of `size` bytes without shape and stage, allocated for the whole step."""
+    """Return a ledger item of `size` bytes without shape and stage, allocated for the whole step."""
     return Item(category, name, (), "", round(size), None, "start", "end")
 
 

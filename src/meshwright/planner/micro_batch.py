@@ -35,21 +35,24 @@ _PHASE = {"forward": 0, "again": 1, "input": 1, "weight": 2}
 
 
 def layer_kinds(config: ModelConfig, stage: Stage) -> Counter[LayerKind]:
-    """Return the number of layers of each kind, (attention window, has experts), in a stage."""
+    """Return the number of layers of each kind in a stage. Kind: (attention window in tokens or None, True for a
+    mixture of experts)."""
     return Counter((config.layer_window(layer), config.has_experts(layer)) for layer in stage.layers)
 
 
 @lru_cache(maxsize=64)
 def layer_examples(config: ModelConfig) -> dict[LayerKind, int]:
-    """Return the index of the first layer of each kind, (attention window, has experts)."""
+    """Return the index of the first layer of each kind. Kind: (attention window in tokens or None, True for a mixture
+    of experts)."""
     return {(config.layer_window(at), config.has_experts(at)): at for at in reversed(range(config.layers))}
 
 
 class MicroBatch:
-    """Predicted seconds of one micro-batch of `rows` sequences on a rank, in pieces that add up to any stage.
+    """Predictor of the seconds of one micro-batch of `rows` sequences on a rank, for a layer, the embedding or the
+    head; their sum is the time of any pipeline stage.
 
-    Results are arrays [phases, parts]: forward, input gradients (with recompute), weight gradients; compute, tensor,
-    context, expert, data.
+    Results are arrays [3 phases, 5 parts]. Phases: forward, input gradients (with recompute), weight gradients. Parts:
+    compute, and exposed communication of tp (tensor), cp (context), ep (expert) and dp (data).
     """
 
     def __init__(
@@ -66,11 +69,12 @@ class MicroBatch:
         in_place: Floats = AS_ADDED,
         pairs: bool = False,
     ) -> None:
-        """Prepare the prices of a layout's micro-batch.
+        """Prepare the predictions for a layout.
 
-        rows, sequence: sequences of the micro-batch, tokens of each; itemsize: bytes of an activation; documents: in a
-        sequence, on average; in_place [parts]: how much longer each part takes than its pieces timed alone; pairs:
-        training on response pairs.
+        rows, sequence: sequences of the micro-batch, tokens of each; collectives, rates: speeds of communication and
+        computation; itemsize: bytes of an activation's element; documents: average number packed into a sequence;
+        in_place [parts]: factor by which each part takes longer in a step than operations timed alone; pairs: training
+        on response pairs.
         """
         self.in_place, self.pairs = in_place, pairs
         self.config, self.layout, self.collectives, self.rates = config, layout, collectives, rates
@@ -80,30 +84,34 @@ class MicroBatch:
         self._pieces: dict[tuple[LayerKind | str, bool], Floats] = {}
 
     def layer(self, kind: LayerKind) -> Floats:
-        """Return the seconds of one layer of a kind, (attention window, has experts): [phases, parts]."""
+        """Return the seconds of one layer as an array [phases (forward, input gradients, weight gradients), parts
+        (compute, tensor, context, expert, data)]. kind: (attention window or None, True for a mixture of experts)."""
         at = layer_examples(self.config)[kind]
         return self._piece(kind, Stage(0, range(at, at + 1), first=False, last=False))
 
     def first(self) -> Floats:
-        """Return the seconds of the embedding: [phases, parts]."""
+        """Return the seconds of the embedding, in the first stage, as an array [phases (forward, input gradients,
+        weight gradients), parts (compute, tensor, context, expert, data)]."""
         return self._piece("first", Stage(0, range(0), first=True, last=False))
 
     def last(self, kept: bool) -> Floats:
-        """Return the seconds of final norm, head and loss: [phases, parts]. kept: gradients are formed in the forward,
-        so logits are not computed again."""
+        """Return the seconds of final norm, head and loss, in the last stage, as an array [phases (forward, input
+        gradients, weight gradients), parts (compute, tensor, context, expert, data)]. kept: True if the head's
+        gradients are computed in the forward and saved; else the logits are recomputed in the backward."""
         return self._piece("last", Stage(0, range(0), first=False, last=True), kept)
 
     def keeps(self, stage: Stage, at_once: bool) -> bool:
-        """Return True if the last stage forms its head's gradients in the forward and saves them. at_once: the stage's
-        backward directly follows its forward."""
+        """Return True if the last stage computes its head's gradients in the forward and saves them. at_once: the
+        stage's backward directly follows its forward."""
         config, layout = self.config, self.layout
         widest = min(-(-config.vocabulary // layout.tp), config.vocabulary)
         tokens = self.rows * self.sequence // layout.cp
         return not self.pairs and keeps_head_gradient(tokens, widest, len(stage.layers), layout.recompute, at_once)
 
     def stage(self, stage: Stage, at_once: bool) -> Floats:
-        """Return the seconds of a micro-batch in a whole stage: [phases, parts]. at_once: its backward directly follows
-        its forward."""
+        """Return the seconds of a micro-batch in a whole stage as an array [phases (forward, input gradients, weight
+        gradients), parts (compute, tensor, context, expert, data)]. at_once: the stage's backward directly follows its
+        forward."""
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS)))
         for kind, count in layer_kinds(self.config, stage).items():
             found += count * self.layer(kind)
@@ -114,16 +122,17 @@ class MicroBatch:
         return found
 
     def _piece(self, name: LayerKind | str, stage: Stage, at_once: bool = True) -> Floats:
-        """Return the seconds of a piece, cached: [phases, parts]. name: layer kind, "first" or "last"; stage: one with
-        only that piece; at_once: of the last piece, gradients are formed in the forward."""
+        """Return the seconds of a layer, the embedding or the head, cached, as an array [phases, parts] (see `stage`).
+        name: layer kind, "first" (embedding) or "last" (head); stage: a stage with only that; at_once: the head's
+        gradients are computed in the forward."""
         key = name, at_once
         if key not in self._pieces:
             self._pieces[key] = self._priced(stage, at_once)
         return self._pieces[key]
 
     def _priced(self, stage: Stage, at_once: bool) -> Floats:
-        """Return the seconds of a micro-batch in a stage, exposed communication included: [phases, parts]. at_once: its
-        backward directly follows its forward."""
+        """Return the seconds of a micro-batch in a stage, exposed communication included, as an array [phases, parts]
+        (see `stage`). at_once: the stage's backward directly follows its forward."""
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS)))
         arguments = self.config, self.layout, self.rows, self.sequence, stage, self.engine
         # Seconds of attention in each phase, of weight gradients, and of products.
@@ -172,12 +181,12 @@ def zero_waits(
     back: Floats,
     share: Floats | float,
 ) -> tuple[Floats, Floats]:
-    """Return the exposed seconds of (a stage's forward, its backward) that ZeRO-2 and 3 add, with prefetch of one
-    layer.
+    """Return the exposed seconds of (forward, backward) that ZeRO-2 and 3 add to a stage's micro-batch, with prefetch
+    of one layer: the first all-gather, and what the others exceed a layer's computation by.
 
-    The first all-gather, and of the others what exceeds a layer's computation. gather, scatter: seconds of a layer's
-    all-gather and reduce-scatter; layers: of the stage; forward, back: seconds of the stage's computation; share:
-    slow-down of overlapped computation, as a share of the communication's seconds.
+    gather, scatter: seconds of a layer's all-gather and reduce-scatter; layers: number in the stage; forward, back:
+    seconds of the stage's computation; share: slow-down of overlapped computation, as a fraction of the communication's
+    seconds.
     """
     waited = gather + (layers - 1) * np.maximum(0.0, gather - forward / layers)
     both = gather + scatter

@@ -29,14 +29,15 @@ DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "flo
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Saved-activation bytes of one micro-batch on a rank.
+    """Bytes of saved activations of one micro-batch on a rank.
 
     Attributes:
         layers: Of a layer, by kind (attention window, has experts).
-        split: Of a layer of which only weight gradients are left, by kind.
-        first: Of the first stage beside its layers.
-        last: Of the last stage beside its layers.
-        head: Gradient of the head's weight, saved for each micro-batch unless backwards follow at once.
+        split: Of a layer whose weight gradients are queued and whose input gradients are done, by kind.
+        first: Of the first stage outside its layers.
+        last: Of the last stage outside its layers.
+        head: Gradient of the head's weight, saved for each micro-batch unless its backward directly follows its
+            forward.
         passing: Temporaries while a layer or the loss is computed.
     """
 
@@ -49,7 +50,8 @@ class Kept:
 
 
 class KeptBytes:
-    """Saved-activation bytes of candidate stage layouts under an engine, scaled from those of one sequence."""
+    """Predictor of the saved-activation bytes of a micro-batch under candidate layouts, scaled from those of one
+    sequence. problem: model, cluster, sequence length and training engine."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -61,8 +63,8 @@ class KeptBytes:
         self._rows: dict[Layout, Kept] = {}
 
     def of(self, way: Way) -> Kept:
-        """Return the saved-activation bytes of a micro-batch. way: layout of a stage, and sequences of the
-        micro-batch."""
+        """Return the saved-activation bytes of a micro-batch on a rank. way: layout of a stage, and number of sequences
+        of the micro-batch."""
         if way.layout not in self._rows:
             self._rows[way.layout] = self._row(way.layout)
         row, rows = self._rows[way.layout], way.rows
@@ -74,7 +76,8 @@ class KeptBytes:
         return Kept(layers, split, rows * row.first, rows * row.last, head, passing)
 
     def _row(self, layout: Layout) -> Kept:
-        """Return the saved-activation bytes of a micro-batch of one sequence under a stage's layout."""
+        """Return the saved-activation bytes of a micro-batch of one sequence on a rank; `head` and `logits` are not
+        included. layout: of a stage."""
         sequence, config = self.problem.sequence, self.problem.config
         stream = float(sequence // layout.cp * config.hidden * self.x)
         stream /= layout.tp if layout.tensor_sequence_parallel else 1
@@ -84,6 +87,8 @@ class KeptBytes:
             published = PUBLISHED.get(engine.name, PUBLISHED["megatron"])
 
             def kept(kind: LayerKind, of: Layout) -> float:
+                """Return the bytes that a layer of a kind saves under layout `of`, by the engine's published closed
+                form."""
                 shape = LayerShape(1, sequence, config, of, flash, engine.dropout, kind[1])
                 return sum(size for _, size in published.kept(shape)) * self.x / 2
 
@@ -94,12 +99,14 @@ class KeptBytes:
         sizes = local_sizes(config, layout, 1, sequence, masked, self.dtype, self.device)
 
         def tensors(of: Layout, stage: Stage) -> list[Saved]:
+            """Return the activations that a stage saves of one sequence under layout `of`."""
             return saved_activations(
                 config, of, 1, sequence, stage=stage, parameter_dtype=self.dtype, device=self.device, documents=masked,
                 compiled=self.problem.compile,
             )  # fmt: skip
 
         def saved(of: Layout, stage: Stage) -> float:
+            """Return the bytes of the activations that a stage saves of one sequence under layout `of`."""
             return sum(each.bytes for each in tensors(of, stage))
 
         empty = saved(layout, Stage(1, range(0), first=False, last=False))
@@ -128,7 +135,7 @@ class KeptBytes:
 
     def head(self, layout: Layout, rows: int = 1) -> float:
         """Return the bytes of the gradient of the head's weight. layout: of a stage; rows: sequences of the
-        micro-batch, which decide whether it is summed in float32."""
+        micro-batch; with several chunks of the loss, the gradient is summed in float32."""
         config = self.problem.config
         if config.head not in ("next", "masked"):
             return 0.0
@@ -138,8 +145,8 @@ class KeptBytes:
         return float(width * config.hidden * (self.x if len(chunks) == 1 else 4))
 
     def logits(self, way: Way) -> float:
-        """Return the peak bytes of logits and of the head's gradient. way: layout of a stage, and sequences of a
-        micro-batch."""
+        """Return the peak bytes of logits and of the head's gradient while the loss is computed. way: layout of a
+        stage, and number of sequences of a micro-batch."""
         config, layout = self.problem.config, way.layout
         tokens = count_predictions(config, way.rows, self.problem.sequence) // layout.cp
         if config.head not in ("next", "masked"):
@@ -154,7 +161,11 @@ class KeptBytes:
 
 class KeptOfWays:
     """Saved-activation bytes of many candidates, (stage layout, sequences of a micro-batch), as arrays: `layer` and
-    `queued_layer` [ways, kinds of layers]; `first`, `last`, `head` and `passing` [ways]."""
+    `queued_layer` (only weight gradients left) [candidates, kinds of layers]; `first`, `last`, `head` and `passing`
+    [candidates]: see `Kept`.
+
+    ways: the candidates; kinds: kinds of layers, (attention window, has experts).
+    """
 
     def __init__(self, problem: Problem, ways: Sequence[Way], kinds: Sequence[LayerKind]) -> None:
         of = KeptBytes(problem)
@@ -167,7 +178,8 @@ class KeptOfWays:
 
 
 def bytes_each(problem: Problem) -> StateBytes:
-    """Return the bytes of weight, gradient and optimizer state of a parameter, unsharded."""
+    """Return the bytes of weight, gradient and optimizer state (with fp32 master weight) of one parameter,
+    unsharded."""
     narrow = problem.precision not in ("fp32", "tf32")
     gradients = problem.engine.gradient_bytes if narrow else 4  # ours sums in float32
     masters = 4.0 if narrow else 0.0
@@ -177,8 +189,8 @@ def bytes_each(problem: Problem) -> StateBytes:
 
 
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:
-    """Return the bytes of parameters, gradients and optimizer state of `numel` parameters on a rank. zero: level;
-    shards: ranks that ZeRO shards them over."""
+    """Return the total bytes of parameters, gradients and optimizer state on a rank. numel: number of parameters,
+    unsharded; zero: ZeRO stage; shards: number of ranks over which ZeRO shards."""
     each = bytes_each(problem)
     return (
         numel * each.weights / (shards if zero == 3 else 1)

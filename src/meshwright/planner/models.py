@@ -31,7 +31,7 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
     """Return the model config that `wanted` describes: a preset's name, a Hugging Face directory, a config.json or its
     content, or a recipe's path.
 
-    `UserError` with the nearest name if unknown, or with what cannot be priced.
+    Raises `UserError` for an unknown model, with the most similar name, or for one that cannot be planned.
     """
     if isinstance(wanted, ModelConfig):
         return wanted
@@ -55,10 +55,10 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
 
 
 def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | None:
-    """Return a note if a Hugging Face configuration names code or an architecture other than the one that is priced,
-    else None.
+    """Return a note if a Hugging Face configuration names code or an architecture other than the one that is planned
+    for; else None.
 
-    wanted: preset's name, directory, config.json or its content, checked already.
+    wanted: preset's name, directory, config.json or its content, which `model_of` accepted.
     """
     if isinstance(wanted, ModelConfig) or str(wanted) in PRESETS:
         return None
@@ -68,25 +68,25 @@ def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]
 
 
 def is_recipe(wanted: object) -> bool:
-    """Return True if the argument is a recipe or the path of one."""
+    """Return True if `wanted` is the path of a recipe (a .toml file)."""
     return isinstance(wanted, (str, Path)) and Path(wanted).suffix == ".toml"
 
 
 def recipe_of(wanted: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load the recipe of a file, with KEY=VALUE overrides as on the command line."""
+    """Load the recipe at a path. overrides: KEY=VALUE texts as on the command line."""
     from meshwright.recipe import load_recipe
 
     return load_recipe(wanted, overrides)
 
 
 def layout_of_recipe(recipe: Recipe) -> Layout | None:
-    """Return the layout that a recipe names; None for "auto", where the planner is to choose."""
+    """Return the layout that a recipe names; None for "auto", where the planner chooses."""
     return None if recipe.layout == "auto" else recipe.parsed_layout
 
 
 def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a request with None replaced by the recipe's values. given: by the names "sequence",
-    "batch", "optimizer" and "compile"."""
+    """Return the planning options `given` with each None replaced by the recipe's value. given: values by the names
+    "sequence", "batch", "optimizer" and "compile"."""
     own = {
         "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
         "compile": recipe.train.compile,
@@ -95,9 +95,10 @@ def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, An
 
 
 def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
-    """Return the model config of a recipe, and a line on what was assumed about its vocabulary, None if nothing.
+    """Return (model config of a recipe, line on what was assumed about its vocabulary, None if nothing).
 
-    A tokenizer still to be trained counts with its maximum vocabulary. `UserError` if the size is unknown.
+    For a tokenizer that is still to be trained, its maximum vocabulary is assumed. Raises `UserError` if the size is
+    unknown.
     """
     model, data = recipe.model, recipe.data
     assumed = None
@@ -117,8 +118,8 @@ def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
 
 
 def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]:
-    """Return (vocabulary size, assumption or None) of a tokenizer's path; of the preset where the path cannot be read.
-    `UserError` where there is no preset either."""
+    """Return (vocabulary size, assumption as text or None) for a tokenizer's path; the size of the preset if the path
+    cannot be read. Raises `UserError` if there is no preset either."""
     try:
         return tokens_of(tokenizer), None
     except UserError as error:
@@ -129,8 +130,8 @@ def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]
 
 
 def tokens_of(tokenizer: str) -> int:
-    """Return the vocabulary size (highest id + 1) of a tokenizer. tokenizer: path of a tokenizer.json or its directory.
-    `UserError` if unreadable."""
+    """Return the vocabulary size (highest token id + 1) of a tokenizer. tokenizer: path of a tokenizer.json or its
+    directory. Raises `UserError` if it is unreadable."""
     path = Path(tokenizer).expanduser()
     try:
         file = path / "tokenizer.json" if path.is_dir() else path

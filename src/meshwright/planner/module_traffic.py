@@ -23,11 +23,11 @@ def module_calls(
     copied: int = 0,
     looked_at: int = 0,
 ) -> Counter[tuple[str, str]]:
-    """Return the bytes that `rank` sends in one step of a user's own module, by (call site, axis).
+    """Return the bytes that `rank` sends in one training step of a user's own module, by (call site, axis).
 
-    table: its parameters; work: sizes of the step; held: units, beside the rest of the module, that stay gathered for a
-    whole micro-batch, as they are used outside their modules; averaged, copied: elements of float and of integer
-    buffers that change in a step; looked_at: buffers whose change ranks report.
+    table: the module's parameters; work: sizes of the step; held: FSDP units that stay gathered for a whole
+    micro-batch, as they are used outside their modules; averaged, copied: elements of float and of integer buffers that
+    change in a step; looked_at: number of buffers for which ranks report if they changed.
     """
     step = _ModuleStep(table, ModulePartition.whole(table), layout, work, rank)
     return step.step({REST, *held}, averaged, copied, looked_at)
@@ -37,10 +37,10 @@ class _ModuleStep(DataCalls):
     """Counter of the bytes that one rank sends in a training step of a user's own module."""
 
     def step(self, held: Collection[str], averaged: int, copied: int, looked_at: int) -> Counter[tuple[str, str]]:
-        """Add all calls of the step; return bytes by (call site, axis).
+        """Count all calls of the step; return bytes sent by (call site, axis).
 
-        held: units that stay gathered for a whole micro-batch; averaged, copied: elements of float and of integer
-        buffers that change in a step; looked_at: buffers whose change ranks report.
+        held: FSDP units that stay gathered for a whole micro-batch; averaged, copied: elements of float and of integer
+        buffers that change in a step; looked_at: number of buffers for which ranks report if they changed.
         """
         passes = self.layout.micro_batches
         self.reduce("data.targets", "data", 1, 8)
@@ -54,8 +54,8 @@ class _ModuleStep(DataCalls):
         return self.sent
 
     def gathers(self, held: Collection[str], passes: int) -> None:
-        """Add ZeRO-3's all-gathers: `held` units once a micro-batch, others in forward and backward (the last only
-        once). passes: micro-batches of the step."""
+        """Count the bytes sent by ZeRO-3's parameter all-gathers: one a micro-batch for the FSDP units in `held` and
+        for the last unit, two (forward, backward) for others. passes: micro-batches of the step."""
         if self.zero("dense") < 3:
             return
         others = [unit for unit in self.table.units if unit not in held]

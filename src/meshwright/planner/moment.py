@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Reduction(NamedTuple):
-    """A posted gradient reduction. flat: flat buffer whose gradient it sums; later: of a micro-batch after the first,
-    so its result is accumulated."""
+    """A gradient reduction in flight. flat: the flat parameter buffer whose gradient is reduced; later: it is of a
+    micro-batch after the first, so its result is accumulated."""
 
     flat: Flat
     later: bool
@@ -24,9 +24,10 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """State of a stage when a backward begins.
+    """State of a pipeline stage when a backward begins.
 
-    later: it is not the first of the step; last: it is the last through this stage; before: reductions in flight.
+    later: the backward is not the first of the step; last: it is the last through this stage; before: gradient
+    reductions in flight.
     """
 
     later: bool
@@ -39,15 +40,15 @@ FIRST_AND_LAST = Ways(later=False, last=True)
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A memory snapshot of a stage.
+    """A memory snapshot of a pipeline stage: the tensors that are allocated at one point of a forward or backward.
 
     Attributes:
         name: Such as "layers.3: forward".
         kept: Bytes of the stage's own saved activations of this micro-batch.
         extras: Other tensors.
-        part: The stage; None where it has none.
+        part: Predictor of the stage's snapshots; None for one without saved activations.
         place: Index of the unit (layer, embedding, head) being computed.
-        back: It is in the backward.
+        back: True in the backward.
     """
 
     name: str
@@ -63,9 +64,9 @@ class Moment:
         return self.kept + sum(extra.bytes for extra in self.extras)
 
     def beside(self, more: Sequence[Extra]) -> Moment:
-        """Return the snapshot with further tensors, `more`, in memory."""
+        """Return a copy of the snapshot with the tensors `more` added."""
         return replace(self, extras=(*self.extras, *more)) if more else self
 
     def saved(self) -> list[Saved]:
-        """Return the saved activations that `kept` counts."""
+        """Return the saved activations whose bytes `kept` sums."""
         return [] if self.part is None else self.part.saved_at(self.place, self.back)

@@ -1,8 +1,4 @@
-"""The moments of a stage's forward and backward at which memory may be highest: how much there is then beside what
-stays from step to step and what other micro-batches keep. Closed forms, in the order in which autograd frees.
-
-Temporaries are the tensors of the engine's operations at full size; inside kernels only CPU attention's tiles count.
-"""
+"""Memory snapshots of a stage's forward and backward at which the peak may be, in closed form, as autograd frees."""
 
 from __future__ import annotations
 
@@ -33,9 +29,9 @@ OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "
 
 
 def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int, attention: bool = True) -> int:
-    """Return the bytes of a layer's queued weight gradients: inputs of its products, gradients of their results.
+    """Return the bytes that a layer's queued weight gradients keep: its products' inputs and output gradients.
 
-    whole: saved activations without recompute; x: bytes of an element; attention: include attention's products.
+    at: sizes; whole: saved activations without recompute; x: bytes of an element; attention: include its products.
     """
     config, layout = at.config, at.layout
     names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
@@ -59,11 +55,12 @@ def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int, attentio
 
 
 class StageMoments:
-    """Memory snapshots of a stage on one rank.
+    """Generator of the memory snapshots of a stage's forward and backward on one rank. at: sizes of a micro-batch.
 
-    saved: saved activations of its forward (`saved_activations`); whole: the same without recompute; flats: flat
-    buffers by unit; pooled: unsharded gradient buffers kept from layer to layer; tied: head and embedding share a
-    matrix; compiled: blocks, final norm and loss are compiled; queued: weight gradients of split backwards are queued.
+    A unit is a layer, the embedding or the head. saved: saved activations of the forward; whole: the same without
+    recompute; flats: flat buffers by unit; pooled: unsharded gradient buffers reused by layers (size -> count); tied:
+    head and embedding share a matrix; compiled: blocks, norm and loss are compiled; queued: split backwards queue
+    weight grads.
     """
 
     def __init__(
@@ -105,20 +102,21 @@ class StageMoments:
         return self._unit.get(".".join(saved.name.split(".")[:2]), -1)
 
     def _by_unit(self, saved: Sequence[Saved]) -> list[int]:
-        """Return the saved bytes by index of the unit; the last entry: of no unit."""
+        """Return the saved bytes by index of the unit; the last entry is of activations that belong to no unit."""
         found = [0] * (len(self.units) + 1)
         for each in saved:
             found[self._place(each)] += each.bytes
         return found
 
     def saved_at(self, place: int, back: bool) -> list[Saved]:
-        """Return the activations that are saved when the forward (`back`: the backward) reaches unit `place`."""
+        """Return the saved activations in memory when the forward (`back`: the backward) is at unit `place`: the index
+        of a layer, the embedding or the head."""
         return [
             each for each in self.saved if self._place(each) < place + back or (back and _of_loss(each))
         ]  # what the loss keeps stays until the whole backward is over
 
     def forward(self) -> Iterator[Moment]:
-        """Yield the snapshots of the forward of one micro-batch."""
+        """Yield the memory snapshots of the forward of one micro-batch."""
         before = self.of_unit[-1]
         for place, unit in enumerate(self.units):
             gathered = self._gathered(place, +1)
@@ -131,7 +129,7 @@ class StageMoments:
             yield Moment("end of forward", before, out, self, len(self.units))
 
     def _layer_forward(self, place: int) -> Iterator[Extra]:
-        """Yield the tensors in memory while unit `place` computes its forward."""
+        """Yield the tensors in memory during the forward of the unit with index `place`, a layer or an embedding."""
         unit = self.units[place]
         if not unit.startswith("layers."):
             yield Extra("workspace", f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
@@ -146,8 +144,8 @@ class StageMoments:
             yield Extra("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
 
     def _losses(self, again: bool = False) -> list[tuple[str, list[Extra]]]:
-        """Return (snapshot name, tensors) of the loss at its last chunk's logits, and as it adds to the gradient of the
-        head's weight. again: in the backward, as the forward kept neither gradient."""
+        """Return (snapshot name, tensors) of the loss: at the logits of its last chunk, and when the head's weight
+        gradient is added. again: in the backward, since the forward saved no gradient."""
         config, at = self.at.config, self.at
         states = [Extra("activations", "output of the last layer", self.stream)] if config.encoder else []
         if config.head not in ("next", "masked"):
@@ -175,7 +173,7 @@ class StageMoments:
         return found
 
     def backward(self, split: bool = False, ways: Ways = FIRST_AND_LAST) -> Iterator[Moment]:
-        """Yield the snapshots of a backward that begins in state `ways`. split: only input gradients are computed."""
+        """Yield the snapshots of a backward that begins in state `ways`. split: it computes only input gradients."""
         left = self.kept
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
@@ -206,20 +204,20 @@ class StageMoments:
             yield Moment("input gradients", left, (waiting, *ends, *self.under_way(ways.before)), self, 0, True)
 
     def weight_gradients(self, ways: Ways) -> Iterator[Moment]:
-        """Yield the snapshots of the pass that computes queued weight gradients, begun in state `ways`."""
+        """Yield the snapshots of the pass that computes queued weight gradients, which begins in state `ways`."""
         widest = max(self._weight_bytes(), default=0)
         extras = () if self.fused else (Extra("workspace", "weight gradient", widest),)
         around = [*self.under_way([*ways.before, *self.reduced(ways, True)]), *self._opened(0)]
         yield Moment("weight gradients", 0, (*extras, *around))
 
     def _weight_bytes(self) -> Iterator[int]:
-        """Yield the bytes of the QKV product's and the first MLP product's weight on this rank."""
+        """Yield the bytes of the weight of the QKV product and of the first MLP product on this rank."""
         config, tp = self.at.config, self.at.layout.tp
         yield (self.at.heads + 2 * self.at.kv_heads) * config.head_dim * config.hidden * self.x
         yield config.intermediate // tp * (2 if config.gated else 1) * config.hidden * self.x
 
     def _unit_backward(self, place: int, split: bool) -> Iterator[tuple[str, list[Extra]]]:
-        """Yield (snapshot name, tensors) of unit `place`'s backward; split: only its input gradients."""
+        """Yield (snapshot name, tensors) of the backward of unit `place` (index); split: input gradients only."""
         unit = self.units[place]
         if unit == "head":
             if self.at.config.encoder:
@@ -249,8 +247,8 @@ class StageMoments:
             yield "", [*self._table_backward(unit)]
 
     def _beside(self, unit: str) -> int:
-        """Return the bytes that recompute of a layer leaves beside what it makes: a narrow input of norms, and results
-        that nothing reads again. unit: "layers.N"."""
+        """Return the bytes of a layer's saved activations that stay in addition to the recomputed ones: its narrow
+        input, and results that the backward never reads. unit: "layers.N"."""
         if self.at.layout.recompute == "none":
             return 0
         names = [f"{unit}.input"] if self.x < self.wide else []
@@ -262,7 +260,7 @@ class StageMoments:
         return sum(each.bytes for each in self.saved if each.name in names)
 
     def _loss_backward(self) -> Iterator[Extra]:
-        """Yield the gradients, of the head's input and weight, and their copies that the loss's backward makes."""
+        """Yield the gradients of the head's input and weight, and their copies, that the loss's backward allocates."""
         config = self.at.config
         hidden = self.predicted * config.hidden
         both = self.x if self.x == self.wide else self.x + self.wide
@@ -277,7 +275,7 @@ class StageMoments:
             yield Extra("activations", "gradient of the head's input, unscaled", hidden * self.x)
 
     def _table_backward(self, unit: str) -> Iterator[Extra]:
-        """Yield the temporaries of the backward of a lookup table, such as "embedding", which sums in float32."""
+        """Yield the temporaries of the backward of a lookup table, unit "embedding" or so, which sums in float32."""
         config = self.at.config
         tables = {"positions": config.max_positions, "token_types": config.token_types}
         rows = tables.get(unit, -(-config.vocabulary // self.at.layout.tp))
@@ -288,7 +286,7 @@ class StageMoments:
         yield Extra("gradients", f"{unit} upcast gradient", rows * config.hidden * self.wide)
 
     def _layer_backward(self, unit: str, split: bool) -> Iterator[tuple[str, list[Extra]]]:
-        """Yield (snapshot name, tensors) of an eager layer's backward. unit: "layers.N"; split: only its input
+        """Yield (snapshot name, tensors) of an uncompiled layer's backward. unit: "layers.N"; split: no weight
         gradients."""
         at, config, layout, x = self.at, self.at.config, self.at.layout, self.x
         gradient = Extra("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
@@ -327,14 +325,14 @@ class StageMoments:
             yield f".attention{name}", [*around, *extras]
 
     def _of(self, unit: str) -> list[Saved]:
-        """Return what a unit such as "layers.3" saves without recompute; indexed once, as it is asked for often."""
+        """Return the activations that a unit such as "layers.3" saves without recompute; indexed at the first call."""
         if not self._by_units:
             for each in self.whole:
                 self._by_units.setdefault(".".join(each.name.split(".")[:2]), []).append(each)
         return self._by_units.get(unit, [])
 
     def _used(self, names: Sequence[str]) -> Iterator[Extra]:
-        """Yield a tensor of negative bytes: saved activations freed by now, whose names begin with one of `names`."""
+        """Yield an entry of negative bytes for freed saved activations: those whose names begin with one of `names`."""
         begin = tuple(names)
         units = {".".join(name.split(".")[:2]) for name in begin}
         freed = sum(each.bytes for unit in units for each in self._of(unit) if each.name.startswith(begin))
@@ -342,14 +340,14 @@ class StageMoments:
             yield Extra("activations", "freed", -freed)
 
     def _queue_of(self, unit: str) -> int:
-        """Return the bytes that the queued weight gradients of a layer keep. unit: such as "layers.3"."""
+        """Return the bytes that a layer's queued weight gradients keep allocated. unit: such as "layers.3"."""
         layer = int(unit.split(".")[1])
         if self._known(unit):
             return compiled_split.queued_bytes(self.at, layer, self.x)
         return queued_bytes(self.at, self._of(unit), layer, self.x)
 
     def _gathered(self, place: int, step: int) -> list[Extra]:
-        """Return ZeRO-3's gathered parameters of unit `place` and the next. step: 1 forward, -1 backward."""
+        """Return ZeRO-3's gathered parameters of units `place` and `place + step` (1 in forward, -1 in backward)."""
         following = place + step
         names = {self.units[place], *((self.units[following],) if 0 <= following < len(self.units) else ())}
         if step < 0:
@@ -364,15 +362,15 @@ class StageMoments:
         ]
 
     def _reductions(self, place: int, ways: Ways, split: bool, later: bool = False) -> list[Extra]:
-        """Return the tensors of reductions in flight, and unsharded gradient buffers, during unit `place`'s backward.
-        split: of the first half, which posts at its end; later: the unit's own buffers open afterwards."""
+        """Return the tensors of gradient reductions in flight, and unsharded gradient buffers, in the backward of unit
+        `place` (index). split: input gradients only; later: the unit allocates its gradient buffers at its end."""
         if split:
             return self.under_way(ways.before)
         posted = [*ways.before, *self._reduced(range(place + 1, len(self.units)), ways)]
         return [*self.under_way(posted), *([] if later else self._opened(place))]
 
     def _opened(self, place: int) -> list[Extra]:
-        """Return the unsharded gradient buffers of the unit with index `place` (and of a tied embedding)."""
+        """Return the unsharded gradient buffers of unit `place` (index), and of an embedding tied to the head."""
         now = list(self.flats.get(self.units[place], ())) if place < len(self.units) else []
         opened = list(now)
         if self.tied and self.stage.first and self.stage.last:  # the head's part of it is there from the beginning
@@ -384,20 +382,20 @@ class StageMoments:
         return self.compiled and unit.startswith("layers.") and known(self.at, int(unit.split(".")[1]))
 
     def _spread(self, unit: str) -> bool:
-        """Return True if a unit such as "layers.3" is a layer with expert-parallel experts."""
+        """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""
         return self.at.spread and unit.startswith("layers.") and self.at.config.has_experts(int(unit.split(".")[1]))
 
     def _waits(self, place: int) -> bool:
-        """Return True if the gradients of unit `place` are complete only with the weight-gradient pass: a layer's."""
+        """Return True if unit `place` is a layer: its gradients are complete only after the weight-gradient pass."""
         return self.units[place].startswith("layers.")
 
     def _reduced(self, places: Iterable[int], ways: Ways) -> list[Reduction]:
-        """Return the reductions that a backward in state `ways` posts for the units `places` (indices), in order."""
+        """Return, in order, the reductions that a backward in state `ways` starts for the units `places` (indices)."""
         flats = [flat for place in sorted(places, reverse=True) for flat in self.flats.get(self.units[place], ())]
         return [Reduction(flat, ways.later) for flat in flats if flat.zero >= 2 or ways.last]
 
     def under_way(self, posted: Sequence[Reduction]) -> list[Extra]:
-        """Return the tensors that reductions in flight hold: of `posted`, the last ones, not waited for yet."""
+        """Return the tensors that reductions in flight hold: the last of `posted`, all reductions started."""
         found = []
         for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
             shard = flat.padded // flat.shards * self.master
@@ -409,22 +407,22 @@ class StageMoments:
         return found
 
     def _whole(self, flat: Flat) -> list[Extra]:
-        """Return the unsharded gradient of a flat buffer under ZeRO-2 and 3, unless a pool keeps it."""
+        """Return the unsharded gradient of a flat buffer under ZeRO-2 and 3, unless it is one of the reused buffers."""
         if flat.zero < 2 or flat.padded in self.pooled:
             return []
         return [Extra("gradients", f"{flat.name} unsharded gradient", flat.padded * self.master)]
 
     def reduced(self, ways: Ways, weights: bool | None = None) -> list[Reduction]:
-        """Return the reductions a backward posts. weights: of its weight pass only, or of its input pass; None: all."""
+        """Return the reductions a backward starts. weights: True its weight pass, False its input pass, None both."""
         places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
         return self._reduced(places, ways)
 
 
 def _of_norm_or_known(saved: Saved) -> bool:
-    """Return True if an activation is saved by the final norm, or is "head.known"."""
+    """Return True if an activation is saved by the final norm or transform, or is called "head.known"."""
     return saved.name.startswith(("final_norm.", "transform")) or saved.name == "head.known"
 
 
 def _of_loss(saved: Saved) -> bool:
-    """Return True if the loss keeps a saved activation itself: freed only when the whole backward is over."""
+    """Return True if the loss saved an activation itself: it is freed only when the whole backward is over."""
     return (saved.name.startswith("head.") and saved.name.endswith(".gradient")) or saved.name == "loss"

@@ -28,10 +28,10 @@ MOST_DOUBLINGS = 6
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """Closest layouts where none fits.
+    """Result of a search in which no layout fits: the layouts that are closest to fitting.
 
-    least: the one with the lowest peak on the given devices; enough: one that fits on 2, 4, ... times the devices, None
-    where the links of more devices are unknown, or many more do not suffice.
+    least: estimate of the layout with the lowest memory peak on the given devices; enough: estimate of a layout that
+    fits on 2, 4, ... times the devices, None if the links of more devices are unknown or no tried number suffices.
     """
 
     least: Estimate
@@ -39,7 +39,7 @@ class Nearest:
 
     @property
     def devices(self) -> int | None:
-        """Number of devices that would suffice, None if unknown."""
+        """Number of devices on which a layout fits; None if unknown."""
         return None if self.enough is None else self.enough.problem.cluster.devices
 
     def document(self) -> dict[str, Any]:
@@ -52,16 +52,17 @@ class Nearest:
 
 
 def nearest(found: Found) -> Nearest | None:
-    """Return the closest layouts for a search (`found`) in which none fits; None where training refuses the smallest
-    one too."""
+    """Return the layouts that are closest to fitting. found: result of a search in which none fits. None if training
+    refuses the layouts with the lowest memory too."""
     assert found.priced is not None and not found.best
     least = _least(found.problem, found.priced)
     return None if least is None else Nearest(least, _enough(least))
 
 
 def _least(problem: Problem, every: Priced) -> Estimate | None:
-    """Return the estimate of the layout with the lowest peak by the ledger; of several that fit, the fastest; None if
-    training refuses all. every: closed-form prices of the search space."""
+    """Return the estimate of the layout with the lowest peak by the memory ledger; if several fit, the fastest; None if
+    training refuses all tried. every: closed-form time and memory of all layouts, of which the ones with the lowest
+    memory are tried."""
     room = problem.room
     best: tuple[float, float, Layout] | None = None
     asked = 0
@@ -84,8 +85,8 @@ def _least(problem: Problem, every: Priced) -> Estimate | None:
 
 
 def _enough(least: Estimate) -> Estimate | None:
-    """Return a layout that fits on 2, 4, ... times the devices of `least`, the layout that needs the least memory; None
-    if none does or links are unknown."""
+    """Return the estimate of a layout that fits on 2, 4, ... times the devices of `least`, the layout with the lowest
+    memory peak; None if none fits or the links are unknown."""
     problem, room = least.problem, least.problem.room
     # What more ranks can share is at most all of it.
     factor = max(2, 2 ** math.floor(math.log2(least.memory.device_bytes / room)))
@@ -104,8 +105,8 @@ def _enough(least: Estimate) -> Estimate | None:
 
 
 def of_devices(here: Cluster, devices: int) -> Cluster | None:
-    """Return a cluster like `here` with `devices` devices: more nodes, or, of one node, a catalogue's; None where its
-    links are unknown."""
+    """Return a cluster like `here` with `devices` devices: more nodes of the same size, or, for a single node, the
+    device catalogue's cluster; None if its links are unknown."""
     known = find_device(here.device.name)
     if here.nodes > 1:
         return replace(here, name=f"{devices}x{here.device.name}", devices=devices)

@@ -35,24 +35,28 @@ _PARTS = (
 
 
 def notation_legend(layouts: Iterable[Layout]) -> list[tuple[str, str]]:
-    """Return (part of the notation, meaning) of every part that occurs in one of `layouts`."""
+    """Return (part of the layout notation, meaning) for every part that occurs in one of `layouts`: ("dpN", "N replicas
+    ...")."""
     words = {word for layout in layouts for word in str(layout).split()}
 
     def occurs(pattern: str) -> bool:
-        """Return True if the pattern matches a word; one without ":" also the beginning of a word."""
+        """Return True if the regular expression `pattern` matches a word of the layouts; one without ":" may also match
+        the beginning of a word, up to a ":"."""
         return any(re.fullmatch(pattern if ":" in pattern else rf"{pattern}(:.*)?", word) for word in words)
 
     return [(part, meaning) for pattern, part, meaning in _PARTS if occurs(pattern)]
 
 
 def recipe_block(one: Estimate) -> str:
-    """Return the keys of a recipe, with their values in TOML, that train an estimate's layout on its batch."""
+    """Return TOML lines of recipe keys with which `meshwright train` runs an estimate's layout, sequence length and
+    batch."""
     problem = one.problem
     return f'layout = "{one.layout}"\ndata.sequence = {problem.sequence}\ntrain.batch = {problem.batch}\n'
 
 
 def selection_note(best: Iterable[Estimate]) -> str:
-    """Return a note on tables of layouts: the kinds that they list, and the meaning of the mark "tight"."""
+    """Return a note for a table of the best layouts: they are the fastest of each kind, and what the mark "tight"
+    means."""
     tight = any(one.tight for one in best)
     mark = " Tight: less than 5% of the memory limit stays free." if tight else ""
     return f"The fastest layout of each kind; others of the same kind differ in the sizes of the axes.{mark}"

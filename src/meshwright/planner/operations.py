@@ -30,22 +30,23 @@ et al. 2022, arXiv:2205.14135, algorithm 4)."""
 
 
 def in_eight_bits(name: str) -> bool:
-    """Return True if fp8 training computes an operation, such as "attention.qkv", in 8 bits: the linear layers of
-    blocks.
+    """Return True if fp8 training computes a matrix product in 8 bits: those of the linear layers of blocks. name: of
+    an operation, such as "attention.qkv".
 
-    Attention's products, routers and the head stay in 16 (Transformer Engine's modules; torchao's, as torchtitan
-    converts them).
+    Attention's products, routers and the head stay in 16 bits (as in Transformer Engine, and in torchao as torchtitan
+    uses it).
     """
     return name in ("attention.qkv", "attention.output") or name.endswith((".up", ".down"))
 
 
 class Operation(NamedTuple):
-    """One kernel-sized piece of work of one micro-batch on one rank; all numbers are of one, of which there are
-    `count`.
+    """An operation (about one kernel) of one micro-batch on one rank, called `count` times; the numbers are of one
+    call.
 
-    kind: product, attention (a flash kernel), elementwise, lookup or loss. flops: of matrix products alone. bytes: read
-    and written. shape: M, N, K of a product; of a flash kernel the queries, the keys that each sees on average and a
-    head's size; None of all else.
+    name: such as "attention.qkv". kind: product (matrix product), attention (a flash kernel), elementwise, lookup or
+    loss. phase: "forward", "again" (recomputed), "input" or "weight" (gradients). flops: of matrix products alone.
+    bytes: read and written. shape: M, N, K of a product; of a flash kernel the queries, the keys that each sees on
+    average and a head's size; None for others.
     """
 
     name: str
@@ -71,12 +72,13 @@ def operations(
     at_once: bool = True,
     eight_bit: bool = False,
 ) -> list[Operation]:
-    """Return the operations of one micro-batch of `rows` sequences on one rank of a stage: forward, recomputed and
-    backward.
+    """Return the operations of one micro-batch of `rows` sequences on one rank of a pipeline stage: forward, recomputed
+    and backward.
 
-    itemsize: bytes of an activation or weight. attention: the kernel (None: the engine's own). documents: in a row of
-    `sequence` tokens, on average, of equal length. at_once: the loss's backward follows its forward; if not, the engine
-    `meshwright` may compute the logits twice. eight_bit: linear layers of blocks compute in fp8.
+    engine: training engine whose kernels are listed. itemsize: bytes of an activation or weight. attention: attention
+    kernel (None: the engine's own). documents: number packed into a sequence of `sequence` tokens, on average, of equal
+    length. at_once: the loss's backward directly follows its forward; if not, the engine `meshwright` may compute the
+    logits twice. eight_bit: linear layers of blocks compute in fp8.
     """
     work = _Work(config, layout, rows, sequence, engine, itemsize, attention or engine.attention, documents, eight_bit)
     kinds = Counter((config.layer_window(layer), config.has_experts(layer)) for layer in stage.layers)
@@ -95,8 +97,8 @@ def operations(
 
 
 def total_flops(found: list[Operation], *phases: Phase) -> float:
-    """Return the FLOPs of operations; phases: only of these ("forward", "again", "input", "weight"), all unless
-    given."""
+    """Return the total FLOPs of operations. phases: only those of "forward", "again" (recomputed), "input" and "weight"
+    (gradients) that are given; all if none is."""
     return sum(one.flops * one.count for one in found if not phases or one.phase in phases)
 
 
@@ -108,10 +110,10 @@ def _times(one: Operation, count: float) -> Operation:
 
 
 class _Work:
-    """Operations of one rank on one micro-batch, listed by part of the model.
+    """Generator of the operations of one rank for one micro-batch, by part of the model.
 
-    rows, sequence: sequences, and tokens of each; itemsize: bytes of an activation or weight; attention: kernel;
-    documents: in a sequence, on average; eight_bit: linear layers of blocks compute in fp8.
+    rows, sequence: sequences, and tokens of each; itemsize: bytes of an activation or weight; attention: attention
+    kernel; documents: average number packed into a sequence; eight_bit: linear layers of blocks compute in fp8.
     """
 
     def __init__(
@@ -140,10 +142,11 @@ class _Work:
     def product(
         self, name: str, rows: float, out: int, inner: int, count: float = 1.0, bias: bool = False
     ) -> Iterator[Operation]:
-        """Yield a linear layer's products y = x Wᵀ, dx = dy W and dW = dyᵀ x.
+        """Yield a linear layer's matrix products y = x Wᵀ, dx = dy W and dW = dyᵀ x, and the kernels that go with them
+        (accumulation, bias gradient, fp8 casts).
 
-        name: such as "mlp.up"; rows, out, inner: tokens, outputs and inputs; count: equal products; bias: its gradient
-        reads dy once more.
+        name: such as "mlp.up"; rows, out, inner: tokens, outputs and inputs; count: number of equal layers; bias: the
+        layer has a bias, whose gradient reads dy once more.
         """
         flops = 2.0 * rows * out * inner
         moved = self.itemsize * (rows * out + rows * inner + out * inner)
@@ -167,8 +170,8 @@ class _Work:
                 yield Operation(f"{name}.cast", "elementwise", phase, 0.0, moved, None, count * cast.kernels)  # type: ignore[arg-type]
 
     def passes(self, name: str, elements: float, of: There) -> Iterator[Operation]:
-        """Yield the kernels of elementwise work on `elements` elements, forward and backward. name: such as "norm"; of:
-        memory traffic per element."""
+        """Yield an elementwise operation on `elements` elements, forward and backward. name: such as "norm"; of: memory
+        traffic per element."""
         phases: tuple[Phase, Phase] = ("forward", "input")
         for phase, each in zip(phases, of, strict=True):
             moved = each.bytes(self.itemsize) * elements
@@ -179,8 +182,8 @@ class _Work:
     # --- a layer
 
     def layer(self, window: int | None, mixture: bool) -> Iterator[Operation]:
-        """Yield the operations of one layer, without recomputation. window: tokens that a query sees at most, None for
-        all; mixture: its MLP is a mixture of experts."""
+        """Yield the operations of one layer, without recomputation. window: most tokens that a query attends to, None
+        for all; mixture: its MLP is a mixture of experts."""
         config, fusion = self.config, self.engine.fusion
         inside = self.own_tokens * config.hidden
         norms = self.passes("norm", inside, elementwise.norm(config.norm, fusion))
@@ -192,8 +195,8 @@ class _Work:
         yield from self.mixture() if mixture else self.feed_forward("mlp", config.intermediate)
 
     def attention(self, window: int | None) -> Iterator[Operation]:
-        """Yield the operations of attention: projections, positions and core. window: tokens that a query sees at
-        most."""
+        """Yield the operations of attention: projections, positions and softmax(q kᵀ) v. window: most tokens that a
+        query attends to, None for all."""
         config, tokens, fusion = self.config, self.tokens, self.engine.fusion
         query = self.heads * config.head_dim
         yield from self.product("attention.qkv", tokens, self.qkv_width, config.hidden, bias=config.qkv_bias)
@@ -207,8 +210,8 @@ class _Work:
         yield from self.product("attention.output", tokens, config.hidden, query, bias=config.output_bias)
 
     def core(self, window: int | None) -> Iterator[Operation]:
-        """Yield softmax(q kᵀ) v for this rank's tokens and heads (cp: its share; ring attention balances it). window:
-        tokens that a query sees at most, None for all."""
+        """Yield softmax(q kᵀ) v for this rank's tokens and heads (under cp, its share; ring attention balances it).
+        window: most tokens that a query attends to, None for all."""
         size = self.config.head_dim
         if self.kernel == "scores":
             heads, queries, keys = self.rows * self.heads, self.sequence // self.layout.cp, self.sequence
@@ -235,7 +238,7 @@ class _Work:
         yield Operation(name, "attention", "input", FLASH_BACKWARD * flops, 2 * moved, shape)
 
     def feed_forward(self, name: str, width: int) -> Iterator[Operation]:
-        """Yield the operations of a dense MLP. name: prefix such as "mlp"; width: columns over all ranks of tp."""
+        """Yield the operations of a dense MLP. name: prefix such as "mlp"; width: hidden columns over all tp ranks."""
         config, tokens = self.config, self.tokens
         width //= self.layout.tp
         up = width * (2 if config.gated else 1)
@@ -245,8 +248,8 @@ class _Work:
         yield from self.product(f"{name}.down", tokens, config.hidden, width, bias=config.mlp_bias)
 
     def mixture(self) -> Iterator[Operation]:
-        """Yield the operations of a mixture of experts with equal load; expert-parallel ones get other ranks' tokens
-        too."""
+        """Yield the operations of a mixture of experts with equal load; expert-parallel ranks also compute tokens that
+        other ranks dispatch to them."""
         config, layout = self.config, self.layout
         spread = layout.expert_parallel
         tokens = self.tokens / layout.tp if spread else self.tokens
@@ -269,8 +272,8 @@ class _Work:
                 yield from self.product("mlp.shared.gate", self.tokens, 1, config.hidden)
 
     def repeated(self, forward: list[Operation], mixture: bool) -> Iterator[Operation]:
-        """Yield the operations of a layer's forward that activation checkpointing recomputes. forward: all of the
-        layer; mixture: its MLP is a mixture of experts."""
+        """Yield the operations of a layer's forward that activation checkpointing recomputes. forward: all operations
+        of the layer; mixture: its MLP is a mixture of experts."""
         kind = self.layout.recompute
         for one in forward:
             if one.phase != "forward" or kind == "none":
@@ -296,14 +299,14 @@ class _Work:
                 yield Operation(one.name, one.kind, "again", one.flops, one.bytes, one.shape, one.count)
 
     def every_second(self, name: str) -> float:
-        """Return the recomputed share of a product such as "mlp.up" where every second product of a block is saved
-        (torchtitan's "op")."""
+        """Return the recomputed fraction of a product such as "mlp.up" if every second matrix product of a block is
+        saved (torchtitan's selective activation checkpointing "op")."""
         keys, gates = self.kv_heads / (self.heads + 2 * self.kv_heads), 0.5 if self.config.gated else 0.0
         return {"attention.qkv": keys, "attention.output": 1.0, "mlp.up": gates}.get(name, 0.0)
 
     def last_product(self, mixture: bool) -> str | None:
         """Return the name of the product whose result the backward does not need, as it is only added to the residual
-        stream; None if there is none. mixture: the layer has experts."""
+        stream; None if there is none. mixture: the layer's MLP is a mixture of experts."""
         if self.config.encoder:  # what it is added to is normed
             return None
         if not mixture:
@@ -313,7 +316,7 @@ class _Work:
     # --- both ends
 
     def embedding(self) -> list[Operation]:
-        """Return the lookup of the embedding, and the accumulation of its gradient into a zeroed table."""
+        """Return the embedding's lookup, and the accumulation of its gradient into a zeroed table."""
         config, itemsize = self.config, self.itemsize
         looked_up = self.tokens * config.hidden
         table = -(-config.vocabulary // self.layout.tp) * config.hidden
@@ -349,8 +352,8 @@ class _Work:
         return found
 
     def encoder_head(self) -> Iterator[Operation]:
-        """Yield an encoder's head: transform, norm, vocabulary product and loss of masked tokens; or pooler and
-        classifier."""
+        """Yield the operations of an encoder's head: transform, norm, vocabulary product and loss of masked tokens; or
+        pooler and classifier."""
         config, fusion = self.config, self.engine.fusion
         places = count_predictions(config, self.rows, self.sequence)
         if config.head == "masked":

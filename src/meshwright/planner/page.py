@@ -46,10 +46,10 @@ MOST_DRAWN = 60_000
 def page(
     problem: Problem, model: str, best: Sequence[Estimate], found: Found | None = None, least: Nearest | None = None
 ) -> str:
-    """Return the HTML page of a plan.
+    """Return a plan as an HTML page.
 
-    model: its name for the title; best: estimates, fastest first; found: result of the search, None where the layout
-    was given; least: closest layouts, where none fits.
+    problem: what was planned for; model: the model's name, for the title; best: estimates, fastest first; found: result
+    of the search, None where the layout was given; least: layouts closest to fitting, where none fits.
     """
     name, _, rest = headline(problem, model).partition(": ")
     parts: list[Content] = [element("h1", name), paragraph(rest, muted=True)]
@@ -64,7 +64,7 @@ def page(
 
 def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
     """Yield the page's sections on a search: best layouts, faster ones that do not fit, memory against time. least:
-    closest layouts, where none fits."""
+    layouts closest to fitting, where none fits."""
     if found.best:
         yield element("h2", f"The best of {found.searched:,} layouts")
         yield _best(found)
@@ -92,7 +92,7 @@ def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
 
 
 def _best(found: Found) -> Markup:
-    """Return the table of the best layouts of a search."""
+    """Return the HTML table of the best layouts of a search."""
     unit = Unit.of(max(one.memory.device_bytes for one in found.best))
     head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
     rows = [
@@ -146,8 +146,8 @@ def _layout(one: Estimate) -> Iterator[Markup]:
 
 
 def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
-    """Yield the table of bytes by category, a column for each pipeline rank, and when each is fullest; of more than
-    eight ranks, only the first, the last, the fullest and the emptiest."""
+    """Yield an HTML table of bytes by category, a column for each pipeline rank, and the memory snapshot of each rank's
+    peak; of more than eight ranks, only the first, the last, and those with most and least memory."""
     shown = list(ranks)
     if len(shown) > 8:
         shown = sorted({id(rank): rank for rank in (ranks[0], min(ranks, key=_device), max(ranks, key=_device),
@@ -166,7 +166,7 @@ def _device(rank: RankMemory) -> int:
 
 
 def _bill(memory: RankMemory) -> Iterator[Markup]:
-    """Yield the section with the table of a rank's tensors at its memory peak."""
+    """Yield the page's section with the table of a pipeline rank's tensors at its memory peak."""
     yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.moment})")
     unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
     items = by_layers(memory.items)
@@ -208,7 +208,8 @@ def _pipeline(one: Estimate) -> Iterator[Markup]:
 
 
 def _shortened(one: Estimate) -> Layout:
-    """Return the estimate's layout with at most as many micro-batches as a picture can show."""
+    """Return the estimate's layout with its number of micro-batches reduced to what a picture of the pipeline can
+    show."""
     layout, problem = one.layout, one.problem
     each = 3 * layout.pp * layout.chunks
     for rounds in (8, 4, 2, 1):

@@ -27,8 +27,8 @@ SLOWEST, LARGEST = 6, 32
 
 
 def cloud(found: Found, marked: Sequence[Estimate]) -> Markup:
-    """Return a log-log scatter plot of memory against step time for a sample of a search's layouts. marked: estimates
-    to highlight."""
+    """Return a log-log scatter plot of memory against step time for a sample of the layouts of a search. marked:
+    estimates to highlight."""
     every = found.priced
     assert every is not None
     room = found.problem.room
@@ -54,7 +54,7 @@ def cloud(found: Found, marked: Sequence[Estimate]) -> Markup:
 
 
 def time_bar(parts: dict[str, float]) -> Markup:
-    """Return one stacked bar with a legend. parts: seconds by part, such as "compute"."""
+    """Return one stacked bar of a step's time with a legend. parts: seconds by part, such as "compute"."""
     whole = sum(parts.values())
     words = [f"{part} {size:.3g} s ({share_text(size / whole)})" for part, size in parts.items()]
     drawn = draw_stacked_bars([("", parts)], COLOURS, lambda seconds: f"{seconds:.4g} s", "time by component")
@@ -62,8 +62,8 @@ def time_bar(parts: dict[str, float]) -> Markup:
 
 
 def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], room: float) -> Markup:
-    """Return a stacked bar for each of `rows`, (label, bytes by category), with a legend; room: bytes of a device,
-    drawn as a line."""
+    """Return one stacked bar of memory for each of `rows`, (label, bytes by category), with a legend; room: bytes of a
+    device's memory, drawn as a line."""
     used = dict.fromkeys(part for _, parts in rows for part, size in parts.items() if size > 0)
     drawn = draw_stacked_bars(
         rows, COLOURS, lambda size: Unit.of(size).say(size), "memory of each rank", _device_limit(room)
@@ -72,5 +72,5 @@ def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], room: float) -> Ma
 
 
 def _device_limit(room: float) -> tuple[float, str]:
-    """Return (position, label) of the line that marks a device's memory of `room` bytes."""
+    """Return (position in bytes, label) of the line in a plot that marks a device's memory of `room` bytes."""
     return room, f"{Unit.of(room).say(room)} of a device"

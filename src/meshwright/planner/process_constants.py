@@ -28,8 +28,8 @@ class ProcessConstants:
 
     first_use_bytes: library code and workspaces loaded by the first steps. heap_overhead_fraction: growth of malloc's
     heap as a fraction of the live tensors below its mmap threshold. kernel_bytes: size of each cached oneDNN kernel.
-    compiler_resident_bytes: held by torch.compile permanently; compiler_transient_bytes: in addition while it compiles.
-    base_bytes: RSS with interpreter and libraries loaded, before the first tensor of a model.
+    compiler_resident_bytes: held permanently by torch.compile; compiler_transient_bytes: held in addition while it
+    compiles. base_bytes: RSS with interpreter and libraries loaded, before the first tensor of a model.
     """
 
     first_use_bytes: int
@@ -75,7 +75,8 @@ class ProcessKey:
 
 def find_process_items(precision: str, processor: str, threads: int, compiled: bool) -> tuple[tuple[str, int], ...]:
     """Return (name, bytes) of what a rank's process holds in addition to tensors, as stored for these conditions on
-    this machine; empty if it was not measured, or if `processor` is another machine's."""
+    this machine; empty if it was not measured, or if `processor` is another machine's. precision: such as "bf16";
+    processor: its name; threads: per rank; compiled: blocks run under torch.compile."""
     found = ProcessKey(precision, threads, compiled).read() if processor == processor_name() else None
     if found is None:
         return ()
@@ -88,8 +89,8 @@ def find_process_items(precision: str, processor: str, threads: int, compiled: b
 
 
 def parse_constants(table: Mapping[str, Any]) -> ProcessConstants:
-    """Parse a JSON dict with one number per field of `ProcessConstants`; `KeyError`, `TypeError` or `ValueError` if it
-    is damaged."""
+    """Parse a JSON dict with one number per field of `ProcessConstants`. Raises `KeyError`, `TypeError` or `ValueError`
+    if it is damaged."""
     values = {field.name: table[field.name] for field in fields(ProcessConstants)}
     if not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in values.values()):
         raise ValueError(table)

@@ -18,10 +18,10 @@ from meshwright.spec.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Sizes of a layer and a micro-batch for closed forms.
+    """Sizes of a layer and a micro-batch, as input of published closed forms for activation memory.
 
-    rows, sequence: sequences, and tokens of each; flash: scores are never written to memory; dropout: dropout masks are
-    saved, a byte an element; mixture: the layer has experts.
+    rows, sequence: sequences of the micro-batch, and tokens of each; flash: attention scores are never written to
+    memory; dropout: dropout masks are saved, one byte per element; mixture: the layer's MLP is a mixture of experts.
     """
 
     rows: int
@@ -34,7 +34,8 @@ class LayerShape:
 
     @property
     def mlp(self) -> tuple[float, float]:
-        """Number of MLP inputs of a token (one for each chosen expert), and their hidden columns on a rank."""
+        """Pair: number of MLP inputs per token (one for each chosen expert), and total hidden columns of these MLPs on
+        a rank."""
         config, layout = self.config, self.layout
         if not self.mixture:
             return 1.0, config.intermediate / layout.tp
@@ -44,30 +45,31 @@ class LayerShape:
 
 
 class PublishedEngine(Protocol):
-    """Interface of an engine whose saved activations are published. name: such as "megatron"; source: the
+    """Interface of a training engine whose saved activations are published. name: such as "megatron"; source: the
     publication."""
 
     name: str
     source: str
 
     def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
-        """Yield (operation, bytes) for what one layer saves on one rank. shape: sizes of layer and micro-batch."""
+        """Yield (operation, bytes) of the activations that one layer saves on one rank. shape: sizes of layer and
+        micro-batch."""
 
 
 class Megatron:
-    """Megatron-LM's transformer layer: fused kernels that keep their inputs in the narrow type.
+    """Activation memory of Megatron-LM's transformer layer: fused kernels that save their inputs in the 16-bit type.
 
     For a GPT (f = 4h, multi-head, dropout, no flash attention) the sum is sbh (34 + 5as/h), and with tensor and
-    sequence parallelism its published parts (Korthikanti et al. 2022, arXiv:2205.05198, equations 1, 2, 4 and 6). The
-    same counting of inputs prices grouped queries, SwiGLU and flash attention.
+    sequence parallelism its published parts (Korthikanti et al. 2022, arXiv:2205.05198, equations 1, 2, 4 and 6).
+    Grouped queries, SwiGLU and flash attention are counted in the same way.
     """
 
     name = "megatron"
     source = "Korthikanti et al. 2022, arXiv:2205.05198, section 4, equations 1 to 6"
 
     def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
-        """Yield (operation, bytes) for what one Megatron-LM layer saves on one rank. shape: sizes of layer and
-        micro-batch."""
+        """Yield (operation, bytes) of the activations that one Megatron-LM layer saves on one rank. shape: sizes of
+        layer and micro-batch."""
         config, layout = shape.config, shape.layout
         t = layout.tp
         whole = t if t > 1 and layout.tensor_sequence_parallel else 1  # what only sequence parallelism cuts
@@ -99,9 +101,10 @@ class Megatron:
 
 
 class TorchEager:
-    """Eager PyTorch operations of a Llama as in Hugging Face and torchtitan: float32 norms, all SwiGLU operands saved.
+    """Activation memory of a Llama layer of eager PyTorch operations, as in Hugging Face and torchtitan: float32 norms,
+    all SwiGLU operands saved.
 
-    every_second: selective recomputation is torchtitan's "op".
+    every_second: True if selective recomputation is torchtitan's "op" (every second matrix product is saved).
     """
 
     name = "torchtitan"
@@ -109,8 +112,8 @@ class TorchEager:
     every_second = True
 
     def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
-        """Yield (operation, bytes) for what one eager PyTorch layer saves on one rank. shape: sizes of layer and
-        micro-batch."""
+        """Yield (operation, bytes) of the activations that one eager PyTorch layer saves on one rank. shape: sizes of
+        layer and micro-batch."""
         config, layout = shape.config, shape.layout
         t = layout.tp
         whole = t if t > 1 and layout.tensor_sequence_parallel else 1
@@ -145,7 +148,7 @@ class TorchEager:
 
 
 class Foundry(TorchEager):
-    """MosaicML's llm-foundry (MPT): eager PyTorch operations under FSDP."""
+    """Activation memory of a layer of MosaicML's llm-foundry (MPT): eager PyTorch operations under FSDP."""
 
     name = "llm-foundry"
     every_second = False
@@ -155,8 +158,8 @@ PUBLISHED: dict[str, PublishedEngine] = {engine.name: engine for engine in (Mega
 
 
 def published_layer(engine: str, shape: LayerShape) -> dict[str, float]:
-    """Return the bytes that one layer saves, by operation. engine: such as "megatron"; `UserError` for an unpublished
-    one."""
+    """Return the bytes of the activations that one layer saves, by operation. engine: such as "megatron"; shape: sizes
+    of layer and micro-batch. Raises `UserError` for an engine without published figures."""
     if engine not in PUBLISHED:
         raise UserError(unknown("engine", engine, PUBLISHED))
     return dict(PUBLISHED[engine].kept(shape))
@@ -164,7 +167,7 @@ def published_layer(engine: str, shape: LayerShape) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes per parameter of weights, gradients and optimizer state (float32 master weights included) on each rank."""
+    """Bytes per parameter of weights, gradients and optimizer state (float32 master weights included)."""
 
     weights: float
     gradients: float
@@ -177,10 +180,11 @@ class StateBytes:
 
 
 def state_bytes(zero: int, ranks: int, narrow: bool = True, wide_gradients: bool = False) -> StateBytes:
-    """Return Adam's bytes per parameter under ZeRO over `ranks` ranks (Rajbhandari et al. 2020, arXiv:1910.02054,
-    section 3.1, figure 1).
+    """Return Adam's bytes per parameter on each of `ranks` ranks under ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054,
+    section 3.1, figure 1). zero: ZeRO stage, 0 to 3.
 
-    narrow: mixed precision, 2 + 2 + 12 bytes, or 2 + 4 + 12 with wide_gradients (float32); else float32, 4 + 4 + 8.
+    narrow: mixed precision, 2 + 2 + 12 bytes for weight, gradient and optimizer state, or 2 + 4 + 12 with
+    wide_gradients (float32); else float32, 4 + 4 + 8.
     """
     weights, gradients, optimizer = (2.0, 4.0 if wide_gradients else 2.0, 12.0) if narrow else (4.0, 4.0, 8.0)
     return StateBytes(

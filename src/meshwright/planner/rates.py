@@ -32,12 +32,12 @@ _ATTENTION = {"Hopper": ("-hopper", ""), "Blackwell": ("-blackwell", "-hopper", 
 
 @cache
 def constants() -> Mapping[str, Any]:
-    """Return the tables of rates.toml."""
+    """Return the parsed tables of rates.toml: the constants of the time model."""
     return tomllib.loads(resources.files("meshwright.planner").joinpath("rates.toml").read_text(encoding="utf-8"))
 
 
 def attention_kernel(engine: Engine, cluster: Cluster) -> AttentionKernel:
-    """Return the attention kernel that an engine uses on a cluster's devices, such as "flash-2"."""
+    """Return the attention kernel that a training engine uses on a cluster's devices, such as "flash-2"."""
     if engine.hopper_attention is None or cluster.device.architecture in BEFORE_HOPPER:
         return engine.attention
     return engine.hopper_attention
@@ -45,16 +45,17 @@ def attention_kernel(engine: Engine, cluster: Cluster) -> AttentionKernel:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Speeds of a device in one precision.
+    """Speeds of a device in one precision, from which the seconds of operations are predicted.
 
     Attributes:
-        peak: FLOP/s at which attention's share is taken.
+        peak: Sustained peak FLOP/s.
         product: FLOP/s that large matrix products reach.
-        wide_peak, wide_product: The same of the 16-bit operations of fp8 training; else equal to those.
-        memory: Bytes a second.
-        product_launch, memory_launch: Seconds to launch a matrix product and an elementwise kernel.
+        wide_peak, wide_product: The same for the operations that fp8 training computes in 16 bits, such as attention;
+            in other precisions equal to those.
+        memory: Achieved memory bandwidth in bytes a second.
+        product_launch, memory_launch: Launch overhead of a matrix product and of an elementwise kernel in seconds.
         architecture: Such as "Hopper".
-        measured: Rates by `meshwright probe`, which then decide; None without.
+        measured: Rates measured by `meshwright probe`, which take precedence; None without.
     """
 
     peak: float
@@ -69,15 +70,15 @@ class Rates:
 
     @property
     def eight_bit(self) -> bool:
-        """True for fp8 training."""
+        """True in fp8 training."""
         return self.product != self.wide_product
 
     @classmethod
     def of(cls, cluster: Cluster, precision: str, fusion: Fusion = "eager") -> Rates:
-        """Return the rates of a cluster's device. precision: fp32, tf32, bf16, fp16 or fp8; fusion: the engine's,
-        "eager", "kernels" or "compiled".
+        """Return the rates of a cluster's device. precision: fp32, tf32, bf16, fp16 or fp8; fusion: how the training
+        engine fuses elementwise operations, "eager", "kernels" or "compiled".
 
-        `UserError` where the device lacks the precision, or its memory bandwidth is unknown.
+        Raises `UserError` if the device lacks the precision, or its memory bandwidth is unknown.
         """
         device, found = cluster.device, constants()
         products, memory = found["products"], found["memory"]
@@ -99,7 +100,7 @@ class Rates:
         )
 
     def seconds(self, one: Operation, kernel: AttentionKernel = "flash-2") -> float:
-        """Return the seconds of all calls of an operation. kernel: of attention, such as "flash-2"."""
+        """Return the seconds of all calls of an operation. kernel: attention kernel, such as "flash-2"."""
         known = None if self.measured is None else self.measured.seconds(one)
         if known is not None:
             return known
@@ -115,8 +116,8 @@ class Rates:
 
 @cache
 def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, float]:
-    """Return the fractions of the peak that a flash kernel reaches in (forward, backward). architecture: such as
-    "Hopper"."""
+    """Return the fractions of the peak FLOP/s that a flash attention kernel reaches in (forward, backward).
+    architecture: of the device, such as "Hopper"."""
     found = constants()["attention"]
     family = architecture.replace("+", " ").split(" ")[0]
     since = () if family in BEFORE_HOPPER else _ATTENTION.get(family, ("-hopper", ""))
@@ -127,7 +128,7 @@ def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, 
 def share_of_peak(device: Device, precision: str) -> float:
     """Return the fraction of a device's peak that large matrix products reach. precision: such as "bf16".
 
-    By the best measured product of the device, else of its architecture, else a constant.
+    It is derived from the fastest measured product of the device, else of its architecture, else it is a constant.
     """
     products = constants()["products"]
     measured = device.measured_share("fp8" if precision == "fp8" else "bf16") or architecture_share(device.architecture)
@@ -135,14 +136,14 @@ def share_of_peak(device: Device, precision: str) -> float:
 
 
 class Group(NamedTuple):
-    """Ranks that communicate. ranks: their number; in_node: how many of them share a node."""
+    """A process group. ranks: number of its ranks; in_node: how many of them share a node."""
 
     ranks: int
     in_node: int
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """Number of nodes that the group spans."""
         return max(1, -(-self.ranks // self.in_node))
 
 
@@ -150,7 +151,8 @@ class Group(NamedTuple):
 class Cost:
     """Seconds of a collective as a function of its bytes: start + byte x size + root x sqrt(size).
 
-    start: seconds of an empty one; byte: seconds per byte of large ones; root: as small messages are slower.
+    start: latency in seconds; byte: seconds per byte (inverse bandwidth); root: coefficient of the term by which small
+    messages have a lower bandwidth.
     """
 
     start: Floats | float
@@ -158,7 +160,7 @@ class Cost:
     root: Floats | float
 
     def at(self, size: Sizes) -> Sizes:
-        """Return the seconds of a vector of `size` bytes (or of each of several); 0 for size 0."""
+        """Return the seconds of the collective on a vector of `size` bytes (a number or an array); 0 for size 0."""
         seconds: Sizes = (self.start + self.byte * size + self.root * size**0.5) * (size > 0)
         return seconds
 
@@ -167,16 +169,17 @@ NOTHING = Cost(0.0, 0.0, 0.0)
 
 
 class Collectives:
-    """Predicts the seconds of collectives on a cluster, by operation and group."""
+    """Predictor of the seconds of collectives on a cluster, by operation and process group."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._costs: dict[tuple[Collective, Group], tuple[Cost | MeasuredCost, ...]] = {}
 
     def seconds(self, operation: Collective, group: Group, size: Sizes) -> Sizes:
-        """Return the seconds of a collective on a vector of `size` bytes, or on each of several.
+        """Return the seconds of a collective on a vector of `size` bytes (a number or an array). operation: such as
+        "all-reduce".
 
-        size: of all ranks together; of an all-to-all, one rank's input; of a send, the message.
+        size: bytes of the full vector of all ranks; of an all-to-all, one rank's input; of a send, the message.
         """
         first, *more = self.costs(operation, group)
         seconds = first.at(size)
@@ -185,7 +188,8 @@ class Collectives:
         return seconds
 
     def costs(self, operation: Collective, group: Group) -> tuple[Cost | MeasuredCost, ...]:
-        """Return the costs of a collective in a group, as functions of bytes; the slowest applies to each size."""
+        """Return the cost functions of a collective in a group; the largest of their seconds applies. operation: such
+        as "all-reduce"."""
         if (operation, group) not in self._costs:
             measured, found = self.cluster.measured, None
             if measured is not None and group.ranks > 1:
@@ -194,8 +198,8 @@ class Collectives:
         return self._costs[operation, group]
 
     def tax(self, group: Group) -> float:
-        """Return the seconds that overlapped computation loses for each second of communication in a group: 0 for one
-        rank, 1 on processors, whose cores do both."""
+        """Return the seconds by which overlapped computation slows for each second of communication in a group: 0 for
+        one rank, 1 on CPUs, whose cores do both."""
         if group.ranks == 1:
             return 0.0
         if self.cluster.kind == "cpu":
@@ -204,11 +208,12 @@ class Collectives:
 
 
 def _costs(cluster: Cluster, operation: Collective, group: Group) -> tuple[Cost, ...]:
-    """Return the costs of a collective in a group from published figures; the slowest of them applies.
+    """Return the cost functions of a collective in a group, from published bandwidths; the largest of their seconds
+    applies.
 
-    A rank sends 2 s (n - 1) / n bytes of an all-reduce of s bytes over n ranks, and s (n - 1) / n of the others: the
-    least possible. Across nodes the ranks of a node share the wire and send over all their links at once; rings cross
-    each node's border once.
+    For an all-reduce of s bytes over n ranks, a rank sends 2 s (n - 1) / n bytes, and s (n - 1) / n for the others: the
+    least possible. Across nodes, the ranks of a node share the network and send over all their links at once; rings
+    cross each node's boundary once.
     """
     ranks = group.ranks
     if ranks <= 1:
@@ -241,15 +246,16 @@ def _costs(cluster: Cluster, operation: Collective, group: Group) -> tuple[Cost,
 
 
 def _ramped(start: float, share: float, bandwidth: float, where: str) -> Cost:
-    """Return the cost of a collective in which a rank sends a `share` of the vector: start + wire / bandwidth +
-    sqrt(wire ramp / bandwidth). start: seconds; bandwidth: bytes a second; where: "inside" or "across", which has
-    the ramp."""
+    """Return the cost function of a collective in which a rank sends the fraction `share` of a vector: with w = share x
+    size, start + w / bandwidth + sqrt(w x ramp / bandwidth) seconds. start: seconds; bandwidth: bytes a second; where:
+    "inside" or "across" nodes, which selects the constant `ramp`."""
     ramp = constants()["collectives"]["ramp_seconds"][where]
     return Cost(start, share / bandwidth, math.sqrt(share * ramp / bandwidth))
 
 
 def _inside(cluster: Cluster, operation: Collective, ranks: int) -> float:
-    """Return the bytes a second of a collective's large messages among `ranks` ranks inside a node."""
+    """Return the bandwidth of a collective's large messages among `ranks` ranks inside a node, in bytes a second.
+    operation: such as "all-reduce"."""
     found, device = constants()["collectives"], cluster.device
     known = _measured_share(cluster)
     if operation == "all-reduce" and device.all_reduce_switch and ranks >= found["switch_ranks"]:
@@ -260,14 +266,15 @@ def _inside(cluster: Cluster, operation: Collective, ranks: int) -> float:
 
 
 def _measured_share(cluster: Cluster) -> float:
-    """Return the cluster's bandwidth inside a node over the catalogue's, by which measured figures are scaled; 0 if
-    unknown."""
+    """Return the cluster's bandwidth inside a node divided by the device catalogue's, by which measured figures are
+    scaled; 0 if unknown."""
     links = cluster.device.links
     return cluster.inside.bandwidth / links.scaleup if links is not None and links.scaleup else 0.0
 
 
 def _across(link: Link, in_node: int) -> float:
-    """Return the bytes a second between nodes of `in_node` ranks that send over all their links at once."""
+    """Return the bandwidth between nodes in bytes a second if `in_node` ranks of each node send over all their links at
+    once."""
     return float(link.bandwidth * in_node * constants()["collectives"]["efficiency"]["across"])
 
 

@@ -29,8 +29,8 @@ LEAST, MOST = 0.5, 20.0
 
 
 class ReferenceModel(NamedTuple):
-    """The model whose step `meshwright probe` measures. rows: sequences of a rank on its own; sequence: tokens of
-    each."""
+    """The model whose training step `meshwright probe` measures. rows: number of sequences of a step for each rank;
+    sequence: tokens of each."""
 
     config: ModelConfig
     rows: int
@@ -38,7 +38,8 @@ class ReferenceModel(NamedTuple):
 
 
 def reference_model(kind: str) -> ReferenceModel:
-    """Return the model whose step is measured, of a size typical for its devices. kind: "cpu" or "cuda"."""
+    """Return the model whose training step `meshwright probe` measures, of a size typical for the devices. kind: "cpu"
+    or "cuda"."""
     if kind == "cpu":
         return ReferenceModel(_llama(hidden=256, layers=4, heads=8, intermediate=704, vocabulary=4096), 4, 256)
     return ReferenceModel(_llama(hidden=1024, layers=4, heads=16, intermediate=2816, vocabulary=16384), 4, 2048)
@@ -56,8 +57,8 @@ def _llama(hidden: int, layers: int, heads: int, intermediate: int, vocabulary: 
 def reference_layouts(
     kind: str, host_ranks: int, hosts: int, precisions: Sequence[str], axes: Sequence[str] = ("tp", "cp")
 ) -> list[Layout]:
-    """Return the layouts whose step is measured: data parallel in every precision, and each of `axes` over a host's
-    ranks.
+    """Return the layouts whose training step is measured: data parallel in every precision, and each of `axes` over the
+    ranks of a host.
 
     kind: "cpu" or "cuda"; host_ranks: ranks of each of `hosts` hosts; precisions: such as "bf16"; axes: of "tp" and
     "cp".
@@ -77,16 +78,17 @@ def reference_layouts(
 
 
 def batch_of(layout: Layout, model: ReferenceModel) -> int:
-    """Return the sequences of a reference model's step over all ranks; each rank has equal work under every layout."""
+    """Return the number of sequences of a reference model's step over all ranks; each rank has equal work under every
+    layout."""
     return model.rows * layout.world_size
 
 
 @lru_cache(maxsize=32)
 def in_place(cluster: Cluster, precision: str, engine: Engine) -> Floats:
-    """Return the ratio of a measured step to the sum of its pieces timed alone, for each part of a micro-batch
-    (compute, tensor, context, expert, data); 1 if not measured. precision: such as "bf16".
+    """Return the factors by which the parts of a micro-batch (compute, tensor, context, expert, data) take longer in a
+    measured step than the sum of their operations timed alone; 1 if not measured. precision: such as "bf16".
 
-    Also 1 for other engines; compiled blocks use the ratios of eager ones.
+    They are 1 for engines other than Meshwright; compiled blocks use the factors of eager ones.
     """
     measured = cluster.measured
     if measured is None or not measured.steps or engine.name != "meshwright":
@@ -113,18 +115,19 @@ def in_place(cluster: Cluster, precision: str, engine: Engine) -> Floats:
 
 
 def _axis(layout: Layout) -> str:
-    """Return the part whose communication a measured layout shows: "tensor" (tp), "context" (cp) or "data"."""
+    """Return the part of a step whose communication a measured layout shows: "tensor" (tp), "context" (cp) or
+    "data"."""
     return "tensor" if layout.tp > 1 else "context" if layout.cp > 1 else "data"
 
 
 def _known(factor: float) -> float:
-    """Return a measured factor, or 1 where it is so far from 1 that noise was larger than what it tells."""
+    """Return a measured factor, or 1 if it is so far from 1 that it must be noise."""
     return factor if LEAST <= factor <= MOST else 1.0
 
 
 def _added(cluster: Cluster, layout: Layout) -> tuple[dict[str, float], float]:
-    """Return the predicted seconds by part of a measured step, if its parts took what their pieces do, and those of its
-    gradient reductions."""
+    """Return (seconds by part of a measured step, seconds of its gradient reductions), predicted without the factors of
+    `in_place`: as the sum of operations timed alone."""
     assert cluster.measured is not None
     model = reference_model(cluster.kind)
     # As it was measured: by all ranks of its hosts, and before any run said by how much plans are wrong.

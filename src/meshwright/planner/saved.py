@@ -26,8 +26,8 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A saved activation, kept from a forward to its backward. name: such as "layers.3.mlp.up.input"; dtype: torch's
-    type name; bytes: of its whole storage."""
+    """An activation saved by a forward for its backward. name: such as "layers.3.mlp.up.input"; dtype: torch's type
+    name; bytes: of its whole storage."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,8 +37,8 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Token copies in one mixture of experts. arrived: received by this rank over ep; computed: by its experts, shared
-    by etp ranks."""
+    """Number of token copies in one mixture of experts. arrived: received by this rank over ep; computed: computed by
+    its experts, which includes those that the other etp ranks received."""
 
     arrived: int
     computed: int
@@ -60,12 +60,12 @@ def saved_activations(
     pairs: bool = False,
     compiled: bool = False,
 ) -> list[Saved]:
-    """Return the activations that one rank saves of a micro-batch of `rows` rows of `sequence` tokens.
+    """Return the activations that one rank saves of a micro-batch of `rows` sequences of `sequence` tokens.
 
-    stage: pipeline stage, None for the whole model; at_once: its backward directly follows its forward; documents: rows
-    pack several; device: "cpu" or "cuda", whose attention differs; tp_rank: rank along tp; routed: expert load by
-    layer, equal unless given; pairs: training on response pairs; compiled: blocks and final norm are compiled, where
-    modelled.
+    stage: pipeline stage, None for the whole model; at_once: its backward directly follows its forward; documents: True
+    if sequences pack several; device: "cpu" or "cuda", whose attention differs; tp_rank: rank along tp; routed: token
+    copies by layer with experts, equal load unless given; pairs: training on response pairs; compiled: blocks and final
+    norm are compiled, where that is modelled.
     """
     stage = whole_model(config) if stage is None else stage
     types = _types(parameter_dtype)
@@ -85,14 +85,14 @@ def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "
 
 
 def _types(parameter_dtype: str) -> dict[str, str]:
-    """Return torch's type name of each element type: "x" (the model's), "wide" (at least float32), "index", "int32",
-    "bool"."""
+    """Return torch's type name of each element type: "x" (activations), "wide" (at least float32), "index", "int32",
+    "bool". parameter_dtype: torch's type name of activations and parameters."""
     wide = parameter_dtype if parameter_dtype == "float64" else "float32"
     return {"x": parameter_dtype, "wide": wide, "index": "int64", "int32": "int32", "bool": "bool"}
 
 
 def _saved(entry: Entry, types: Mapping[str, str]) -> Saved:
-    """Return an entry as a saved activation, its element type resolved to torch's type name and bytes."""
+    """Return an entry (name, shape, element type) as a saved activation. types: torch's type name by element type."""
     dtype = types[entry.kind]
     return Saved(entry.name, entry.shape, dtype, math.prod(entry.shape) * ITEM_BYTES[dtype])
 
@@ -103,8 +103,8 @@ def local_sizes(
 ) -> Local:  # fmt: skip
     """Return the sizes of a micro-batch on one rank, from which closed forms compute.
 
-    rows, sequence: sequences, and tokens of each; documents: whether rows pack several, or where in each row they
-    begin; device: "cpu" or "cuda".
+    rows, sequence: sequences, and tokens of each; documents: True if sequences pack several, or for each sequence the
+    tokens at which they begin; device: "cpu" or "cuda".
     """
     tokens = sequence // layout.cp
     sliced = layout.tp if layout.tp > 1 and layout.tensor_sequence_parallel else 1
@@ -121,8 +121,8 @@ def _entries(
 ) -> Iterator[Entry]:
     """Yield the activations that one rank saves of a micro-batch in a stage.
 
-    at: sizes; at_once: the stage's backward directly follows its forward; tp_rank: rank along tp; routed: expert load
-    by layer; compiled: blocks are compiled.
+    at: sizes of the micro-batch; at_once: the stage's backward directly follows its forward; tp_rank: rank along tp;
+    routed: token copies by layer with experts; compiled: blocks are compiled.
     """
     config, again = at.config, at.layout.recompute
     stream = at.rows, at.slice, config.hidden
@@ -167,13 +167,15 @@ def _entries(
 
 
 def _balanced(at: Local) -> Routed:
-    """Return the token copies of a mixture on a rank if every expert gets equally many."""
+    """Return the token copies of a mixture on a rank if every expert gets equally many. at: sizes of the
+    micro-batch."""
     copies = at.routed * at.config.experts_per_token
     return Routed(copies, copies * (at.layout.etp if at.spread else 1))
 
 
 def _looked_up(at: Local) -> Iterator[Entry]:
-    """Yield what the lookup of embeddings saves: indices, of tokens, positions and types, and the norm after it."""
+    """Yield the activations that the embedding lookup saves: indices of tokens, positions and token types, and the norm
+    after it. at: sizes of the micro-batch."""
     if at.layout.tp > 1:
         yield Entry("embedding.places", (at.rows, at.tokens), "index")
         yield Entry("embedding.elsewhere", (at.rows, at.tokens), "bool")
@@ -188,8 +190,8 @@ def _looked_up(at: Local) -> Iterator[Entry]:
 
 
 def _shared_by_layers(at: Local, stage: Stage, mixtures: bool) -> Iterator[Entry]:
-    """Yield what is saved once a micro-batch for all layers: rotations of positions, masks, targets. mixtures: the
-    stage has mixtures of experts."""
+    """Yield the tensors that are saved once a micro-batch for all layers: rotations of positions, masks, targets. at:
+    sizes of the micro-batch; mixtures: the stage has mixtures of experts."""
     config, layout = at.config, at.layout
     rows = at.rows if at.masked else 1
     if config.positions == "rope" and (at.masked or layout.cp > 1):
@@ -214,8 +216,8 @@ def _shared_by_layers(at: Local, stage: Stage, mixtures: bool) -> Iterator[Entry
 
 
 def _encoder_head(at: Local) -> Iterator[Entry]:
-    """Yield what an encoder saves after its last layer: transform, norm and loss of masked tokens, or pooler and
-    classifier."""
+    """Yield the activations that an encoder saves after its last layer: transform, norm and loss of masked tokens, or
+    pooler and classifier. at: sizes of the micro-batch."""
     config = at.config
     places = count_predictions(config, at.rows, at.tokens)
     inside = places, config.hidden
@@ -241,9 +243,10 @@ def _encoder_head(at: Local) -> Iterator[Entry]:
 
 
 def _loss(at: Local, stage: Stage, at_once: bool, tp_rank: int) -> Iterator[Entry]:
-    """Yield what the loss saves: its gradients, if the forward forms them, else what they are made of later.
+    """Yield the tensors that the loss saves: the head's gradients if its forward computes them, else the head's input
+    and two softmax statistics of each token, from which the backward computes them.
 
-    at: sizes; at_once: the stage's backward directly follows its forward; tp_rank: rank along tp.
+    at: sizes of the micro-batch; at_once: the stage's backward directly follows its forward; tp_rank: rank along tp.
     """
     config, layout = at.config, at.layout
     tokens, width = at.rows * at.tokens, -(-config.vocabulary // layout.tp)

@@ -34,10 +34,13 @@ class Local:
     Attributes:
         rows: Sequences.
         whole: Tokens of a sequence.
-        tokens: Those on this cp rank.
+        tokens: Tokens of a sequence on this cp rank.
         slice: `tokens` / tp with sequence parallelism, else `tokens`.
-        narrow: The model's type is narrower than that of sums.
+        narrow: True if activations are narrower than float32, the type of sums.
         device: "cpu" or "cuda".
+        masked: True if sequences pack several documents.
+        starts: Tokens at which documents begin in each sequence; None if unknown.
+        pairs: True for training on response pairs.
     """
 
     config: ModelConfig
@@ -79,10 +82,10 @@ class Local:
 
 
 def layer(at: Local, name: str, number: int, computed: int, input_kept: bool) -> Iterator[Entry]:
-    """Yield the saved tensors of a layer without recompute.
+    """Yield the tensors that a layer saves without recompute.
 
-    at: sizes; name: prefix, "layers.N"; number: index of the layer; computed: token copies of this rank's experts in a
-    mixture; input_kept: the layer's input is already listed.
+    at: sizes of the micro-batch; name: prefix, "layers.N"; number: index of the layer; computed: token copies that this
+    rank's experts compute in a mixture; input_kept: the layer's input is saved already and not yielded again.
     """
     config = at.config
     if config.encoder:
@@ -102,7 +105,8 @@ def layer(at: Local, name: str, number: int, computed: int, input_kept: bool) ->
 
 
 def encoder_layer(at: Local, name: str) -> Iterator[Entry]:
-    """Yield the saved tensors of an encoder layer (post-norm). name: prefix, "layers.N"."""
+    """Yield the tensors that an encoder layer (post-norm) saves. at: sizes of the micro-batch; name: prefix,
+    "layers.N"."""
     yield from attention(at, f"{name}.attention", None)
     yield from norm(at, f"{name}.attention_norm")
     yield from feed_forward(at, f"{name}.mlp", at.config.intermediate, at.config.gated)
@@ -110,8 +114,8 @@ def encoder_layer(at: Local, name: str) -> Iterator[Entry]:
 
 
 def norm(at: Local, name: str, input_kept: bool = False) -> Iterator[Entry]:
-    """Yield the saved tensors of a norm over the hidden dimension. name: prefix, such as "layers.3.mlp_norm";
-    input_kept: its input is already listed."""
+    """Yield the tensors that a norm over the hidden dimension saves. at: sizes of the micro-batch; name: prefix, such
+    as "layers.3.mlp_norm"; input_kept: its input is saved already and not yielded again."""
     shape = at.rows, at.slice, at.config.hidden
     if at.config.norm == "layernorm":
         if not input_kept:
@@ -123,9 +127,10 @@ def norm(at: Local, name: str, input_kept: bool = False) -> Iterator[Entry]:
 
 
 def _rms(at: Local, name: str, shape: tuple[int, ...], input_kept: bool) -> Iterator[Entry]:
-    """Yield the saved tensors of an RMS norm: its input in the type of sums, a scale for each token, their product.
+    """Yield the tensors that an RMS norm saves: its input in at least float32, a scale for each token, their product.
 
-    name: prefix; shape: of the input; input_kept: a wide input is already listed.
+    at: sizes of the micro-batch; name: prefix; shape: of the input; input_kept: an input that is at least float32 is
+    saved already and not yielded again.
     """
     if at.narrow or not input_kept:
         yield Entry(f"{name}.input", shape, "wide")
@@ -134,8 +139,8 @@ def _rms(at: Local, name: str, shape: tuple[int, ...], input_kept: bool) -> Iter
 
 
 def attention(at: Local, name: str, window: int | None) -> Iterator[Entry]:
-    """Yield the saved tensors from the norm's output to the residual addition. name: prefix, "layers.N.attention";
-    window: tokens that a query sees at most, None for all."""
+    """Yield the tensors that attention saves, from the norm's output to the residual addition. at: sizes of the
+    micro-batch; name: prefix, "layers.N.attention"; window: most tokens that a query attends to, None for all."""
     config, layout = at.config, at.layout
     size, heads, kv_heads = config.head_dim, at.heads, at.kv_heads
     tokens = at.rows, at.tokens
@@ -169,13 +174,13 @@ def attention(at: Local, name: str, window: int | None) -> Iterator[Entry]:
 
 
 def _fused(at: Local, name: str, heads: int, length: int, window: int | None) -> Iterator[Entry]:
-    """Yield what PyTorch's CUDA attention kernels save beside queries, keys, values and result, by their sources
-    (aten/src/ATen/native/transformers/cuda).
+    """Yield the tensors that PyTorch's CUDA attention kernels save in addition to queries, keys, values and result, by
+    their sources (aten/src/ATen/native/transformers/cuda).
 
-    heads, length: query heads and tokens that it attends over; window: tokens that a query sees at most. Flash
-    attention keeps the logarithms of its sums and the state of its random numbers. The memory-efficient kernel, for
-    masks and wide types, has a copy of keys and values for every query head, its mask as numbers to be added, and
-    logarithms for a multiple of 32 queries.
+    heads, length: query heads and tokens over which the rank attends; window: most tokens that a query attends to, None
+    for all. Flash attention saves the log-sum-exp and the state of its random numbers. The memory-efficient kernel, for
+    masks and float32, has a copy of keys and values for every query head, an additive mask, and the log-sum-exp for a
+    multiple of 32 queries.
     """
     limited = dense_mask(at, window)
     if repeats(at, window):
@@ -193,8 +198,8 @@ def _fused(at: Local, name: str, heads: int, length: int, window: int | None) ->
 
 
 def repeats(at: Local, window: int | None) -> bool:
-    """Return True if keys and values are repeated for every query head, as the CUDA kernel takes no grouped queries.
-    window: tokens that a query sees at most."""
+    """Return True if keys and values are copied for every query head, as the CUDA kernel does not support grouped
+    queries. at: sizes of the micro-batch; window: most tokens that a query attends to, None for all."""
     if at.device != "cuda" or at.ring or at.config.encoder:
         return False
     copies = max(1, at.layout.cp // at.kv_heads)
@@ -202,8 +207,8 @@ def repeats(at: Local, window: int | None) -> bool:
 
 
 def masked(at: Local, window: int | None) -> bool:
-    """Return True if some token does not see all tokens before it. window: tokens that a query sees at most, None for
-    all."""
+    """Return True if some token does not attend to all tokens before it, because of documents or a window. at: sizes of
+    the micro-batch; window: most tokens that a query attends to, None for all."""
     return at.masked or (window is not None and window < at.whole)
 
 
@@ -230,8 +235,8 @@ def varlen_documents(at: Local) -> int:
 
 
 def feed_forward(at: Local, name: str, width: int, gated: bool, input_tokens: bool = True) -> Iterator[Entry]:
-    """Yield the saved tensors of an MLP. name: prefix, such as "layers.3.mlp"; width: columns on this rank; gated: as
-    SwiGLU; input_tokens: its input is not listed yet."""
+    """Yield the tensors that an MLP saves. at: sizes of the micro-batch; name: prefix, such as "layers.3.mlp"; width:
+    hidden columns on this rank; gated: True for SwiGLU and the like; input_tokens: its input is not saved by others."""
     tokens = at.rows, at.tokens
     if input_tokens:
         yield Entry(f"{name}.up.input", (*tokens, at.config.hidden), "x")
@@ -243,8 +248,8 @@ def feed_forward(at: Local, name: str, width: int, gated: bool, input_tokens: bo
 
 
 def mixture(at: Local, name: str, received: int) -> Iterator[Entry]:
-    """Yield the saved tensors of a mixture of experts. name: prefix, "layers.N.mlp"; received: token copies that this
-    rank's experts compute."""
+    """Yield the tensors that a mixture of experts saves. at: sizes of the micro-batch; name: prefix, "layers.N.mlp";
+    received: token copies that this rank's experts compute."""
     config, layout, hidden = at.config, at.layout, at.config.hidden
     chosen, experts = config.experts_per_token, config.experts
     routed, copies = at.routed, at.routed * config.experts_per_token
@@ -278,7 +283,8 @@ def mixture(at: Local, name: str, received: int) -> Iterator[Entry]:
 
 
 def balance(at: Local, name: str) -> Iterator[Entry]:
-    """Yield the saved tensors of the load-balancing loss and biases. name: prefix, "layers.N.mlp"."""
+    """Yield the tensors that the load-balancing loss and biases save. at: sizes of the micro-batch; name: prefix,
+    "layers.N.mlp"."""
     if at.config.router_loss:
         yield Entry(f"{name}.router.load", (at.rows, at.config.experts), "wide")
     if at.config.router_bias:
@@ -286,8 +292,8 @@ def balance(at: Local, name: str) -> Iterator[Entry]:
 
 
 def shared(at: Local, name: str) -> Iterator[Entry]:
-    """Yield the saved tensors of the shared expert, whose input is the mixture's unless that is a slice of the tokens.
-    name: prefix, "layers.N.mlp.shared"."""
+    """Yield the tensors that the shared expert saves; its input is the mixture's, saved already, unless that is only a
+    slice of the tokens. at: sizes of the micro-batch; name: prefix, "layers.N.mlp.shared"."""
     config = at.config
     yield from feed_forward(at, name, config.shared_intermediate // at.layout.tp, True, _apart(at))
     if config.shared_gate:
@@ -296,15 +302,15 @@ def shared(at: Local, name: str) -> Iterator[Entry]:
 
 
 def _apart(at: Local) -> bool:
-    """Return True if the shared expert reads all tokens where the router reads this rank's slice of them."""
+    """Return True if the shared expert reads all tokens, while the router reads only this rank's slice of them."""
     return at.spread and at.layout.tp > 1
 
 
 def products(at: Local, name: str, mixed: bool, arrived: int, computed: int) -> Iterator[Entry]:
-    """Yield what selective recomputation saves of a layer: results of matrix products and of reductions.
+    """Yield the tensors that a layer saves under selective recomputation: results of matrix products and of reductions.
 
-    name: prefix, "layers.N"; mixed: the layer has experts; arrived, computed: token copies that this rank receives over
-    ep, and that its experts compute.
+    at: sizes of the micro-batch; name: prefix, "layers.N"; mixed: the layer has experts; arrived, computed: token
+    copies that this rank receives over ep, and that its experts compute.
     """
     config, layout = at.config, at.layout
     tokens = at.rows, at.tokens
@@ -322,7 +328,7 @@ def products(at: Local, name: str, mixed: bool, arrived: int, computed: int) -> 
 
 
 def _row_parallel(at: Local, name: str) -> Iterator[Entry]:
-    """Yield the result of a row-parallel product and, under tp, its sum. name: prefix, such as
+    """Yield the result of a row-parallel matrix product and, under tp, its sum over the ranks. name: prefix, such as
     "layers.3.attention.output"."""
     hidden = at.config.hidden
     yield Entry(f"{name}.product", (at.rows, at.tokens, hidden), "x")
@@ -331,8 +337,9 @@ def _row_parallel(at: Local, name: str) -> Iterator[Entry]:
 
 
 def mixture_products(at: Local, name: str, arrived: int, computed: int) -> Iterator[Entry]:
-    """Yield what selective recomputation saves of a mixture. name: prefix, "layers.N.mlp"; arrived, computed: token
-    copies that this rank receives over ep, and that its experts compute."""
+    """Yield the tensors that a mixture of experts saves under selective recomputation. at: sizes of the micro-batch;
+    name: prefix, "layers.N.mlp"; arrived, computed: token copies that this rank receives over ep, and that its experts
+    compute."""
     config, layout, hidden = at.config, at.layout, at.config.hidden
     copies = at.routed * config.experts_per_token
     width = config.expert_intermediate // (layout.etp if at.spread else layout.tp)

@@ -1,9 +1,4 @@
-"""The time and the memory of every layout of a search, in closed form and all at once: what the simulator and the
-ledger then decide among.
-
-A micro-batch is priced once for each way to work on it (`MicroBatch`, `KeptBytes`); what follows from the pipeline,
-ZeRO and the number of ranks is arithmetic on arrays over ways.
-"""
+"""Closed-form time and memory of every layout of a search space, on arrays; simulator and ledger then decide."""
 
 from __future__ import annotations
 
@@ -33,8 +28,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(slots=True)
 class Priced:
-    """Closed-form prices as columns, one entry a layout: index of its way and pipe, ZeRO level, sharding-group ranks
-    (0: all), seconds of a step, peak bytes. work: priced micro-batch of each way."""
+    """Closed-form predictions as columns, one entry per layout: indices into `ways` and `pipes`, ZeRO stage, ranks of a
+    ZeRO sharding group (0: all), seconds of a step, peak bytes. work: micro-batch predictor of each of `ways`."""
 
     ways: list[Way]
     work: list[MicroBatch]
@@ -48,7 +43,7 @@ class Priced:
 
 
 def screen(problem: Problem) -> Priced:
-    """Return the closed-form seconds and bytes of every layout of the search space of a problem."""
+    """Return the closed-form seconds and bytes of every layout of the search space of a planning problem."""
     work = _Ways(problem)
     blocks: list[tuple[Array, ...]] = []
     every = list(pipes(problem))
@@ -69,8 +64,7 @@ def screen(problem: Problem) -> Priced:
 
 
 class _Ways:
-    """Costs of all ways (layout of one stage, rows): seconds [ways, phases] by kind of layer, of embedding and head;
-    saved bytes."""
+    """Predictions for all candidates (stage layout, rows of a micro-batch): seconds [candidates, phases], bytes."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, config, engine = problem, problem.config, problem.engine
@@ -113,12 +107,12 @@ class _Ways:
 
 
 def _ends(way: Way) -> tuple[Any, ...]:
-    """Return what the times of embedding and head depend on: tp, sequence parallelism, cp and rows."""
+    """Return what the seconds of embedding and head depend on: (tp, sequence parallelism, cp, rows)."""
     return way.layout.tp, way.layout.tensor_sequence_parallel, way.layout.cp, way.rows
 
 
 class _Ranks:
-    """Ways possible with a pipeline of `ranks` ranks: indices `at`, with their data-parallel size and micro-batches."""
+    """Candidates possible with `ranks` pipeline ranks: indices `at`, data-parallel sizes, numbers of micro-batches."""
 
     def __init__(self, of: _Ways, ranks: int) -> None:
         self.of, self.ranks = of, ranks
@@ -135,7 +129,7 @@ class _Ranks:
         self.message = message / of.cuts[self.at]
 
     def levels(self) -> Iterator[tuple[int, bool]]:
-        """Yield (ZeRO level, sharded only inside nodes)."""
+        """Yield the candidate settings of ZeRO: (ZeRO stage, True if it shards only inside nodes)."""
         for zero in self.of.problem.engine.zero:
             yield zero, False
             if zero and self.of.problem.cluster.nodes > 1:
@@ -143,7 +137,7 @@ class _Ranks:
 
 
 class _Groups:
-    """Groups of the axes of each way, and costs of collectives, as arrays [ways]. inside: ZeRO shards inside nodes."""
+    """Process groups of each candidate, and costs of collectives, as arrays. inside: ZeRO shards only inside nodes."""
 
     def __init__(self, here: _Ranks, inside: bool) -> None:
         of = here.of
@@ -171,24 +165,25 @@ class _Groups:
         self._shares: dict[bool, Floats] = {}
 
     def groups(self, axis: str) -> list[Group]:
-        """Return the distinct groups of an axis such as "data"."""
+        """Return the distinct process groups of an axis such as "data"."""
         if axis not in self._groups:
             self._groups[axis] = [group_of(layout, axis, self.cluster) for layout in self.layouts]
         return self._groups[axis]
 
     def ranks(self, axis: str) -> Floats:
-        """Return the number of ranks in a group of an axis such as "data": [ways]."""
+        """Return the number of ranks in a process group of an axis such as "data": [candidates]."""
         return np.array([group.ranks for group in self.groups(axis)], dtype=np.float64)[self.which]
 
     def seconds(self, operation: Any, axis: str, size: Floats) -> Floats:
-        """Return the seconds of a collective over an axis such as "data", for `size` bytes: [..., ways]."""
+        """Return the seconds of a collective over an axis such as "data", on `size` bytes: [..., candidates]."""
         return self._cost(operation, axis).at(size)
 
     def sends(self, size: Floats) -> Floats:
-        """Return the seconds of messages of `size` bytes to the next pipeline stage: [..., ways]."""
+        """Return the seconds of messages of `size` bytes to the next pipeline stage: [..., candidates]."""
         return self._cost("send", "pp").at(size)
 
     def _cost(self, operation: Any, axis: str) -> Cost | Chosen:
+        """Return the cost function of a collective over an axis for all candidates; cached."""
         if (operation, axis) not in self._costs:
             groups = [self.stages] * len(self.layouts) if axis == "pp" else self.groups(axis)
             costs = [self.collectives.costs(operation, group)[0] for group in groups]
@@ -201,11 +196,11 @@ class _Groups:
 
     @cached_property
     def shards(self) -> tuple[Floats, Floats]:
-        """Ranks that ZeRO shards over, for dense and for expert-parallel parameters: [ways] each."""
+        """Number of ranks over which ZeRO shards (dense, expert-parallel) parameters: [candidates] each."""
         return self.ranks("shard"), self.ranks("expert_shard")
 
     def share(self, zero: int) -> Floats:
-        """Return the seconds that overlapped computation loses per second of gradient communication: [ways]."""
+        """Return seconds by which computation slows per second of overlapped gradient communication: [candidates]."""
         sharded = zero > 0
         if sharded not in self._shares:
             most = np.array([self.collectives.tax(group) for group in self.groups("shard" if sharded else "data")])
@@ -219,7 +214,7 @@ class _Groups:
 
 
 class _Like(NamedTuple):
-    """Pipeline ranks grouped by equal stages: stages of each kind [groups, kinds], group sizes, members."""
+    """Groups of pipeline ranks with equal stages: stages [groups, kinds of stages], counts (sizes), members (ranks)."""
 
     stages: Floats  # [ranks, stages]
     counts: Floats  # [ranks]
@@ -227,7 +222,7 @@ class _Like(NamedTuple):
 
 
 class _Stages:
-    """Stages of a pipeline, equal ones once: times [ways, stages, phases], parameters and saved bytes."""
+    """Distinct stages of a pipeline (`pipe`): seconds [candidates, stages, phases], parameters and saved bytes."""
 
     def __init__(self, here: _Ranks, pipe: Pipe) -> None:
         of, config, at = here.of, here.of.problem.config, here.at
@@ -267,7 +262,8 @@ class _Stages:
         self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
 
     def of_ranks(self, pipe: Pipe, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
-        """Return each rank's seconds of a micro-batch [phases, ways, ranks], and the seconds once a step [ways]."""
+        """Return, of distinct ranks, (seconds of a micro-batch [phases, candidates, ranks], seconds once a step).
+        at_once: backwards directly follow forwards; zero: ZeRO stage; inside: it shards only inside nodes."""
         key = at_once, zero, inside, pipe.schedule == "interleaved"
         if key not in self._once:
             of, groups, engine = self.here.of, self.here.groups[inside], self.here.of.problem.engine
@@ -286,11 +282,12 @@ class _Stages:
 
     @cached_property
     def parameters(self) -> tuple[Floats, Floats]:
-        """Number of dense and of expert-parallel parameters: [ways, ranks] each."""
+        """(Dense, expert-parallel) parameters of each distinct rank: [candidates, ranks] each."""
         return self.dense @ self.ranks.stages.T, self.spread @ self.ranks.stages.T
 
     def states(self, zero: int, inside: bool) -> tuple[Floats, Floats]:
-        """Return persistent bytes [ways, ranks], and the bytes of the layer that ZeRO-2 and 3 work on [ways]."""
+        """Return (persistent bytes [candidates, ranks], bytes of a layer that ZeRO-2, 3 gather, reduce
+        [candidates])."""
         if (zero, inside) not in self._states:
             of = self.here.of
             shards, spread_shards = (each[:, None] for each in self.here.groups[inside].shards)
@@ -312,24 +309,26 @@ class _Stages:
         return self._states[zero, inside]
 
     def times(self, at_once: bool, zero: int, inside: bool) -> Floats:
-        """Return the seconds of each stage [ways, stages, phases], exposed ZeRO-2 and 3 communication included."""
+        """Return the seconds of each stage [candidates, stages, phases], exposed ZeRO-2 and 3 communication included.
+        at_once: backwards directly follow forwards; zero: ZeRO stage; inside: it shards only inside nodes."""
         key = (at_once, zero, inside) if zero >= 2 else (at_once, 0, False)
         if key not in self._times:
             self._times[key] = self._waiting(at_once, zero, inside) if zero >= 2 else self._plain(at_once)
         return self._times[key]
 
     def head_kept(self, number: int, at_once: bool) -> Floats | float:
-        """Return the bytes of the head's gradient that ranks of group `number` save for each micro-batch: [ways]."""
+        """Return the bytes of head gradient that ranks of group `number` save per micro-batch: [candidates], or 0."""
         if at_once or not self.ranks.stages[number] @ self.last:
             return 0.0
         return np.where(self._keeps(at_once), self.memory.head[self.here.at], 0.0)
 
     def _keeps(self, at_once: bool) -> Array:
-        """Return whether the head's gradient is formed in the forward: [ways]. at_once: backwards follow at once."""
+        """Return if the forward computes the head's gradient: [candidates]. at_once: backwards directly follow it."""
         last = next(stage for stage in self.examples if stage.last)
         return np.array([self.here.of.work[way].keeps(last, at_once) for way in self.here.at])
 
     def _plain(self, at_once: bool) -> Floats:
+        """Return `times` without ZeRO-2 and 3 communication: [candidates, stages, phases]."""
         of, at = self.here.of, self.here.at
         found = np.einsum("wkp,sk->wsp", of.layer[at], self.of_kind)
         found += of.first[at][:, None, :] * self.first[None, :, None]
@@ -338,6 +337,7 @@ class _Stages:
         return np.asarray(found, dtype=np.float64)
 
     def _waiting(self, at_once: bool, zero: int, inside: bool) -> Floats:
+        """Return `times` with ZeRO-2 and 3 communication: [candidates, stages, phases]."""
         of, groups = self.here.of, self.here.groups[inside]
         times = self.times(at_once, 0, False).copy()
         gather, scatter = zero_calls(
@@ -353,7 +353,7 @@ class _Stages:
 
 
 def _priced(here: _Ranks, stages: _Stages, pipe: Pipe) -> Iterator[tuple[Array, ...]]:
-    """Yield, for each level of ZeRO, columns: ways, levels, ranks of sharding groups, seconds, bytes."""
+    """Yield columns for each ZeRO stage: candidate indices, stage, ranks of a sharding group, seconds, bytes."""
     fits = here.micro >= LEAST_MICRO_BATCHES.get(pipe.schedule, 0) * pipe.ranks
     if pipe.schedule in BIDIRECTIONAL_SCHEDULES:
         fits = fits & (here.micro % 2 == 0)
@@ -381,7 +381,7 @@ def _priced(here: _Ranks, stages: _Stages, pipe: Pipe) -> Iterator[tuple[Array, 
 
 
 def _seconds(here: _Ranks, stages: _Stages, pipe: Pipe, at_once: bool, zero: int, inside: bool) -> Floats:
-    """Return the seconds of a step: [ways]. at_once: backwards follow at once; inside: ZeRO shards inside nodes."""
+    """Return the seconds of a step: [candidates]. at_once: backwards follow forwards; inside: ZeRO shards in nodes."""
     in_time = level_in_time(zero, pipe.ranks, here.of.problem.engine)
     phases, once = stages.of_ranks(pipe, at_once, in_time, inside)
     if pipe.ranks == 1:
@@ -395,6 +395,6 @@ def _seconds(here: _Ranks, stages: _Stages, pipe: Pipe, at_once: bool, zero: int
 
 
 def _bytes(here: _Ranks, stages: _Stages, kept: Floats, zero: int, inside: bool) -> Floats:
-    """Return the peak bytes: [ways]. kept: of saved activations [ways, ranks]; inside: ZeRO shards inside nodes."""
+    """Return the peak bytes: [candidates]. kept: saved activations [candidates, ranks]; inside: ZeRO within nodes."""
     stay, layer = stages.states(zero, inside)
     return np.asarray((stay + kept).max(axis=1) + stages.memory.passing[here.at] + layer, dtype=np.float64)

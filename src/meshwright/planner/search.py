@@ -52,8 +52,8 @@ been asked of a layout like it (tests/planner/test_search.py)."""
 class Advice:
     """A fast layout that does not fit into device memory, and a change that makes it fit.
 
-    layout, seconds, bytes: the layout, its step, its device memory; change: such as "ac:full", None if none is known;
-    instead, instead_seconds: the fastest fitting layout with the fewest differences, and its step.
+    layout, seconds, bytes: the layout, its step time, its device memory; change: such as "ac:full", None if none is
+    known; instead, instead_seconds: the fastest fitting layout with the fewest differences, and its step time.
     """
 
     layout: Layout
@@ -66,11 +66,12 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Result of a search. best: estimates of different kinds, fastest first; reasons: why each loses to the first.
+    """Result of a search over all layouts. best: estimates of different kinds of layouts, fastest first; reasons: why
+    each is slower than the first; searched: number of layouts; seconds: that the search took.
 
-    differences: relative errors of the closed forms against the simulator, by decided layout; advice: fast layouts that
-    do not fit; priced: a sample of all, for pictures; undecided: number of layouts that may be better by their closed
-    form, left when the search reached its limit of exact prices.
+    differences: relative errors of the closed-form times against the simulator; advice: fast layouts that do not fit;
+    priced: closed-form time and memory of all layouts; undecided: number of layouts that may be better, left when the
+    search reached its limit of exact predictions.
     """
 
     problem: Problem
@@ -85,8 +86,8 @@ class Found:
 
 
 def search(problem: Problem, top: int = 5) -> Found:
-    """Return `top` layouts that fit and that training accepts, the fastest of each kind, and advice; `best` is empty
-    where none fits."""
+    """Search all layouts of a planning problem; return the up to `top` best that fit and that training accepts (the
+    fastest of each kind, then the next fastest), and advice. `best` of the result is empty if none fits."""
     begun = time.perf_counter()
     # What no layout mends: more tokens than there are positions.
     refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
@@ -104,12 +105,12 @@ def search(problem: Problem, top: int = 5) -> Found:
 
 
 def on_device(problem: Problem, peak: Array) -> Array:
-    """Return the device bytes, CUDA context and slack included, for allocator peaks of `peak` bytes."""
+    """Return the bytes on a device, CUDA context and fragmentation included, for tensors of `peak` bytes (an array)."""
     return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem)
 
 
 def _nothing(problem: Problem) -> str:
-    """Return the error line for a problem that no layout can divide."""
+    """Return the error line for a planning problem whose batch no layout can divide."""
     devices = problem.cluster.devices
     return (
         f"no layout of {devices} devices can split batch {problem.batch} of sequence {problem.sequence}: each of dp "
@@ -118,8 +119,9 @@ def _nothing(problem: Problem) -> str:
 
 
 class Decided:
-    """Exact prices of a search's best candidates: seconds by the simulator, memory by the ledger where the closed form
-    is close. every: closed-form prices of all; wanted: number of layouts to decide."""
+    """The best candidate layouts of a search with exact predictions: seconds by the simulator, memory by the ledger if
+    the closed form is near the limit. every: closed-form predictions of all candidates; wanted: number of layouts to
+    decide."""
 
     def __init__(self, problem: Problem, every: Priced, wanted: int) -> None:
         self.problem, self.every = problem, every
@@ -139,12 +141,12 @@ class Decided:
 
     @property
     def differences(self) -> list[float]:
-        """Relative errors of closed forms against the simulator, best layouts first."""
+        """Relative errors of closed-form times against the simulator, best layouts first."""
         return [self.difference[at] for _, at, _ in self.best]
 
     def _decide(self) -> None:
-        """Price candidates exactly, fastest by closed form first, until enough are decided or `MOST_PRICED` are
-        done."""
+        """Predict candidates exactly, fastest by closed form first, until as many as wanted are decided or the budget
+        is used."""
         every, problem, wanted = self.every, self.problem, self._wanted
         needed, left, told = self._needed, self._left, self.told
         kinds, factors = self.kinds, self.factors
@@ -179,8 +181,8 @@ class Decided:
             self.stopped = True
 
     def leave_out(self, alike: Array, budget: int) -> int:
-        """Decide no candidates of a mask (`alike`) any more, and decide the best of the others. budget: exact prices
-        that this may take; return how many it took."""
+        """Exclude the candidates of a mask (`alike`), and decide the best of the others. budget: most exact predictions
+        to make; return how many were made."""
         before, self.budget = self.asked, budget
         self.told[alike], self._left[alike], self._wanted = np.inf, False, 1
         self.best = [entry for entry in self.best if not alike[entry[1]]]
@@ -188,15 +190,16 @@ class Decided:
         return self.asked - before
 
     def _learn(self, at: int, exact: float) -> None:
-        """Correct the closed-form memory of all candidates like the one with index `at` by its `exact` bytes."""
+        """Scale the closed-form memory of all candidates of the same kind as candidate `at` (index), whose `exact`
+        bytes are known."""
         alike = self._memory == self._memory[at]
         self._needed[alike] *= exact / self._needed[at]
         too_large = alike & self._left & (self._needed > self.room * DOUBT_ABOVE)
         self.told[too_large], self._left[too_large] = np.inf, False
 
     def _kinds(self) -> Array:
-        """Return a number for each candidate, equal where pipeline and rounds of micro-batches (in powers of two)
-        are."""
+        """Return an integer for each candidate, equal for equal pipelines and micro-batches per pipeline rank (rounded
+        to a power of two): their closed-form times have similar errors."""
         every = self.every
         inner = np.array([way.layout.tp * way.layout.cp * 1.0 / way.rows for way in every.ways])[every.way]
         ranks = np.array([pipe.ranks for pipe in every.pipes])[every.pipe]
@@ -205,15 +208,16 @@ class Decided:
         return np.asarray(every.pipe * 64 + rounds)
 
     def _memory_kinds(self) -> Array:
-        """Return a number for each candidate, equal where schedule and recompute are, whose memory's closed forms err
-        alike."""
+        """Return an integer for each candidate, equal for equal schedules and recompute: their closed-form memory has
+        similar errors."""
         schedules = list(dict.fromkeys(pipe.schedule for pipe in self.every.pipes))
         of_pipe = np.array([schedules.index(pipe.schedule) for pipe in self.every.pipes])[self.every.pipe]
         of_way = np.array([RECOMPUTE.index(way.layout.recompute) for way in self.every.ways])[self.every.way]
         return np.asarray(of_pipe * len(RECOMPUTE) + of_way)
 
     def takes(self, layout: Layout) -> bool:
-        """Return True if training accepts the layout (or, for plan-only models, if it is feasible)."""
+        """Return True if training accepts the layout (or, for models and engines that can only be planned, if it is
+        feasible)."""
         problem = self.problem
         try:
             refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
@@ -230,13 +234,14 @@ class Decided:
         return self._step(at, layout).priced(self.problem.optimizer, parts=False).seconds
 
     def expected(self) -> Array:
-        """Return the closed-form seconds, corrected by the simulator's results for similar layouts."""
+        """Return the closed-form seconds of all candidates, corrected by the simulator's results for similar ones."""
         factor = np.ones(int(self.kinds.max()) + 1)
         factor[list(self.factors)] = list(self.factors.values())
         return np.asarray(self.every.seconds * factor[self.kinds])
 
     def _step(self, at: int, layout: Layout) -> Step:
-        """Return the `Step` of a candidate that reuses prices known already. at, layout: its index, and its layout."""
+        """Return the predictor of step time of a candidate, reusing earlier results. at, layout: its index, and its
+        layout."""
         problem, work = self.problem, self.every.work[self.every.way[at]]
         return Step(
             problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
@@ -252,14 +257,15 @@ class Decided:
         )  # fmt: skip
 
     def undecided(self, best: list[Estimate], top: int) -> int:
-        """Return the number of layouts that may beat the last of `best` but were left when the search stopped. top:
-        wanted ones."""
+        """Return the number of candidates that may beat the last of `best` but were not decided when the search
+        stopped. top: number of layouts asked for."""
         if not self.stopped:
             return 0
         return int((self.told < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
 
     def estimates(self, top: int) -> list[Estimate]:
-        """Return the full estimates of the `top` best layouts; replaces those that do not fit after all."""
+        """Return the full estimates of the `top` best layouts; those that turn out not to fit are replaced by the next
+        best."""
         found: dict[int, Estimate] = {}
         while True:
             fit: list[Estimate] = []
@@ -281,16 +287,17 @@ class Decided:
             self._decide()
 
     def _too_large(self, layout: Layout) -> float | None:
-        """Return the bytes of the first rank that needs more than a device has, None if none does."""
+        """Return the device bytes of the first pipeline rank that needs more than a device may use; None if none
+        does."""
         layout = layout.with_(precision=self.problem.precision)
         sizes = (memory_of(self.problem, layout, rank).device_bytes for rank in unlike_ranks(self.problem, layout))
         return next((size for size in sizes if size > self.room), None)
 
 
 def device_bytes(problem: Problem, layout: Layout, room: float = math.inf) -> int:
-    """Return the device bytes of a layout by the ledger: of the first and the last rank, whichever needs more.
+    """Return the device bytes of a layout by the ledger: the larger of the first and the last pipeline rank.
 
-    room: bytes at which to stop; the first rank above it decides.
+    room: limit in bytes; if the first rank exceeds it, the last is not computed.
     """
     most = 0
     for rank in sorted({0, layout.pp - 1}):
@@ -301,8 +308,8 @@ def device_bytes(problem: Problem, layout: Layout, room: float = math.inf) -> in
 
 
 def _advice(decided: Decided, first: float) -> Iterator[Advice]:
-    """Yield advice on the fastest layouts that do not fit, faster than `first` seconds, each of another number of ranks
-    on some axis or with another recompute."""
+    """Yield advice on the fastest layouts that do not fit, if faster than `first` seconds, each with another tp, cp, pp
+    or recompute."""
     problem, every, room = decided.problem, decided.every, decided.room
     fit = on_device(problem, every.bytes) <= room
     expected = decided.expected()
@@ -337,8 +344,8 @@ def _advice(decided: Decided, first: float) -> Iterator[Advice]:
 
 
 def _mended(decided: Decided, columns: Mapping[str, Array], at: int, fit: Array, expected: Array) -> int | None:
-    """Return the index of the fastest fitting layout with the fewest differences from candidate `at`; None if none is
-    near.
+    """Return the index of the fastest fitting candidate with the fewest differences from candidate `at`; None if there
+    is none with up to three.
 
     columns: properties of all candidates; fit: whether each may fit; expected: seconds of each.
     """
@@ -352,7 +359,7 @@ def _mended(decided: Decided, columns: Mapping[str, Array], at: int, fit: Array,
 
 
 def _alike(columns: Mapping[str, Array], at: int, *names: str) -> Array:
-    """Return which candidates equal candidate `at` in the columns with these names, such as "tp"."""
+    """Return a mask of the candidates that equal candidate `at` (index) in the columns `names`, such as "tp"."""
     return np.asarray(np.logical_and.reduce([columns[name] == columns[name][at] for name in names]))
 
 
@@ -370,12 +377,15 @@ _CHANGES: dict[str, Callable[[Layout], str]] = {
 
 
 def _columns(problem: Problem, every: Priced) -> dict[str, Array]:
-    """Return the properties of all candidates as arrays by name ("tp", "zero" ...), in which two layouts may differ."""
+    """Return the properties in which candidates may differ as arrays over all candidates, by name ("tp", "zero"
+    ...)."""
 
     def of_way(get: Any) -> Array:
+        """Return a property of each candidate's stage layout as an array."""
         return np.array([get(way) for way in every.ways])[every.way]
 
     def of_pipe(get: Any) -> Array:
+        """Return a property of each candidate's pipeline as an array."""
         return np.array([get(pipe) for pipe in every.pipes])[every.pipe]
 
     schedules = dict[tuple[str, int], int]()

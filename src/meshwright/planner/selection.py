@@ -21,9 +21,10 @@ MOST_KINDS = 12
 
 
 def fastest_of_kinds(decided: Decided, top: int) -> list[Estimate]:
-    """Return `top` layouts, fastest first: the fastest of each kind (`layout_kinds`), then the next fastest of all.
+    """Return estimates of `top` layouts, fastest first: the fastest layout of each kind (`layout_kinds`), then the next
+    fastest of all. decided: candidates of a search with exact predictions, to which it adds more.
 
-    Layouts of one kind differ in degrees alone, and their times mostly by less than the error bounds.
+    Layouts of one kind differ only in the sizes of the axes, and their times mostly by less than the error bounds.
     """
     kinds, told, stopped = layout_kinds(decided.every), decided.told.copy(), decided.stopped
     found: list[Estimate] = []
@@ -47,8 +48,9 @@ def fastest_of_kinds(decided: Decided, top: int) -> list[Estimate]:
 
 
 def layout_kinds(every: Priced) -> Array:
-    """Return a number for each candidate, equal where the same axes are larger than 1, recompute is the same, and ZeRO
-    shards nothing, optimizer states or parameters."""
+    """Return an integer for each candidate layout that is equal for layouts of one kind: the same axes are larger than
+    1, recompute is the same, and ZeRO shards the same of nothing, optimizer states or parameters. every: the
+    candidates."""
     ways = [
         (way.layout.tp > 1) + 2 * (way.layout.cp > 1) + 4 * (way.layout.ep > 1)
         + 8 * RECOMPUTE.index(way.layout.recompute)
@@ -60,8 +62,8 @@ def layout_kinds(every: Priced) -> Array:
 
 
 def describe_losses(best: Sequence[Estimate]) -> Iterator[str]:
-    """Yield, for each of the best estimates, why it loses to the first: parts that take longer, in shares of the
-    first's step."""
+    """Yield, for each of the best estimates, text on why it is slower than the first: parts that take longer, in % of
+    the first's step."""
     for number, one in enumerate(best):
         if number == 0:
             yield "the fastest"

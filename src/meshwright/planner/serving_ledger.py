@@ -50,10 +50,10 @@ class ServingSizes:
     """Sizes for which a server allocates memory.
 
     Attributes:
-        token_budget: Most tokens of a step.
+        token_budget: Most tokens of a step over all sequences.
         max_sequences: Most sequences of a step.
         max_length: Most tokens of a sequence.
-        dtype: Of parameters and KV cache, a key of `ITEM_BYTES`.
+        dtype: Type of parameters and KV cache, a key of `ITEM_BYTES` such as "bfloat16".
     """
 
     token_budget: int
@@ -63,21 +63,22 @@ class ServingSizes:
 
     @property
     def logit_rows(self) -> int:
-        """Most rows of logits of a step: more than one a sequence where prompts are scored."""
+        """Most tokens of a step for which logits are computed: more than one a sequence where prompts are scored."""
         return max(self.max_sequences, min(SCORED_ROWS, self.token_budget))
 
 
 @dataclass(frozen=True, slots=True)
 class RankLedger:
-    """Memory of one rank in bytes.
+    """Memory of one serving rank in bytes.
 
     Attributes:
         weights: Embedding tables, norms, biases, tables of rotary positions.
-        packed: Matrices, packed for the kernels, their padding included.
-        workspace: Buffers for the token budget that all layers share.
-        logits: Logits of the output rows.
-        communication: Buffers of tensor-parallel sums and of pipeline messages.
-        slack: Process, and what is read from the checkpoint before it is packed, as far as later matrices take less.
+        packed: Matrices in the packed layout of the kernels, padding included.
+        workspace: Activation buffers for the token budget, shared by all layers.
+        logits: Logits of a step.
+        communication: Buffers of tensor-parallel reductions and of pipeline messages.
+        slack: Process memory, and the buffer for loading a matrix before it is packed, as far as it exceeds the memory
+            of matrices that are packed later.
         kv_block: One KV block: 16 tokens of the rank's layers of one block table.
     """
 
@@ -91,21 +92,21 @@ class RankLedger:
 
     @property
     def fixed(self) -> int:
-        """All but the KV blocks."""
+        """Bytes of everything except the KV blocks."""
         return self.weights + self.packed + self.workspace + self.logits + self.communication + self.slack
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLedger:
-    """Memory of a server: one ledger for each pipeline stage, whose tensor-parallel ranks are alike.
+    """Memory of a server: one ledger for each pipeline stage, as its tensor-parallel ranks are equal.
 
     Attributes:
         layout: Layout of all ranks.
-        sizes: What is allocated for.
+        sizes: Limits that memory is allocated for.
         stages: Ledger of a rank of each pipeline stage.
         tables: Block tables of the model.
-        front: Bytes of the processes beside the ranks.
-        blocks: KV blocks of each rank.
+        front: Bytes of the processes other than the ranks (HTTP, tokenization).
+        blocks: Number of KV blocks of each rank.
     """
 
     layout: Layout
@@ -117,17 +118,17 @@ class ServingLedger:
 
     @property
     def fixed(self) -> int:
-        """Bytes of all ranks and the front without KV blocks."""
+        """Bytes of all ranks and the front-end processes without KV blocks."""
         return self.front + self._copies * sum(stage.fixed for stage in self.stages)
 
     @property
     def kv_block(self) -> int:
-        """Bytes of one KV block over all ranks, a block of every replica."""
+        """Bytes of one KV block summed over all ranks, including one in every replica."""
         return self._copies * sum(stage.kv_block for stage in self.stages)
 
     @property
     def total(self) -> int:
-        """Bytes of everything."""
+        """Bytes of all ranks and the front-end processes, KV blocks included."""
         return self.fixed + self.blocks * self.kv_block
 
     @property
@@ -137,26 +138,26 @@ class ServingLedger:
 
     @property
     def concurrency(self) -> float:
-        """Sequences of `max_length` tokens whose KV blocks fit a replica's pool."""
+        """Number of sequences of `max_length` tokens whose KV blocks fit at once into the pool of one replica."""
         return self.blocks / self.blocks_of_longest
 
     def longest_within(self, blocks: int) -> int:
-        """Most tokens of a sequence, up to `max_length`, that never holds more than so many KV blocks."""
+        """Return the most tokens of a sequence, up to `max_length`, that never holds more than `blocks` KV blocks."""
         return max_sequence_tokens(blocks, self.tables.windows, self.sizes.token_budget, self.sizes.max_length)
 
     @property
     def _copies(self) -> int:
-        """Ranks that hold a stage."""
+        """Number of ranks that hold each pipeline stage: dp x tp."""
         return self.layout.dp * self.layout.tp
 
     def items(self) -> dict[str, int]:
-        """Return bytes by item, summed over all ranks."""
+        """Return bytes by item ("weights", "packed" ..., "front", "kv"), summed over all ranks."""
         names = ("weights", "packed", "workspace", "logits", "communication", "slack")
         found = {name: self._copies * sum(getattr(stage, name) for stage in self.stages) for name in names}
         return {**found, "front": self.front, "kv": self.blocks * self.kv_block}
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the bill as a JSON object; memory in GiB."""
+        """Return the ledger as a JSON object; the memory of the server in GiB, that of each stage's rank in bytes."""
         return {
             "layout": str(self.layout.with_(tensor_sequence_parallel=True)),
             **asdict(self.sizes),
@@ -169,8 +170,8 @@ class ServingLedger:
 
 
 def parse_dtype(name: str | None) -> str:
-    """Return the dtype that a short or long name such as "bf16" or "bfloat16" means; None: float32. Raises
-    UserError."""
+    """Return the full dtype name for a short or full name such as "bf16" or "bfloat16"; None: float32. Raises
+    `UserError` for an unknown one."""
     name = name or "float32"
     if name not in ITEM_BYTES and name not in DTYPE_NAMES:
         raise UserError(unknown("dtype", name, [*DTYPE_NAMES, *ITEM_BYTES]))
@@ -178,26 +179,29 @@ def parse_dtype(name: str | None) -> str:
 
 
 def serving_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
-    """Return the ledger of a server without KV blocks. layout: as `spec.refuse.serving_layout` returns it."""
+    """Return the memory ledger of a server with compiled CPU kernels, without KV blocks. layout: as
+    `spec.refuse.serving_layout` returns it; sizes: limits that memory is allocated for."""
     replica = layout.with_(dp=1)
     ranks = (_rank_ledger(config, replica, stage, sizes) for stage in serving_stages(config, layout.pp))
     return ServingLedger(layout, sizes, tuple(ranks), block_tables(config, layout.pp))
 
 
 def stage_tensors(config: ModelConfig, stage: Stage) -> Iterator[ModelParameter]:
-    """Iterate over the model parameters that a rank of a pipeline stage holds, in forward order."""
+    """Return an iterator over the model parameters that a rank of a pipeline stage holds, in forward order."""
     table = parameter_table(config)
     needed = dict.fromkeys(name for unit in units_of(table, stage) for name in table.needed_by(unit))
     return (tensor for unit in needed for tensor in table.unit_tensors(unit))
 
 
 def unpadded_kv_block(config: ModelConfig, rank: RankLedger) -> int:
-    """Return the bytes of a KV block of the size of `rank`'s without the kernels' padding of the values."""
+    """Return the bytes of a KV block without the padding of values that the CPU kernels need. rank: ledger with the
+    padded size."""
     return rank.kv_block * 2 * config.head_dim // (config.head_dim + _round_up(config.head_dim))
 
 
 def _rank_ledger(config: ModelConfig, layout: Layout, stage: Stage, sizes: ServingSizes) -> RankLedger:
-    """Return the ledger of a rank of one pipeline stage. layout: of one replica."""
+    """Return the memory ledger of a rank of one pipeline stage. layout: of one replica; sizes: limits that memory is
+    allocated for."""
     item, rows, tokens = ITEM_BYTES[sizes.dtype], sizes.logit_rows, sizes.token_budget
     weights = packed = transit = 0
     # From the tensor that is loaded last: `packed` is then what those after it take.
@@ -232,7 +236,8 @@ def _rank_ledger(config: ModelConfig, layout: Layout, stage: Stage, sizes: Servi
 
 
 def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[bool, bool]:
-    """Return whether a rank of a stage holds a model parameter as a table or vector, and as a packed matrix."""
+    """Return (held as a table or vector, held as a packed matrix): in which forms a rank of a stage holds a model
+    parameter."""
     if tensor.name == "embedding.weight":
         shared = config.tied and stage.last  # the head's matrix, from which the first stage looks up, too
         return stage.first and not shared, shared
@@ -241,8 +246,8 @@ def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[b
 
 
 def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, item: int) -> int:
-    """Return the bytes of a model parameter's local matrices: rows in whole panels, columns of 2-byte items in whole
-    tiles; routers stay float32."""
+    """Return the bytes of a model parameter's packed matrices on a rank: rows padded to whole panels, columns of 2-byte
+    elements to whole tiles; routers are float32. item: bytes of an element."""
     rows, columns = tensor.local_shape(layout)
     count = config.experts // layout.ep if ".experts." in tensor.name else 1
     item = 4 if "router" in tensor.name else item
@@ -250,7 +255,8 @@ def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, i
 
 
 def _buffer_widths(config: ModelConfig, layout: Layout, stage: Stage, heads: int, kv_heads: int) -> dict[str, int]:
-    """Return the widths of the buffers with a row for each token, by name and width."""
+    """Return {name: width}, the number of float32 elements per token of each activation buffer. heads, kv_heads: query
+    and key-value heads of a rank."""
     tp, found = layout.tp, {"states": config.hidden, "normed": config.hidden}
     if tp > 1:
         found["partial"] = config.hidden
@@ -266,7 +272,8 @@ def _buffer_widths(config: ModelConfig, layout: Layout, stage: Stage, heads: int
 
 
 def _experts_bytes(config: ModelConfig, layout: Layout, tokens: int) -> int:
-    """Return the bytes of the buffers for routed experts: scores, choices, and rows of all chosen experts."""
+    """Return the bytes of the buffers for routed experts for `tokens` tokens: router scores, chosen experts, and
+    activations of all chosen experts."""
     rows, width = tokens * config.experts_per_token, config.expert_intermediate
     if not layout.expert_parallel:
         width //= layout.tp
@@ -275,14 +282,14 @@ def _experts_bytes(config: ModelConfig, layout: Layout, tokens: int) -> int:
 
 
 def _round_up(count: int, multiple: int = _PANEL) -> int:
-    """Return the next multiple."""
+    """Return `count` rounded up to a multiple of `multiple`."""
     return -(-count // multiple) * multiple
 
 
 def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = None) -> ServingLedger:
-    """Return the ledger with as many KV blocks as `budget` bytes hold, at most `most_blocks`.
+    """Return the ledger with as many KV blocks as fit into `budget` bytes, at most `most_blocks` (None: no limit).
 
-    Raises UserError where not one sequence of `max_length` tokens fits.
+    Raises `UserError` if not even one sequence of `max_length` tokens fits.
     """
     blocks = max(0, budget - ledger.fixed) // ledger.kv_block
     if most_blocks is not None:
@@ -304,8 +311,8 @@ def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = No
 
 
 def bill_text(ledger: ServingLedger, measured: Sequence[dict[str, int]] = ()) -> list[str]:
-    """Return the bill as lines of text: bytes by item over all ranks, predicted and, if given, measured on each of
-    them."""
+    """Return the ledger as lines of text: GiB by item over all ranks, predicted and, if given, measured. measured:
+    bytes by item of each rank."""
     found = {name: sum(rank.get(name, 0) for rank in measured) for name in ledger.items()} if measured else {}
     lines = []
     for name, size in {**ledger.items(), "total": ledger.total}.items():

@@ -32,18 +32,18 @@ CHUNKS = (2, 3, 4, 5, 6, 8)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A planning problem: a training step of a model on a cluster.
+    """A planning problem: a training step of a model (`config`) on a cluster.
 
     Attributes:
         sequence: Tokens of a sequence.
         batch: Sequences over all ranks.
-        engine: Whose kernels are priced.
-        compile: With compiled blocks.
+        engine: Training engine (framework) whose kernels and buffers are modelled.
+        compile: True for compiled blocks.
         optimizer: Such as "adamw".
         precision: Such as "bf16".
-        documents: In a sequence, on average.
-        pairs: Training on response pairs, not next tokens.
-        assumed: What was assumed about the model, if anything.
+        documents: Average number packed into a sequence.
+        pairs: True for training on response pairs, not next tokens.
+        assumed: Line on what was assumed about the model, if anything.
         reserve: Bytes of a device to keep free.
         process: (name, bytes) of what the process of a rank on a CPU holds in addition to tensors.
     """
@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def room(self) -> float:
-        """Bytes of a device that a layout may take."""
+        """Bytes of a device that a layout may use: its memory less the reserve."""
         return self.cluster.device.memory_bytes - self.reserve
 
     @property
@@ -77,7 +77,7 @@ class Problem:
 
 def parse_reserve(value: str | float, device_bytes: float) -> float:
     """Return the bytes of a device to keep free. value: a fraction of its memory, `0.1`, or a size, `"8GiB"`;
-    device_bytes: its memory. `UserError` for anything else, and where nothing would be left."""
+    device_bytes: its memory. Raises `UserError` for anything else, and if nothing would be left."""
     match = re.fullmatch(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(GiB|MiB)?\s*", str(value))
     size = float(match[1]) * {"GiB": 2.0**30, "MiB": 2.0**20, None: device_bytes}[match[2]] if match else device_bytes
     if not size < device_bytes:
@@ -90,14 +90,16 @@ def parse_reserve(value: str | float, device_bytes: float) -> float:
 
 
 class Way(NamedTuple):
-    """Layout of one pipeline stage (its dp only as large as its experts need), and the sequences of a micro-batch."""
+    """A candidate for the work of one pipeline stage: its layout (with dp only as large as the experts need), and the
+    number of sequences of a micro-batch (`rows`)."""
 
     layout: Layout
     rows: int
 
 
 class Pipe(NamedTuple):
-    """A pipeline without its micro-batches. ranks: its ranks; schedule: such as "1f1b"; chunks: stages of a rank."""
+    """A candidate pipeline, without its number of micro-batches. ranks: pipeline ranks; schedule: such as "1f1b";
+    chunks: model chunks (stages) of each rank."""
 
     ranks: int
     schedule: str
@@ -105,13 +107,14 @@ class Pipe(NamedTuple):
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors of a number."""
+    """Return all divisors of a number, ascending."""
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
 
 
 def ways(problem: Problem) -> list[Way]:
-    """Return every (layout of a stage, sequences of a micro-batch) that the model admits, on any number of stages."""
+    """Return every (layout of a stage, sequences of a micro-batch) that the model and the engine admit, for any number
+    of stages."""
     found = []
     for stage in _stages(problem):
         for recompute in RECOMPUTE:
@@ -121,7 +124,7 @@ def ways(problem: Problem) -> list[Way]:
 
 
 def _rows(problem: Problem) -> list[int]:
-    """Return the numbers of sequences that a micro-batch may have."""
+    """Return the candidate numbers of sequences of a micro-batch."""
     return [rows for rows in divisors(problem.batch) if rows <= MOST_ROWS]
 
 
@@ -151,7 +154,8 @@ def _stages(problem: Problem) -> Iterator[Layout]:
 
 
 def _experts(config: ModelConfig, engine: Engine, devices: int, tp: int) -> Iterator[tuple[int, int]]:
-    """Yield the (ep, etp) sizes to consider with `tp` ranks of tensor parallelism, (1, 1) first."""
+    """Yield the candidate (ep, etp) sizes of expert parallelism for `tp` tensor-parallel ranks on `devices` devices,
+    (1, 1) first."""
     yield 1, 1
     if config.experts and "ep" in engine.axes:
         for ep in divisors(config.experts):
@@ -177,8 +181,8 @@ def pipes(problem: Problem) -> Iterator[Pipe]:
 
 
 def layout_of(problem: Problem, way: Way, pipe: Pipe, zero: int, hybrid: int) -> Layout:
-    """Return the whole layout of a stage's layout and a pipeline. zero: level; hybrid: ranks of a sharding group, 0 for
-    all."""
+    """Return the whole layout that consists of a stage's candidate (`way`) and a pipeline (`pipe`). zero: ZeRO stage;
+    hybrid: ranks of a ZeRO sharding group, 0 for all data-parallel ranks."""
     one = way.layout
     dp = problem.cluster.devices // (one.tp * one.cp * pipe.ranks)
     return one.with_(

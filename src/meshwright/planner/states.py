@@ -23,10 +23,10 @@ STATE_KINDS: dict[str, tuple[str, ...]] = {
 
 
 class Flat(NamedTuple):
-    """A flat parameter buffer on a rank.
+    """A flat parameter buffer on a rank: the parameters of an FSDP unit in one vector.
 
     unit: such as "layers.3"; part: "dense" or "experts"; numel, padded: elements before and after padding; shards:
-    ranks that ZeRO shards it over; zero: level, 0 on a single rank.
+    number of ranks over which ZeRO shards it; zero: ZeRO stage, 0 on a single rank.
     """
 
     unit: str
@@ -38,18 +38,19 @@ class Flat(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Elements of this rank's fp32 master weights."""
+        """Number of elements of this rank's fp32 master weights."""
         return self.padded // self.shards if self.zero else self.numel
 
     @property
     def name(self) -> str:
-        """Name of the buffer."""
+        """Name of the buffer, such as "layers.3" or "layers.3.experts"."""
         return self.unit if self.part == "dense" else f"{self.unit}.experts"
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A persistent tensor of a rank. kind: "parameters", "masters", "gradients", "gradient_buffers" or "optimizer"."""
+    """A persistent tensor of a rank. kind: "parameters", "masters" (fp32 master weights), "gradients",
+    "gradient_buffers" (unsharded) or "optimizer"."""
 
     kind: str
     name: str
@@ -59,15 +60,15 @@ class State:
 
 
 def optimizer_kinds(optimizer: str) -> tuple[str, ...]:
-    """Return the names of an optimizer's state tensors, such as "exp_avg". optimizer: such as "adamw"; `UserError` if
-    unknown."""
+    """Return the names of an optimizer's state tensors, such as ("exp_avg", "exp_avg_sq"). optimizer: such as "adamw".
+    Raises `UserError` if it is unknown."""
     if optimizer not in STATE_KINDS:
         raise UserError(unknown("optimizer", optimizer, dict.fromkeys((*OPTIMIZERS, *STATE_KINDS))))
     return STATE_KINDS[optimizer]
 
 
 def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> list[Flat]:
-    """Return the flat buffers of units such as "layers.3", on any rank that holds them."""
+    """Return the flat parameter buffers of FSDP units such as "layers.3", as any rank that holds the units has them."""
     found = []
     for unit in units:
         for part in table.unit_buffers(unit, layout):
@@ -81,12 +82,12 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
 
 
 def shard_count(layout: Layout, part: BufferKind) -> int:
-    """Return the number of ranks that ZeRO shards a part of the parameters over. part: "dense" or "experts"."""
+    """Return the number of ranks over which ZeRO shards parameters. part: "dense" or "experts"."""
     return layout.group_size(AXES_OF[part][1])
 
 
 def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:
-    """Yield the persistent tensors of a rank's flat buffers, as they are after the first step. parameter_dtype,
+    """Yield the persistent tensors for a rank's flat buffers, as they are after the first step. parameter_dtype,
     master_dtype: torch's type names; optimizer: such as "adamw"."""
     from meshwright.planner.saved import ITEM_BYTES
 
@@ -106,8 +107,8 @@ def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optim
 
 
 def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
-    """Return the unsharded gradient buffers kept for the next layer under ZeRO-2 and 3: their number by size in
-    elements."""
+    """Return the unsharded gradient buffers that ZeRO-2 and 3 keep and reuse for the next layer: {elements: number of
+    buffers}."""
     return count_reused_buffers(
         [
             tuple(flat.padded for flat in parts if flat.zero >= 2)

@@ -48,7 +48,7 @@ class StepTime:
         low, high: Bounds between which measured runs are expected.
         breakdown: Seconds by part, which add up to `seconds`: compute of the busiest rank; exposed communication of tp
             (tensor), cp (context), ep (expert), data parallelism (data) and stages (pipeline); bubble; optimizer.
-        simulated: By the pipeline simulator, not in closed form.
+        simulated: True if the pipeline schedule was simulated, not computed in closed form.
     """
 
     seconds: float
@@ -59,8 +59,8 @@ class StepTime:
 
 
 def with_bounds(cluster: Cluster, seconds: float) -> tuple[float, float, float]:
-    """Return (expected, low, high) seconds on a cluster, calibrated. seconds: predicted without calibration. The upper
-    bound of a machine that was busy when it was measured is for a run beside the same other work."""
+    """Return calibrated (expected, low, high) seconds of a step on a cluster. seconds: predicted without calibration.
+    If other programs disturbed the machine's measurement, the upper bound is for a run that they disturb as much."""
     band, found = constants()["band"], cluster.calibration
     busy = 0.0 if cluster.measured is None else cluster.measured.disturbed or 0.0
     high = band["high"] / (1 - busy)
@@ -87,12 +87,12 @@ def step_time(
 ) -> StepTime:
     """Predict the time of one training step of `batch` sequences of `sequence` tokens.
 
-    engine: whose kernels are priced; compile: with compiled blocks; optimizer: such as "adamw"; simulate: run the
-    pipeline simulator; else the closed form, where there is one; documents: in a sequence, on average; parts: simulate
-    without messages too, to separate their share; in_place: by part of a micro-batch, how much longer it takes than its
-    pieces timed alone; pairs: training on response pairs, whose loss computes the logits twice. Raises UserError for
-    what the device lacks and for a batch that the layout cannot divide; `refuse` checks whether the model fits the
-    layout.
+    engine: training engine whose kernels are modelled; compile: with compiled blocks; optimizer: such as "adamw";
+    simulate: run the pipeline simulator; else use the closed form, where there is one; documents: average number packed
+    into a sequence; parts: simulate also without messages, to separate their share; in_place: factor for each part of a
+    micro-batch (compute, tensor, context, expert, data) by which it takes longer than operations timed alone; pairs:
+    training on response pairs, whose loss computes the logits twice. Raises `UserError` for what the device lacks and
+    for a batch that the layout cannot divide; `refuse` checks whether the model fits the layout.
     """
     whose = engines.engine(engine, compile=compile)
     if batch % (layout.dp * layout.micro_batches):
@@ -108,10 +108,11 @@ def durations_of(
     config: ModelConfig, layout: Layout, cluster: Cluster, sequence: int, batch: int, *, engine: str | Engine,
     documents: float = 1.0, in_place: Floats = AS_ADDED, pairs: bool = False,
 ) -> tuple[PipelineProgram, Durations]:  # fmt: skip
-    """Return the pipeline program of a layout and the predicted seconds of its steps, for pictures.
+    """Return (pipeline program of a layout, predicted seconds of its forwards, backwards and messages), for pictures.
 
-    batch: sequences over all ranks; documents: in a sequence, on average; in_place: by part of a micro-batch, how much
-    longer it takes than its pieces timed alone; pairs: training on response pairs.
+    sequence: tokens of a sequence; batch: sequences over all ranks; documents: average number packed into a sequence;
+    in_place: factor for each part of a micro-batch by which it takes longer than operations timed alone; pairs:
+    training on response pairs.
     """
     step = Step(
         config, layout, cluster, sequence, batch, engines.engine(engine), documents, in_place, pairs=pairs
@@ -123,10 +124,11 @@ def durations_of(
 
 
 class Step:
-    """Prices of one training step under a layout.
+    """Predictor of the time of one training step under a layout.
 
-    documents: in a sequence, on average; in_place: by part of a micro-batch, how much longer it takes than its pieces
-    timed alone; work: priced micro-batch to reuse; makespans: cache of simulated makespans; pairs: training on response
+    sequence, batch: tokens of a sequence, sequences over all ranks; documents: average number packed into a sequence;
+    in_place: factor for each part of a micro-batch by which it takes longer than operations timed alone; work:
+    predictor of the micro-batch to reuse; makespans: cache of simulated pipeline times; pairs: training on response
     pairs.
     """
 
@@ -170,15 +172,17 @@ class Step:
         self.gradient_bytes = engine.gradient_bytes if self.itemsize == 2 else 4
 
     def group(self, axis: str) -> Group:
-        """Return the group of an axis such as "data": its ranks, and how many share a node."""
+        """Return the size of a process group of an axis such as "data": number of ranks, and how many share a node."""
         return group_of(self.layout, axis, self.collectives.cluster)
 
     def seconds(self, operation: Any, axis: str, size: Floats) -> Floats:
-        """Return the seconds of a collective of `size` bytes. operation: such as "all-reduce"; axis: such as "data"."""
+        """Return the seconds of a collective on a vector of `size` bytes. operation: such as "all-reduce"; axis: such
+        as "data"."""
         return self.collectives.seconds(operation, self.group(axis), size)
 
     def stages(self, count: int) -> list[Floats]:
-        """Return the seconds of a micro-batch in each of `count` stages: arrays [phases, parts]."""
+        """Return the seconds of a micro-batch in each of the pipeline's `count` stages: arrays [phases (forward, input
+        gradients, weight gradients), parts (compute, tensor, context, expert, data)]."""
         kinds: dict[tuple[object, ...], Floats] = {}
         times = []
         for stage in stages_of(self.config, count, self.sequence):
@@ -189,8 +193,8 @@ class Step:
         return times
 
     def stage(self, stage: Stage) -> Floats:
-        """Return the seconds of a micro-batch in a pipeline stage: [phases (forward, input, weight), parts (compute,
-        tensor, context, expert, data)], exposed ZeRO-2 and 3 communication included."""
+        """Return the seconds of a micro-batch in a pipeline stage: [phases (forward, input gradients, weight
+        gradients), parts (compute, tensor, context, expert, data)], exposed communication of ZeRO-2 and 3 included."""
         found = self.work.stage(stage, followed_at_once(self.layout))
         if self.zero < 2:
             return found
@@ -203,14 +207,14 @@ class Step:
         return found
 
     def share(self) -> float:
-        """Return the slow-down of computation that overlaps gradient communication, as a share of the communication's
-        seconds."""
+        """Return the slow-down of computation that overlaps gradient communication, as a fraction of the
+        communication's seconds."""
         axes = ("data", "expert_data") if self.layout.zero == 0 else ("shard", "expert_shard")
         return max(self.collectives.tax(self.group(axis)) for axis in axes[: 1 + self.layout.expert_parallel])
 
     def priced(self, optimizer: str, simulate: bool = True, parts: bool = True) -> StepTime:
         """Return the predicted time of the step. optimizer: such as "adamw"; simulate: run the pipeline simulator, not
-        a closed form; parts: simulate without messages too, to separate their share."""
+        the closed form; parts: simulate also without messages, to separate their share."""
         layout, config = self.layout, self.config
         program = program_for(layout, config, self.sequence) if simulate and layout.pp > 1 else None
         count = layout.pp * layout.chunks if program is None else program.stages
@@ -233,7 +237,7 @@ class Step:
         return StepTime(*with_bounds(cluster, seconds), breakdown, simulate)
 
     def transfer(self) -> float:
-        """Return the seconds of a message from stage to stage."""
+        """Return the seconds of a message (activations of a micro-batch) from one pipeline stage to the next."""
         size = self.work.rows * self.sequence / self.layout.cp * self.config.hidden * self.itemsize
         if self.layout.tensor_sequence_parallel or (self.engine.scatters and self.layout.tp > 1):
             size /= self.layout.tp
@@ -242,10 +246,11 @@ class Step:
     def pipeline(
         self, program: PipelineProgram | None, times: list[Floats], places: list[list[int]], parts: bool
     ) -> tuple[float, float]:
-        """Return the seconds of all micro-batches in the pipeline, and those of them due to messages.
+        """Return (seconds of all micro-batches in the pipeline, seconds of these that messages cause).
 
-        program: to simulate, None for the closed form; times: [phases, parts] of each stage; places: stages of each
-        rank; parts: simulate without messages too; if False, the second of a simulation is 0.
+        program: pipeline program to simulate, None for the closed form; times: seconds of a micro-batch in each stage
+        [phases (forward, input gradients, weight gradients), parts (compute, tensor ...)]; places: stage indices of
+        each rank; parts: simulate also without messages; if False, the second result of a simulation is 0.
         """
         forward, back, weight = np.array(times).sum(axis=2).T
         transfer = self.transfer()
@@ -265,15 +270,16 @@ class Step:
     # --- once a step
 
     def of_ranks(self, stages: tuple[Stage, ...], places: list[list[int]]) -> list[tuple[float, float, int]]:
-        """Return (dense parameters, expert-parallel parameters, layers) of each distinct pipeline rank. places: stages
-        by rank."""
+        """Return (dense parameters, expert-parallel parameters, layers), numbers for each distinct pipeline rank.
+        places: stage indices of each rank."""
         sizes = [(*self.held.of_stage(self.config, stage), len(stage.layers)) for stage in stages]
         alike = dict.fromkeys(tuple(sizes[at] for at in place) for place in places)
         return [(sum(each[0] for each in of), sum(each[1] for each in of), sum(each[2] for each in of)) for of in alike]
 
     def gradients(self, stages: tuple[Stage, ...], places: list[list[int]], times: list[Floats]) -> float:
-        """Return the exposed seconds of gradient reductions and parameter all-gathers, once a step. places: stages by
-        rank; times: [phases, parts] of each stage."""
+        """Return the exposed seconds of gradient reductions and parameter all-gathers, once a step. places: stage
+        indices of each rank; times: seconds of a micro-batch in each stage, [phases (forward, input gradients, weight
+        gradients), parts]."""
         phases = [[sum(float(times[at][part].sum()) for at in place) for place in places] for part in _BOTH]
         passes = passes_beside(self.layout.schedule, self.layout.pp, self.layout.micro_batches)
         first_forward, last_backward = (passes * max(each) for each in phases)
@@ -288,8 +294,8 @@ class Step:
         )  # fmt: skip
 
     def data_seconds(self) -> float:
-        """Return the seconds of a step in which a rank communicates for data parallelism, beside computation
-        included."""
+        """Return the seconds of a step in which a rank communicates for data parallelism, including communication that
+        overlaps computation."""
         layout, stages = self.layout, stages_of(self.config, self.layout.pp * self.layout.chunks, self.sequence)
         places = places_of(layout.schedule, layout.pp, layout.chunks)
         alone = replace(self.engine, overlaps_data=False)
@@ -306,12 +312,12 @@ class Step:
         return most
 
     def shards(self) -> tuple[int, int]:
-        """Return the number of ranks that ZeRO shards (dense parameters, experts) over."""
+        """Return (number of ranks over which ZeRO shards dense parameters, number for experts)."""
         return self.layout.group_size("shard"), self.layout.group_size("expert_shard")
 
     def update(self, stages: tuple[Stage, ...], places: list[list[int]], optimizer: str) -> float:
-        """Return the seconds of the optimizer step on the rank that updates most. places: stages by rank; optimizer:
-        "adamw" ..."""
+        """Return the seconds of the optimizer step on the rank that updates most parameters. places: stage indices of
+        each rank; optimizer: such as "adamw"."""
         most = max(
             float(updated(self.layout.zero, np.array(dense), np.array(spread), *self.shards()))
             for dense, spread, _ in self.of_ranks(stages, places)
@@ -326,13 +332,13 @@ def followed_at_once(layout: Layout) -> bool:
 
 
 def default_precision(cluster: Cluster) -> str:
-    """Return the precision for a cluster where the layout names none, such as "bf16"; on processors bf16 if at least
-    1.2 times as fast as fp32."""
+    """Return the default precision on a cluster, such as "bf16"; on CPUs bf16 if at least 1.2 times as fast as fp32."""
     if cluster.kind == "cpu":
         return "bf16" if (cluster.device.bf16 or 0.0) >= 1.2 * (cluster.device.fp32 or 0.0) else "fp32"
     return "bf16" if cluster.device.bf16 else "fp16" if cluster.device.fp16 else "fp32"
 
 
 def _replicas(places: list[list[int]], stages: int) -> int:
-    """Return how often the ranks together hold the model. places: stages by rank; stages: their number."""
+    """Return the number of copies of the model that the pipeline ranks together hold: 2 under bidirectional schedules,
+    else 1. places: stage indices of each rank; stages: number of stages."""
     return sum(map(len, places)) // stages

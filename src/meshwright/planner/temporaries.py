@@ -22,8 +22,8 @@ ACCELERATOR_TILE = 1024, 1 << 27
 
 
 class Extra(NamedTuple):
-    """A temporary tensor of a memory snapshot. category: of the memory ledger, such as "workspace"; bytes: negative
-    where a saved activation is already freed."""
+    """A tensor of a memory snapshot that is neither persistent nor a saved activation. category: of the memory ledger,
+    such as "workspace"; bytes: negative for a saved activation that is already freed."""
 
     category: str
     name: str
@@ -31,10 +31,10 @@ class Extra(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """How attention over `length` queries and keys is tiled.
+    """Tiling of attention over `length` queries and keys.
 
-    rows, kv_heads: sequences and key-value heads processed together; group: query heads of a key-value head; queries:
-    of a tile; several_groups: not all rows and heads are processed together.
+    rows, kv_heads: sequences and key-value heads processed together; group: query heads of each key-value head;
+    queries: queries of a tile; several_groups: False if all sequences and heads are processed together.
     """
 
     rows: int
@@ -46,19 +46,21 @@ class _Tiles(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Queries of all heads in a tile."""
+        """Number of queries of all sequences and heads in a tile."""
         return self.rows * self.kv_heads * self.group * self.queries
 
     @property
     def before(self) -> int:
-        """Keys of the tile before the longest one; 0 without one."""
+        """Number of keys of the tile processed before the longest one, whose tensors are still allocated; 0 without
+        one."""
         if self.length > self.queries:
             return (self.length - 1) // self.queries * self.queries
         return self.length if self.several_groups else 0
 
 
 def _cut(at: Local, heads: int, kv_heads: int, length: int) -> _Tiles:
-    """Return the tiling of attention with `heads` query and `kv_heads` key-value heads over `length` tokens."""
+    """Return the tiling of attention with `heads` query and `kv_heads` key-value heads over `length` tokens. at: sizes
+    of the micro-batch."""
     most_queries, most = (TILE_QUERIES, TILE_SCORES) if at.device == "cpu" else ACCELERATOR_TILE
     group, queries = max(1, heads // kv_heads), min(most_queries, length)
     per_head = group * queries * length
@@ -68,8 +70,8 @@ def _cut(at: Local, heads: int, kv_heads: int, length: int) -> _Tiles:
 
 
 def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[str, list[Extra]]]:
-    """Yield (snapshot name, temporary tensors) of attention's backward. window: tokens that a query sees at most, None
-    for all; x: bytes of an activation's element."""
+    """Yield (snapshot name, temporary tensors) of attention's backward. at: sizes of the micro-batch; window: most
+    tokens that a query attends to, None for all; x: bytes of an activation's element."""
     wide, size = max(4, x), at.config.head_dim
     of_head = at.rows * at.tokens * size
     result = Extra("activations", "gradient of attention's result", at.heads * of_head * x)
@@ -102,9 +104,10 @@ def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[
 def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int) -> Iterator[Extra]:
     """Yield the workspaces of PyTorch's CUDA attention backward (aten/src/ATen/native/transformers/cuda).
 
-    heads, kv_heads: on this rank; window: tokens that a query sees at most; x: bytes of an element. Flash attention
-    (flash_attn/flash_api.cpp, `mha_bwd`) rounds up to 128 queries and 32 elements of a head; with variable lengths
-    (`mha_varlen_bwd`) it has 128 queries more for each document; memory-efficient: attention_backward.cu.
+    at: sizes of the micro-batch; heads, kv_heads: on this rank; window: most tokens that a query attends to, None for
+    all; x: bytes of an element. Flash attention (flash_attn/flash_api.cpp, `mha_bwd`) rounds up to 128 queries and 32
+    elements of a head; with variable lengths (`mha_varlen_bwd`) it has 128 queries more for each document; the
+    memory-efficient kernel is in attention_backward.cu.
     """
     size, length = at.config.head_dim, at.whole
     narrow = x < 4
@@ -124,10 +127,10 @@ def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
 
 
 def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int, wide: int) -> Iterator[Extra]:
-    """Yield the temporaries of tiled attention's backward: masks, tiles, gradient sums of keys and values.
+    """Yield the temporaries of tiled attention's backward on a CPU: masks, tiles, gradient sums of keys and values.
 
-    heads, kv_heads: on this rank; window: tokens that a query sees at most; x, wide: bytes of an element of inputs and
-    sums.
+    at: sizes of the micro-batch; heads, kv_heads: on this rank; window: most tokens that a query attends to, None for
+    all; x, wide: bytes of an element of inputs and sums.
     """
     cut = _cut(at, heads, kv_heads, at.whole)
     whole = Heads(
@@ -145,7 +148,8 @@ def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
 def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[Extra]:
     """Yield the temporaries of ring attention's backward: gradient sums, KV blocks in flight, a tile or kernel results.
 
-    window: tokens that a query sees at most; x, wide: bytes of an element of inputs and sums.
+    at: sizes of the micro-batch; window: most tokens that a query attends to, None for all; x, wide: bytes of an
+    element of inputs and sums.
     """
     heads, kv_heads, size, ranks = at.heads, at.kv_heads, at.config.head_dim, at.layout.cp
     of_head = at.rows * at.tokens * size
@@ -175,16 +179,17 @@ def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[
 def mixture_backward(
     at: Local, name: str, whole: Sequence[Saved], x: int, split: bool
 ) -> Iterator[tuple[str, list[Extra]]]:
-    """Yield (snapshot name, temporaries) of a mixture's backward: shared expert, then weights, products and dispatch of
-    experts.
+    """Yield (snapshot name, temporary tensors) of the backward of a mixture of experts: shared expert, then routing
+    weights, matrix products and dispatch of the experts.
 
-    name: of the mixture, "layers.N.mlp"; whole: saved activations without recompute; x: bytes of an element; split:
-    weight gradients come later.
+    at: sizes of the micro-batch; name: of the mixture, "layers.N.mlp"; whole: saved activations without recompute; x:
+    bytes of an element; split: weight gradients are queued and computed later.
     """
     config, layout = at.config, at.layout
     sizes = {each.name.removeprefix(f"{name}."): each for each in whole if each.name.startswith(f"{name}.")}
 
     def freed(*names: str) -> Extra:
+        """Return an entry of negative bytes for the freed saved activations whose names begin with one of `names`."""
         found = sum(each.bytes for title, each in sizes.items() if title.startswith(names))
         return Extra("activations", "freed", 0 if split else -found)
 

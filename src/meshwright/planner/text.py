@@ -30,7 +30,7 @@ LEAST_PART = 1e-6
 
 
 def headline(problem: Problem, model: str) -> str:
-    """Return one line that names model, cluster, sequence and batch. model: name to print."""
+    """Return one line that describes a planning problem: model, cluster, sequence and batch. model: name to print."""
     sizes = model_document(problem.config)
     active = (
         "" if sizes["active_parameters"] == sizes["parameters"] else f", {_count(sizes['active_parameters'])} active"
@@ -48,7 +48,7 @@ def headline(problem: Problem, model: str) -> str:
 
 
 def found_text(found: Found, width: int = WIDE) -> str:
-    """Format the result of a search as text, lines at most `width` characters long where possible."""
+    """Format the result of a search as text. width: characters of a line, which long words may exceed."""
     lines = [f"searched {found.searched:,} layouts in {found.seconds:.2f} s"]
     if not found.best:
         lines.append("none of them fits in memory")
@@ -64,7 +64,8 @@ def found_text(found: Found, width: int = WIDE) -> str:
 
 
 def _best(found: Found, width: int) -> Iterator[str]:
-    """Yield the lines of the table of a search's best layouts, at most `width` characters long where possible."""
+    """Yield the lines of the table of a search's best layouts. width: characters of a line, which long words may
+    exceed."""
     unit = Unit.of(max(one.memory.device_bytes for one in found.best))
     rows = [_row(one, unit) for one in found.best]
     head = ("step s", "low - high", "tokens/s/device", "MFU", unit.name)
@@ -82,12 +83,14 @@ def _best(found: Found, width: int) -> Iterator[str]:
 
 
 def marked_reasons(found: Found) -> list[str]:
-    """Return the reason of each of a search's best layouts, with the mark "tight" where little memory stays free."""
+    """Return, for each of a search's best layouts, why it is slower than the first, with the mark "tight" if little
+    memory stays free."""
     return [f"{why}; tight" if one.tight else why for one, why in zip(found.best, found.reasons, strict=True)]
 
 
 def advice_text(found: Found, one: Advice) -> str:
-    """Format a faster layout that does not fit (`one`), with the change that makes it fit."""
+    """Format a faster layout that does not fit (`one`), with the change that makes it fit. found: the search's
+    result."""
     problem = found.problem
     room = problem.room
     wants = (
@@ -99,19 +102,20 @@ def advice_text(found: Found, one: Advice) -> str:
 
 
 def around(problem: Problem, seconds: float) -> str:
-    """Format an expected time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: calibrated."""
+    """Format a step time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: expected, calibrated."""
     _, low, high = with_bounds(problem.cluster, seconds / problem.cluster.time_factor)
     return f"{seconds:.3g} s ({low:.3g} to {high:.3g})"
 
 
 def nearest_text(found: Nearest, width: int = WIDE) -> str:
-    """Format the closest layouts where none fits, lines at most `width` characters long where possible."""
+    """Format the layouts closest to fitting, where none fits. width: characters of a line, which long words may
+    exceed."""
     lines = ["the layout that needs the least memory, which does not fit either:", estimate_text(found.least, width)]
     return "\n".join([*lines, *wrapped(nearest_line(found), width, "  ")])
 
 
 def nearest_line(found: Nearest) -> str:
-    """Format the sentence on how many devices would be enough."""
+    """Format the sentence on how many devices would suffice. found: the layouts closest to fitting."""
     enough = found.enough
     if enough is None:
         return "The number of devices that would suffice is unknown."
@@ -123,13 +127,14 @@ def nearest_line(found: Nearest) -> str:
 
 
 def undecided_text(found: Found) -> str:
-    """Format a note on the layouts that a stopped search left undecided."""
+    """Format a note on the layouts that a search left undecided, as it stopped at its limit."""
     what = "better than the last one listed" if found.best else "small enough"
     return f"stopped after {MOST_PRICED} exact prices: {found.undecided:,} more layouts may be {what}"
 
 
 def _row(one: Estimate, unit: Unit) -> tuple[str, ...]:
-    """Return an estimate's cells in the table of the best: seconds, bounds, tokens/s/device, MFU, memory in `unit`."""
+    """Return an estimate's cells in the table of best layouts: seconds, bounds, tokens/s/device, MFU, memory in
+    `unit`."""
     time = one.time
     return (
         f"{time.seconds:.4g}", f"{time.low:.4g} - {time.high:.4g}", f"{one.tokens_per_second_per_device:,.0f}",
@@ -138,7 +143,8 @@ def _row(one: Estimate, unit: Unit) -> tuple[str, ...]:
 
 
 def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
-    """Format the cost of a recipe's own layout (`own`) beside the best one, or the reason why it cannot run."""
+    """Format the cost of a recipe's own layout (`own`) relative to the best one, or the reason why it cannot run if
+    `own` is text."""
     if isinstance(own, str):
         return f"the recipe's own layout: {own}"
     fits = "" if own.fits else ", which does not fit"
@@ -151,8 +157,8 @@ def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
 
 
 def estimate_text(one: Estimate, width: int = WIDE) -> str:
-    """Format one estimate: time by part, memory by category and by item, lines at most `width` characters long if
-    possible."""
+    """Format one estimate: time by part, memory by category and by item. width: characters of a line, which long words
+    may exceed."""
     time, unit = one.time, Unit.of(one.memory.device_bytes)
     parts = ", ".join(
         f"{part} {seconds:.3g} s ({share_text(seconds / time.seconds)})"
@@ -178,7 +184,7 @@ def estimate_text(one: Estimate, width: int = WIDE) -> str:
 
 
 def memory_text(one: Estimate) -> str:
-    """Format an estimate's bytes per device beside the limit, whether it fits, and when the peak is."""
+    """Format an estimate's bytes per device and the limit, whether it fits, and the memory snapshot of the peak."""
     memory, room = one.memory, one.problem.room
     over = memory.device_bytes - room
     verdict = f"fits{', tight' * one.tight}" if one.fits else f"does not fit: {Unit.of(over).say(over)} too much"
@@ -194,8 +200,8 @@ def communication_text(one: Estimate) -> str:
 
 
 def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
-    """Format the recipe keys of the first of the best estimates, unless nothing can train it, and the legend of the
-    notation of all."""
+    """Format the recipe keys of the first of the best estimates (unless it cannot be trained) and the legend of the
+    layout notation of all. width: characters of a line."""
     keys = [] if best[0].problem.only_planned else recipe_block(best[0]).splitlines()
     block = ["recipe keys:", *(f"  {line}" for line in keys)] if keys else []
     legend = "; ".join(f"{part} {meaning}" for part, meaning in notation_legend(one.layout for one in best))
@@ -203,12 +209,13 @@ def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
 
 
 def share_text(share: float) -> str:
-    """Format a fraction as a percentage, `<1%` below 0.5%."""
+    """Format `share`, a fraction in [0, 1], as a percentage; `<1%` below 0.5%."""
     return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
 def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
-    """Yield rows (category, its memory in `unit`, its largest items) of an estimate's fullest rank."""
+    """Yield table rows (category, its memory in `unit`, its largest items) for the pipeline rank of an estimate with
+    the highest memory peak."""
     yield "", unit.name, "of which"
     memory, process = one.memory, one.problem.process or (("CUDA context", one.memory.framework_bytes),)
     for category, size in memory.by_category().items():
@@ -224,8 +231,8 @@ def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
 
 
 def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
-    """Format every tensor of a rank at its memory peak as a table at most `width` characters wide if possible; equal
-    layers share a line."""
+    """Format every tensor of a rank at its memory peak as a table, equal layers in one line. Columns are dropped if it
+    is wider than `width` characters."""
     unit = Unit.of(memory.peak_bytes)
     head = ("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")
     rows = [
@@ -240,7 +247,8 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
 
 
 def there(item: Item) -> str:
-    """Format the lifetime of a tensor at the memory peak, such as `forward to backward`."""
+    """Format the lifetime of a tensor in memory, such as `forward to backward`; "temporary" if it begins and ends at
+    one event."""
     return "temporary" if item.first == item.last else f"{item.first} to {item.last}"
 
 
@@ -250,8 +258,8 @@ def shape_text(shape: Sequence[float]) -> str:
 
 
 def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -> str:
-    """Format the predicted and measured figures of runs, and the calibration (`found`) written to the cluster file
-    `path`."""
+    """Format the predicted and measured figures of finished runs, and the calibration (`found`) that was written to the
+    cluster file `path`."""
     head = ("run", "layout", "predicted s", "measured s", "ratio", "unexplained memory")
     rows = [
         (
@@ -266,8 +274,8 @@ def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -
 
 
 def explain_text(layout: Layout, pp_rank: int, rows: Sequence[Row], width: int = WIDE, most: int = 24) -> str:
-    """Format the `most` longest operations of a pipeline rank's micro-batch as a table, `width` characters wide if
-    possible."""
+    """Format the `most` longest operations of a pipeline rank's micro-batch as a table. rows: all operations, longest
+    first. Columns are dropped if it is wider than `width` characters."""
     head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")
     shown = [
         (
@@ -290,7 +298,8 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[Row], width: int =
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of rows as aligned columns, words left, numbers right; the first row is the head."""
+    """Return the lines of a table with aligned columns, words left, numbers right. rows: cells; the first row is the
+    head."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     left = [any(c.isalpha() for row in rows[1:] for c in row[at]) for at in range(len(rows[0]))]
     return [
@@ -304,7 +313,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def narrowed(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
     """Return the lines of a table, without as many of the `droppable` columns (names in the head) as do not fit into
-    `width`."""
+    `width` characters. rows: cells; the first row is the head."""
     kept = [list(row) for row in rows]
     lines = table(kept)
     for name in droppable:
@@ -317,7 +326,8 @@ def narrowed(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]
 
 
 def wrapped(line: str, width: int, indent: str) -> list[str]:
-    """Wrap a line at `width`, with `indent` before continuation lines; long words and runs of spaces stay."""
+    """Wrap a line at `width` characters, with `indent` before continuation lines; long words and runs of spaces
+    stay."""
     if len(line) <= width or width - len(indent) < LEAST_WORDS:
         return [line]
     at = line.rfind(" ", len(indent) + 1, width + 1)
@@ -328,7 +338,7 @@ def wrapped(line: str, width: int, indent: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Unit of a size in bytes. name: such as "GiB"; bytes: of one."""
+    """Unit in which sizes in bytes are printed. name: such as "GiB"; bytes: bytes of one unit."""
 
     name: str
     bytes: float
@@ -351,7 +361,7 @@ _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
 def _flops(rate: float) -> str:
-    """Format FLOP/s as TFLOP/s or GFLOP/s."""
+    """Format a rate in FLOP/s as TFLOP/s or GFLOP/s."""
     return f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.1f} GFLOP/s"
 
 

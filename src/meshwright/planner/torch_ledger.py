@@ -30,8 +30,8 @@ of the number of tokens."""
 
 
 def torch_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
-    """Return the ledger of a server whose ranks compute in plain torch on CPUs, without KV blocks. layout: as
-    `spec.refuse.serving_layout` returns it."""
+    """Return the memory ledger of a server whose ranks compute in plain torch on CPUs, without KV blocks. layout: as
+    `spec.refuse.serving_layout` returns it; sizes: limits that memory is allocated for."""
     ledger = serving_ledger(config, layout, sizes)
     stages = zip(serving_stages(config, layout.pp), ledger.stages, strict=True)
     ranks = (_rank_ledger(config, layout.with_(dp=1), *pair, sizes) for pair in stages)
@@ -41,7 +41,8 @@ def torch_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> Se
 def _rank_ledger(
     config: ModelConfig, layout: Layout, stage: Stage, compiled: RankLedger, sizes: ServingSizes
 ) -> RankLedger:
-    """Return the ledger of a rank of one pipeline stage. layout: of one replica. compiled: that with kernels."""
+    """Return the memory ledger of a rank of one pipeline stage. layout: of one replica; compiled: ledger of the same
+    rank with compiled kernels, whose KV-block size is reused; sizes: limits that memory is allocated for."""
     item, tp = ITEM_BYTES[sizes.dtype], layout.tp
     shards = [math.prod(tensor.local_shape(layout)) for tensor in stage_tensors(config, stage)]
     gathered = tp * TILE_TOKENS * max(config.hidden, config.vocabulary // tp if stage.last else 0) * item
@@ -58,8 +59,8 @@ def _rank_ledger(
 
 
 def _workspace_bytes(config: ModelConfig, layout: Layout, stage: Stage, sizes: ServingSizes) -> int:
-    """Return the most bytes of temporaries of a step: hidden states of all tokens, and the layers' tensors of a tile,
-    with keys, values and scores of one token's context."""
+    """Return an upper bound of the bytes of a step's temporaries: hidden states of all tokens, and the layers' tensors
+    of a tile of 16 tokens, with keys, values and scores of one token's context."""
     item, tp, longest = ITEM_BYTES[sizes.dtype], layout.tp, sizes.max_length
     wide = max(4, item)  # of attention and rotary positions: float32 at least
     heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)

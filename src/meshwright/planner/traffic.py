@@ -30,16 +30,16 @@ PREFERENCE_FIGURES = 3
 
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
-    """Return the bytes that `rank` sends in one applied step, by call site, without sites that send nothing. work:
-    sizes of the step.
+    """Return the bytes that `rank` sends in one training step, by call site such as "data.gradients", without sites
+    that send nothing. work: sizes of the step.
 
-    Exact, but for the sites of `ROUTED`, which assume equal load of experts.
+    Exact, except for the sites of `ROUTED`, which assume equal load of experts.
     """
     return by_site(_Step(config, layout, work, rank).calls())
 
 
 def predicted_traffic_by_axis(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
-    """Return the bytes that `rank` sends in one step, by mesh axis such as "data"; work: sizes of the step."""
+    """Return the bytes that `rank` sends in one training step, by mesh axis such as "data". work: sizes of the step."""
     return by_axis(_Step(config, layout, work, rank).calls())
 
 
@@ -60,7 +60,7 @@ class _Step(DataCalls):
         self.hidden_bytes = self.tokens * config.hidden * work.parameter_bytes
 
     def calls(self) -> Counter[tuple[str, str]]:
-        """Add all calls of the step; return bytes by (call site, axis)."""
+        """Count all calls of the step; return bytes sent by (call site, axis)."""
         self.reduce("data.targets", "data", 1, 8)
         passes = self.passes()
         for stage, count in passes.items():
@@ -80,7 +80,7 @@ class _Step(DataCalls):
         return self.sent
 
     def steps(self) -> Iterator[tuple[Kind, int, tuple[int, int]]]:
-        """Yield this rank's steps of the pipeline program: kind, stage, (replica, micro-batch)."""
+        """Yield (kind, stage, (replica, micro-batch)) of each of this rank's steps of the pipeline program."""
         steps = self.program.steps
         for at in steps.of_rank(self.place["pp"]):
             yield Kind(int(steps.kind[at])), int(steps.stage[at]), (int(steps.replica[at]), int(steps.micro_batch[at]))
@@ -92,7 +92,8 @@ class _Step(DataCalls):
     # --- activations: tensor parallelism, the loss, the pipeline
 
     def tensor(self, stage: Stage, count: int) -> None:
-        """Add the calls of tensor parallelism for the forward and backward of `count` micro-batches through a stage."""
+        """Count the bytes sent by the tensor-parallel collectives in the forward and backward of `count` micro-batches
+        through a stage."""
         if self.layout.tp == 1:
             return
         sequence_parallel = self.layout.tensor_sequence_parallel
@@ -125,14 +126,15 @@ class _Step(DataCalls):
                     self.all_reduce(site, "tp", self.layout.tp, chunk * max(4, self.work.parameter_bytes), count)
 
     def meet(self, site: str, times: int) -> None:
-        """Add `times` reductions or gathers of a micro-batch's hidden states over tp. site: label of the call."""
+        """Count the bytes sent by `times` tp collectives on a micro-batch's hidden states: reduce-scatters or
+        all-gathers with sequence parallelism, else all-reduces. site: label of the call, such as "mlp.output"."""
         if self.layout.tensor_sequence_parallel:
             self.half(site, "tp", self.layout.tp, self.hidden_bytes, times)
         else:
             self.all_reduce(site, "tp", self.layout.tp, self.hidden_bytes, times)
 
     def context(self, stage: Stage, count: int) -> None:
-        """Add the calls of context parallelism for `count` micro-batches through a stage."""
+        """Count the bytes sent by the context-parallel calls for `count` micro-batches through a stage."""
         config, layout, ranks = self.config, self.layout, self.layout.cp
         if ranks == 1:
             return
@@ -159,7 +161,8 @@ class _Step(DataCalls):
         return self.layout.expert_parallel and self.config.has_experts(layer)
 
     def experts(self, stage: Stage, count: int) -> None:
-        """Add the calls of mixtures for `count` micro-batches through a stage: expert loads, dispatch and combine."""
+        """Count the bytes sent by the calls of mixtures of experts for `count` micro-batches through a stage: expert
+        loads, dispatch and combine."""
         config, layout = self.config, self.layout
         if not config.experts:
             return
@@ -196,7 +199,7 @@ class _Step(DataCalls):
             self.half("experts.input.backward", "tp", layout.tp, self.hidden_bytes, mixtures)
 
     def pipeline(self) -> None:
-        """Add the messages to other stages."""
+        """Count the bytes sent by the messages of activations and gradients to other pipeline stages."""
         size = self.hidden_bytes // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
         kinds = Counter(kind for kind, *_ in self.steps())
         self.sent["pipeline.activations", "pp"] += kinds[Kind.SEND_FORWARD] * size
@@ -205,7 +208,7 @@ class _Step(DataCalls):
     # --- parameters
 
     def gathers(self) -> None:
-        """Add ZeRO-3's all-gathers of parameters."""
+        """Count the bytes sent by ZeRO-3's all-gathers of parameters."""
         if self.layout.zero < 3:
             return
         gathered: Counter[str] = Counter()
@@ -229,8 +232,8 @@ class _Step(DataCalls):
                     self.shard("data.parameters", "all_gather", part, numel, self.work.parameter_bytes, times)
 
     def partial_gradients(self, units: Counter[str]) -> None:
-        """Add the all-reduces over tp of partial gradients of this rank's shards, those of all units together. units:
-        to include, as keys."""
+        """Count the bytes sent by the all-reduces over tp of gradients that each rank has only partially, one for all
+        FSDP units together. units: the rank's units, as keys."""
         layout, found = self.layout, Counter[int]()
         for entry in self.table.entries:
             if entry.unit not in units or "tp" not in entry.gradient_axes(layout):

@@ -52,8 +52,8 @@ class Tracker(Protocol):
     """
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Begin or resume the run in the tracker. recipe: dotted key -> value, such as "train.steps". Called again if
-        it raises."""
+        """Begin or resume the run in the tracker. run: description of the run; recipe: dotted key -> value, such as
+        "train.steps" -> 100. Called again if it raises."""
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
         """Log the values of a step. values: name -> number or, sometimes, text. Called again with the same values if it
