@@ -253,7 +253,7 @@ class EmulatedGroup(_ProcessGroup):
         return [tensor.data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def _check_count(self, tensors: list[torch.Tensor], operation: str) -> None:
-        """Raise ValueError unless `tensors` has one tensor for each rank of the group. operation: name for the error."""
+        """Raise ValueError unless `tensors` has one tensor for each rank of the group. operation: named in errors."""
         if len(tensors) != len(self.ranks):
             raise ValueError(f"{operation}: {len(tensors)} tensors for {len(self.ranks)} ranks")
 

@@ -204,7 +204,7 @@ def _check_exercise(emulated: EmulatedRanks, code: CodeType, modules: list[Modul
     """
 
     def run(module: ModuleType) -> Any:
-        """Execute the script in the rank's `module` with default dtype float64; return the result of `distributed()`."""
+        """Execute the script in the rank's `module` with default dtype float64; return what `distributed()` returns."""
         torch.set_default_dtype(torch.float64)
         _execute(code, module, "exercise")
         get_function(vars(module), "one_device", str(path))

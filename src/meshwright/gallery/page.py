@@ -15,7 +15,7 @@ published figure or an independent computation. Sizes are decimal (1 GB = 10⁹ 
 
 
 def render_page(explanations: Sequence[Explanation]) -> str:
-    """Return the page docs/worked-examples.md in Markdown: a table of contents and the worked examples `explanations`."""
+    """Return the page docs/worked-examples.md in Markdown: a table of contents and the examples `explanations`."""
     contents = "\n".join(
         f"- [{one.title}](#{anchor(one.title)}): `meshwright explain {one.name}`" for one in explanations
     )

@@ -49,13 +49,15 @@ class CaseBuilder:
 
     def make_default_cases(self) -> list[Case]:
         """Return the default cases: "updates" (optimizer updates with clipping and resumes), "long sequences"
-        (attention over several tiles) and "dtypes" (parameters in a narrower dtype than their master weights). If the
+        (attention over several tiles), "dtypes" (parameters in a narrower dtype than their master weights) and, with
+        several ranks, "late completion" (no buffer is touched while a collective call uses it). If the
         recipe compiles, add a step under torch.compile with backend "aot_eager", which traces graphs but generates no
         code."""
         cases = [
             Case("updates", self.make_updates()),
             Case("long sequences", self.make_long()),
             Case("dtypes", self.make_dtypes()),
+            *([self.make_late_case()] if self.layout.world_size > 1 else []),
         ]
         return [*cases, *([self.make_compiled_case("aot_eager")] if self.compiled else [])]
 
@@ -116,6 +118,12 @@ class CaseBuilder:
         narrow = {"float64": "float32", "float32": "bfloat16"}[self.dtype]
         plain = dataclasses.replace(self.make_plain(2), training=SGD, steps=2)
         return dataclasses.replace(plain, dtype=narrow, master_dtype=self.dtype)
+
+    def make_late_case(self) -> Case:
+        """Return a case of two SGD steps in which collective calls complete only when they are waited for, and their
+        buffers are poisoned until then."""
+        plain = dataclasses.replace(self.make_plain(2), training=SGD, steps=2, late_completion=True)
+        return Case("late completion", plain)
 
     def make_bf16_case(self) -> Case:
         """Return a case of three SGD steps with bf16 parameters and float32 master weights, as in bf16 training."""

@@ -63,7 +63,8 @@ class Problem:
     activations; None: no such step. resumed_at: numbers of steps after which a checkpoint is saved and a new trainer
     resumes from it. fused_gradient_accumulation: True if weight-gradient kernels accumulate directly into the gradient
     buffer, as in large models. compile_backend: backend of torch.compile for layers, final norm and loss, such as
-    "inductor"; None: they run eagerly.
+    "inductor"; None: they run eagerly. late_completion: True if collective calls complete only when they are waited
+    for (`late_completion.py`).
     """
 
     config: ModelConfig
@@ -79,6 +80,7 @@ class Problem:
     resumed_at: tuple[int, ...] = ()
     fused_gradient_accumulation: bool = True
     compile_backend: str | None = None
+    late_completion: bool = False
 
     @property
     def resolved_master_dtype(self) -> str:

@@ -31,6 +31,7 @@ from meshwright.training.loss_scale import LossScale
 from meshwright.training.precision import Arithmetic
 from meshwright.training.preference import PreferencePairs
 from meshwright.training.trainer import StepOutcome, Trainer
+from meshwright.verification.late_completion import complete_late
 from meshwright.verification.local_faults import LocalFault
 from meshwright.verification.problem import Problem
 from meshwright.verification.samples import MOST_PAIRS, SyntheticData
@@ -126,13 +127,17 @@ def run_rank(
             mesh.record.clear()
             subdirectory = None if directory is None else Path(directory) / (str(number) if fault else "")
             compiling = nullcontext() if backend is None else _require_compiled_graphs(backend, mesh.rank)
-            with planted as strikes, compiling:
+            completing = complete_late() if problem.late_completion else nullcontext()
+            with planted as strikes, compiling, completing as late:
                 try:
                     result = _VerificationRun(problem, layout, mesh, subdirectory).run(span)
                 except (RanksDisagree, UserError) as error:  # raised on all ranks, so that none waits for another
                     if fault is None and isinstance(error, UserError):
                         raise
                     result = RankResult(refused=str(error))
+            if late is not None and late.faults:
+                more = f" (and {len(late.faults) - 1} more)" if len(late.faults) > 1 else ""
+                result.refused = f"late completion: {late.faults[0]}{more}"
             result.struck = mesh.faults.struck if strikes is None else strikes.count
             results.append(result)
         mesh.inject(None)

@@ -3,6 +3,7 @@ planted faults are detected."""
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from collections.abc import Callable
@@ -238,6 +239,7 @@ class _Verifier:
 
     def reference(self, problem: Problem) -> Reference:
         """Return the single-device reference results of a problem; each problem is computed once and cached."""
+        problem = dataclasses.replace(problem, late_completion=False)
         if problem not in self._references:
             self._references[problem] = Reference(problem)
         return self._references[problem]

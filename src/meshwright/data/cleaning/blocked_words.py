@@ -54,7 +54,7 @@ def hash_word_list(path: str) -> str:
 
 
 def _read_list(path: str) -> bytes:
-    """Return the raw bytes of the word list in the file `path`. Raises `OSError` if it cannot be read or is too large."""
+    """Return the raw bytes of the word list in the file `path`. Raises `OSError` if it is unreadable or too large."""
     return read_file(Path(path).expanduser(), "word_list_bytes")
 
 

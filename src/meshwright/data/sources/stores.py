@@ -102,7 +102,7 @@ class _NotSupported(UserError):
 
 
 class _BlockReader(io.RawIOBase):
-    """Raw stream over a file in a remote store that fetches one block of 8 MiB at a time and keeps only the last one."""
+    """Raw stream over a file in a remote store that fetches blocks of 8 MiB and keeps only the last one."""
 
     def __init__(self, file: StoredFile) -> None:
         assert file.size is not None

@@ -24,7 +24,7 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Open a new event file and write the recipe to it. run: description of the run; recipe: dotted key -> value."""
+        """Open a new event file and write the recipe to it. run: description of the run; recipe: key -> value."""
         from torch.utils.tensorboard.summary import hparams
 
         directory = self._directory or str(run.directory / "tensorboard")

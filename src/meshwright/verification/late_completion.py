@@ -1,0 +1,214 @@
+"""Late completion: every collective call completes only when it is waited for, and its buffers are poisoned until then.
+
+On real devices a call completes at some time between its start and the wait for it, so that code which reads a result,
+changes a sent buffer or frees either too early is right most of the time. Here it never is. While a call is in flight
+its results hold NaN (integers: their least value) and its data travel between copies; the wait then checks that nobody
+touched the buffers, and delivers the results. A correct engine computes the same bits as without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from meshwright.comm import collectives, transport
+from meshwright.comm.mesh import Axis
+from meshwright.comm.transport import Message, Posted
+
+Delivery = tuple[torch.Tensor, torch.Tensor]
+"""Result buffer of the caller, and the copy that the transfer fills."""
+
+
+class LateCompletion:
+    """Late completion of the collective calls of this process. faults: a line for each buffer that was touched while
+    its call was in flight, and for each call that was not waited for."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self._in_flight: dict[int, str] = {}
+        self._calls = 0
+        self._site = ""
+        self._originals = {name: getattr(transport, name) for name in _REPLACED}
+
+    def check_all_complete(self) -> None:
+        """Record the calls that are still in flight, where none should be."""
+        self.faults += [f"{call}: never waited for" for call in self._in_flight.values()]
+        self._in_flight.clear()
+
+    # --- in place of the functions of `comm/transport.py`, with their arguments
+
+    def all_reduce(self, tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
+        """Post an all-reduce that completes late."""
+        copy = tensor.clone()
+        return self._post(partial(self._originals["all_reduce"], copy, axis, op), [(tensor, copy)])
+
+    def broadcast(self, tensor: torch.Tensor, source: int, axis: Axis) -> Posted:
+        """Post a broadcast that completes late."""
+        copy = tensor.clone()
+        post = partial(self._originals["broadcast"], copy, source, axis)
+        return self._post(post, [], [tensor]) if axis.rank == source else self._post(post, [(tensor, copy)])
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
+        """Post an all-gather that completes late. A source that is its slice of the output stays readable."""
+        copy = torch.empty_like(output)
+        parts, copies = output.view(axis.size, -1), copy.view(axis.size, -1)
+        own = parts[axis.rank].data_ptr() == source.data_ptr()
+        arriving = [(parts[at], copies[at]) for at in range(axis.size) if not (own and at == axis.rank)]
+        post = partial(self._originals["all_gather"], copy, source.clone(), axis)
+        return self._post(post, arriving, [source])
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
+        """Post a reduce-scatter that completes late; it overwrites the other ranks' slices of `source`, as collective
+        programs do."""
+        copy, sent, parts = torch.empty_like(output), source.clone(), source.view(axis.size, -1)
+        others = [parts[at] for at in range(axis.size) if at != axis.rank]
+        post = partial(self._originals["reduce_scatter"], copy, sent, axis)
+        return self._post(post, [(output, copy)], others, overwritten=others)
+
+    def reduce_scatter_rows(self, output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
+        """Post an uneven reduce-scatter that completes late."""
+        copy, sent = torch.empty_like(output), source.clone()
+        post = partial(self._originals["reduce_scatter_rows"], copy, sent, axis, sizes)
+        with self._immediate("all_to_all"):
+            return self._post(post, [(output, copy)], [source])
+
+    def rotate(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
+        """Post a ring shift that completes late."""
+        copy, sent = torch.empty_like(output), source.clone()
+        with self._immediate("transfer"):
+            return self._post(partial(self._originals["rotate"], copy, sent, axis), [(output, copy)], [source])
+
+    def all_to_all(
+        self, output: torch.Tensor, source: torch.Tensor, axis: Axis, output_sizes: Any, source_sizes: Any
+    ) -> Posted:
+        """Post an all-to-all that completes late."""
+        copy, sent = torch.empty_like(output), source.clone()
+        post = partial(self._originals["all_to_all"], copy, sent, axis, output_sizes, source_sizes)
+        return self._post(post, [(output, copy)], [source])
+
+    def transfer(self, messages: Sequence[Message], axis: Axis) -> list[Posted]:
+        """Post point-to-point messages, each of which completes late."""
+        copies = [torch.empty_like(m.tensor) if m.arrives else m.tensor.clone() for m in messages]
+        copied = [replace(m, tensor=copy) for m, copy in zip(messages, copies, strict=True)]
+        posted = self._originals["transfer"](copied, axis)
+        found = []
+        for m, copy, one in zip(messages, copies, posted, strict=True):
+            results, sent = ([(m.tensor, copy)], []) if m.arrives else ([], [m.tensor])
+            found.append(
+                self._post(partial(_identity, one), results, sent, name=f"{m.site} ({m.name} over {axis.name})")
+            )
+        return found
+
+    def note_call(self, original: Callable[..., Any], operation: str, axis: Axis, site: str, *rest: Any) -> Any:
+        """Remember operation and site of the call that is about to be posted, for the lines on faults. original:
+        `collectives._record_call`, which is then called."""
+        self._site = f"{site} ({operation} over {axis.name})"
+        return original(operation, axis, site, *rest)
+
+    def _immediate(self, name: str) -> Any:
+        """Return a context manager in which `transport`'s function `name` is the original one, for calls made of it."""
+        return mock.patch.object(transport, name, self._originals[name])
+
+    # --- what a call in flight may not see
+
+    def _post(
+        self, post: Callable[[], Posted], results: Sequence[Delivery], sent: Sequence[torch.Tensor] = (),
+        overwritten: Sequence[torch.Tensor] = (), name: str | None = None,
+    ) -> Posted:  # fmt: skip
+        """Post a call on copies of its buffers and poison its results. Return (work handles, function that checks the
+        buffers and delivers the results).
+
+        results: the call's result buffers with their copies. sent: buffers that must not change in flight. overwritten:
+        those that hold nothing afterwards. name: of the call, for lines on faults (None: the noted one)."""
+        self._calls += 1
+        number, call = self._calls, name or self._site
+        before = [buffer.clone() for buffer in sent]
+        works, finish = post()
+        for buffer, _ in results:
+            _poison(buffer)
+        self._in_flight[number] = call
+
+        def complete() -> None:
+            """Check that nobody touched the buffers, and deliver the results."""
+            self._in_flight.pop(number, None)
+            if finish is not None:
+                finish()
+            for buffer, old in zip(sent, before, strict=True):
+                if _is_freed(buffer):
+                    self.faults.append(f"{call}: a buffer was freed while it was being sent")
+                elif not _has_bits_of(buffer, old):
+                    self.faults.append(f"{call}: a buffer was changed while it was being sent")
+            for buffer, copy in results:
+                if _is_freed(buffer):
+                    self.faults.append(f"{call}: a buffer was freed before its result arrived")
+                    continue
+                if not _is_poisoned(buffer):
+                    self.faults.append(f"{call}: a buffer was written before its result arrived")
+                buffer.copy_(copy)
+            for buffer in overwritten:
+                _poison(buffer)
+
+        return works, complete
+
+
+_REPLACED = (
+    "all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce_scatter_rows", "all_to_all", "transfer",
+    "rotate",
+)  # fmt: skip
+
+
+def _identity(posted: Posted) -> Posted:
+    """Return what was posted already."""
+    return posted
+
+
+@contextmanager
+def complete_late() -> Iterator[LateCompletion]:
+    """Context manager in which the collective calls of this process on CPU tensors complete late. All ranks must enter
+    it together. At the end it records the calls that nobody waited for."""
+    late = LateCompletion()
+    record = collectives._record_call
+    with (
+        mock.patch.multiple(transport, **{name: getattr(late, name) for name in _REPLACED}),
+        mock.patch.object(collectives, "_record_call", partial(late.note_call, record)),
+    ):
+        yield late
+    late.check_all_complete()
+
+
+def _poison_value(dtype: torch.dtype) -> float | int | bool:
+    """Return the value that a result of this dtype holds while its call is in flight."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _poison(buffer: torch.Tensor) -> None:
+    """Overwrite a buffer with a value that no result has."""
+    buffer.fill_(_poison_value(buffer.dtype))
+
+
+def _is_poisoned(buffer: torch.Tensor) -> bool:
+    """Return True if a buffer holds nothing but poison."""
+    value = _poison_value(buffer.dtype)
+    return bool((buffer.isnan() if isinstance(value, float) else buffer == value).all())
+
+
+def _has_bits_of(buffer: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors of equal shape hold the same bits, NaN included."""
+    first, second = (each.contiguous().view(-1).view(torch.uint8) for each in (buffer, other))
+    return torch.equal(first, second)
+
+
+def _is_freed(buffer: torch.Tensor) -> bool:
+    """Return True if a tensor's storage was made too small for it, as FSDP units do when they reshard."""
+    if buffer.numel() == 0:
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    return (buffer.storage_offset() + last + 1) * buffer.itemsize > buffer.untyped_storage().nbytes()
