@@ -139,20 +139,22 @@ class LateCompletion:
             self._in_flight.pop(number, None)
             if finish is not None:
                 finish()
+            found = dict[str, None]()
             for buffer, old in zip(sent, before, strict=True):
                 if _is_freed(buffer):
-                    self.faults.append(f"{call}: a buffer was freed while it was being sent")
+                    found["freed while it was being sent"] = None
                 elif not _has_bits_of(buffer, old):
-                    self.faults.append(f"{call}: a buffer was changed while it was being sent")
+                    found["changed while it was being sent"] = None
             for buffer, copy in results:
                 if _is_freed(buffer):
-                    self.faults.append(f"{call}: a buffer was freed before its result arrived")
+                    found["freed before its result arrived"] = None
                     continue
                 if not _is_poisoned(buffer):
-                    self.faults.append(f"{call}: a buffer was written before its result arrived")
+                    found["written before its result arrived"] = None
                 buffer.copy_(copy)
             for buffer in overwritten:
                 _poison(buffer)
+            self.faults += [f"{call}: a buffer was {what}" for what in found]
 
         return works, complete
 
