@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -52,7 +53,8 @@ class CudaStep(NamedTuple):
 class Measured(NamedTuple):
     """Bytes: at most in the second step, between steps, what the ledger says of both. alive: at the step's highest
     moment bytes, how many and what made them, the largest first; items: what the ledger has at its own. unexpected:
-    sizes that a forward keeps and the ledger does not, by what made them; missing: the other way round."""
+    sizes that a forward keeps and the ledger does not, by what made them; missing: the other way round. host_waits:
+    places in the source where the host waits for the device, in forward, backward and update of the second step."""
 
     peak: int
     between: int
@@ -63,6 +65,7 @@ class Measured(NamedTuple):
     items: list[tuple[int, str]]
     unexpected: list[tuple[int, str]] = []
     missing: list[tuple[int, str]] = []
+    host_waits: list[str] = []
 
     @property
     def error(self) -> float:
@@ -258,11 +261,14 @@ if __name__ == "__main__":
             self.now = self.peak = 2 * cublas
             # A handle of each thread has one: the caller's and the one of autograd (CublasHandlePool.cpp).
             self.alive = {-1: (cublas, "cuBLAS, forward"), -2: (cublas, "cuBLAS, backward")}
+            self.host_waits: list[str] = []
             self.highest: dict[int, tuple[int, str]] = {}
             self.inside: list[tuple[str, int]] = []
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
+            if self._waits_for(function, args, kwargs):
+                self.host_waits.append(_place_in_source())
             if function in (aten._local_scalar_dense.default, aten.item.default):
                 return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
             if function.namespace == "meshwright":
@@ -276,6 +282,22 @@ if __name__ == "__main__":
                 inside = [each for each in INSIDE[function](*args, **kwargs) if each[1]]
                 self.reach(inside)
             return result
+
+        def _waits_for(self, function: Any, args: Any, kwargs: Any) -> bool:
+            """Whether the host waits for the device in this call: it reads a number or a size that only the device
+            knows, or copies between them without pinned memory."""
+            tensors = list(_tensors(args))
+            on_device = any(each.device.type == "cuda" for each in tensors)
+            if function in WAITING:
+                return on_device
+            if function is aten._to_copy.default:
+                to = kwargs.get("device")
+                moved = to is not None and torch.device(to).type != args[0].device.type
+                return moved and not kwargs.get("non_blocking", False)
+            if function is aten.copy_.default:
+                moved = args[0].device.type != args[1].device.type
+                return moved and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            return False
 
         def note(self, value: torch.Tensor, name: str) -> None:
             if value.device.type != "cuda":
@@ -313,6 +335,16 @@ if __name__ == "__main__":
                 before, count = found.get(name, (0, 0))
                 found[name] = before + size, count + 1
             return sorted(((size, count, name) for name, (size, count) in found.items()), reverse=True)
+
+    WAITING = (aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default, aten.masked_select.default)
+
+    def _place_in_source() -> str:
+        """The line of the engine that is being run, such as "model/rope.py: look_up"."""
+        for frame in reversed(traceback.extract_stack()):
+            _, found, rest = frame.filename.partition("/src/meshwright/")
+            if found:
+                return f"{rest}: {frame.name}"
+        return "elsewhere"
 
     def _tensors(values: Any) -> Iterator[torch.Tensor]:
         for value in values:
@@ -464,8 +496,10 @@ if __name__ == "__main__":
             once()  # makes optimizer state and tables
             gc.collect()
             between, allocator.peak = allocator.now, 0
+            allocator.host_waits.clear()
             once()
             peak, highest = allocator.peak, allocator.by_operator()
+            waits = sorted({*allocator.host_waits})
             del micro_batches, model, parallel, optimizer, passes
             kept = forward(case, config, layout) if case.saved else None
         items = sorted(((each.bytes, f"{each.category} {each.name}") for each in predicted.items), reverse=True)
@@ -480,6 +514,7 @@ if __name__ == "__main__":
             items[:60],
             unexpected,
             [(each.bytes, each.name) for each in missing],
+            waits,
         )
 
     gc.freeze()  # modules, which each collection would look through

@@ -48,6 +48,13 @@ def test_peak_of_cuda_step_matches_prediction(case: CudaStep, found: dict[str, M
     assert here.predicted_between == pytest.approx(here.between, rel=0.001)
 
 
+@pytest.mark.parametrize("case", [*CASES, *exhaustive(*MORE)], ids=title)
+def test_host_does_not_wait_in_a_step(case: CudaStep, found: dict[str, Measured]) -> None:
+    """Between loading a batch and reading the outcome. Experts exchange counts of tokens, by which the host sizes their
+    buffers."""
+    assert found[title(case)].host_waits == []
+
+
 @pytest.mark.parametrize("case", [*(case for case in CASES if case.saved), *exhaustive(*MORE)], ids=title)
 def test_saved_activations_of_cuda_forward_match_prediction(case: CudaStep, found: dict[str, Measured]) -> None:
     here = found[title(case)]
