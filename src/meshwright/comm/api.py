@@ -54,8 +54,8 @@ def collective(
     Args:
         operation: Operation such as `"all-reduce"` or `"all-gather"`.
         algorithm: Name of an algorithm, `"auto"` for the fastest, or `"@FILE"` to read a program from a file.
-        ranks: Number of ranks; a file has its own.
-        bytes: Size of the full vector, a number or text such as `"64MiB"`.
+        ranks: Number of ranks; None only with `"@FILE"`, where the program of the file has it.
+        bytes: Size of the full vector in bytes, a number or text such as `"64MiB"`; None only for a barrier.
         topology: Network, such as `"switch"`, `"torus:4x4"`, `"nodes:2x8,rails"`.
         run: Run the program on processes of this machine, and compare it with the call of torch.distributed.
         **options: Fields of `CollectiveOptions`.

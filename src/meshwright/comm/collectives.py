@@ -23,8 +23,8 @@ from meshwright.errors import RankLost
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", async_op: bool = False) -> Handle:
-    """Replace `tensor` on every rank by its elementwise sum (op="max": its maximum) over the ranks of `axis`. Return a
-    handle to wait on (already complete, unless `async_op`).
+    """Replace `tensor` on every rank by its elementwise sum (op="max": its maximum) over the ranks of the mesh axis
+    `axis`. Return a handle to wait on (already complete, unless `async_op`).
 
     site: label of the call in records, such as "data.gradients". async_op: return before completion."""
     sent = 2 * tensor.nbytes * (axis.size - 1) // axis.size
@@ -57,11 +57,11 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """Write the concatenation of the ranks' `source`, in rank order, to `output`; return a handle to wait on.
+    """Write the concatenation of the `source` of the ranks of `axis`, in rank order, to `output`; return a handle to
+    wait on.
 
     `source` may be a view of this rank's own slice of `output`. site: label of the call in records. async_op: return
-    before completion.
-    """
+    before completion."""
     n = source.numel()
     assert output.numel() == n * axis.size, (site, output.numel(), n, axis.size)
     parts = output.view(axis.size, n)
@@ -129,11 +129,12 @@ def all_to_all(
 
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
-    """Post point-to-point messages (sends and receives) together; return one handle for each, in order.
+    """Post point-to-point messages (sends and receives) between ranks of `axis` together; return one handle for each,
+    in order.
 
     Messages from one rank to another arrive in posting order. A sent tensor must not change before its handle is waited
     for. An injected fault (for tests) changes what the receiver gets: zeros (kinds "skip" and "drop"), doubled values
-    ("double"), or the previous message of the same size ("stale")."""
+    ("double"), or the previous message of the same size ("stale"). Raises RankLost if a message cannot be posted."""
     communicator = axis.communicator
     calls, whats, faults = [], list[Callable[[], tuple[str, str]]](), list[Fault | None]()
     with communicator.calls.together():
@@ -183,10 +184,9 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """Write the ranks' `source`, concatenated along dim 0, to `output`; rank i has sizes[i] rows.
+    """Write the `source` of the ranks of `axis`, concatenated along dim 0, to `output`; rank i has sizes[i] rows.
 
-    site: label of the call in records. Returns when `output` is complete.
-    """
+    site: label of the call in records. Returns when `output` is complete."""
     mine = output.split(sizes)[axis.rank]
     if axis.trivial:
         _copy_unless_shared(mine, source)
@@ -201,11 +201,11 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """Write to `output` this rank's rows (dim 0) of the sum of `source` over the ranks; rank i gets sizes[i] rows.
+    """Write to `output` this rank's rows (dim 0) of the sum of `source` over the ranks of `axis`; rank i gets sizes[i]
+    rows.
 
     The ranks' contributions are added in rank order. site: label of the call in records. Returns when `output` is
-    complete.
-    """
+    complete."""
     mine = source.split(sizes)[axis.rank]
     call = _record_call("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
     if call is None:
@@ -262,8 +262,9 @@ class _RecordedCall:
     """Collective call that is counted in the call records. Calling this object returns two texts for an error message:
     which rank waits for which others, and in which call.
 
-    payload: bytes of the whole vector. fault: fault to inject at this call (None: none). index: number of this call
-    among those of its process group, set when it is posted."""
+    operation: such as "all_reduce". axis: mesh axis of the call. site: label of the call. payload: bytes of the whole
+    vector. fault: fault to inject at this call (None: none). index: number of this call among those of its process
+    group, set when it is posted."""
 
     operation: str
     axis: Axis
@@ -280,7 +281,7 @@ class _RecordedCall:
         return fault.position % self.axis.size if fault is not None and fault.kind == "drop" else None
 
     def __call__(self) -> tuple[str, str]:
-        """Return two texts for an error: which rank had no answer from which, and in which call."""
+        """Return two texts for an error message: which rank had no answer from which others, and in which call."""
         axis = self.axis
         others = ", ".join(str(rank) for rank in axis.ranks if rank != axis.ranks[axis.rank])
         who = f"rank {axis.ranks[axis.rank]} had no answer from rank{'s' * (axis.size > 2)} {others}"
@@ -293,9 +294,9 @@ def _record_call(
     """Count a collective call in the records and look up the fault to inject at it. Return the recorded call; None if
     the caller must not communicate: on an axis of one rank (not counted), or if the injected fault is "skip".
 
-    site: label of the call. payload: bytes of the whole vector. sent: bytes that this rank sends in the backend's
-    algorithm. vector: the whole vector, if a collective program may replace the backend's call on this axis; else
-    None."""
+    operation: such as "all_reduce". axis: mesh axis of the call. site: label of the call. payload: bytes of the whole
+    vector. sent: bytes that this rank sends in the backend's algorithm. vector: the whole vector, if a collective
+    program may replace the backend's call on this axis; else None."""
     if axis.trivial:
         return None
     program = None if vector is None else axis.program(operation, vector.nbytes)
@@ -310,14 +311,15 @@ def _record_call(
 
 
 def _drop_source(call: _RecordedCall, source: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that this rank contributes: `source`, or zeros if the fault "drop" leaves this rank out."""
+    """Return the tensor that this rank contributes to the collective `call`: `source`, or zeros if the injected fault
+    "drop" leaves this rank out."""
     return torch.zeros_like(source) if call.dropped_rank == call.axis.rank else source
 
 
 def _redirect_source(call: _RecordedCall, source: torch.Tensor) -> tuple[Axis, torch.Tensor]:
-    """Apply the injected fault "wrong group" to a call. Return (axis over which to make the call, tensor that this rank
-    contributes): under the fault another axis, or `source` with its slices shifted by one rank; otherwise the call's
-    own axis and `source`."""
+    """Apply the injected fault "wrong group" (call over other ranks) to a call. Return (axis over which to make the
+    call, tensor that this rank contributes): under the fault another axis, or `source` with its slices shifted by one
+    rank; otherwise the call's own axis and `source`."""
     over, turned = call.axis.communicator.faults.redirect(call.fault, call.axis)
     return over, _shift_by_one_rank(source, call.axis) if turned else source
 

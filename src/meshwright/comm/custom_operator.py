@@ -18,7 +18,7 @@ def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[
     operator schema; None: inferred from the function's annotations."""
 
     def define(function: Callable[..., Any]) -> Any:
-        """Register `function` as a custom operator."""
+        """Register `function` as the custom operator `name` and return the operator."""
         operator = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         # torch keeps the kernel out of graphs that are compiled, for which it loads the compiler at the first call.
         kernels: dict[str | None, Callable[..., Any]] = getattr(operator, "_backend_fns", {})
@@ -30,8 +30,8 @@ def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[
 
 
 def _without_compiler(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function `kernel` of a custom operator to skip torch.library's decorator, whose first call loads torch's
-    compiler. Once the compiler is loaded, the decorated function is called."""
+    """Wrap the function `kernel` of a custom operator to skip the decorator that torch.library adds to it, whose first
+    call loads torch's compiler. Once the compiler is loaded, the decorated function is called."""
     plain = getattr(kernel, "__wrapped__", kernel)
 
     @functools.wraps(kernel)

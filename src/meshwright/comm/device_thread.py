@@ -15,7 +15,7 @@ def start_thread(run: Callable[[], object], name: str, cuda: bool) -> threading.
     device = torch.cuda.current_device() if cuda else None
 
     def run_on_device() -> None:
-        """Run, on the device."""
+        """Select the CUDA device of the starting thread, if `cuda` is True, then call `run`."""
         if device is not None:
             torch.cuda.set_device(device)
         run()

@@ -65,9 +65,11 @@ class Faults(Generic[AxisType]):
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def inject(self, fault: Fault | None, other: AxisType | None = None) -> None:
-        """Activate a fault in this process in place of the previous one; None: deactivate it.
+        """Activate a fault in this process in place of the previous one; None: deactivate it. Raises ValueError for an
+        unknown kind.
 
-        other: for the kind "wrong group", this rank's axis over the wrong ranks (made by `Mesh.inject`)."""
+        other: for the kind "wrong group", this rank's axis over the wrong ranks (made by `Mesh.inject`); None: the
+        ranks' data are shifted cyclically by one rank instead."""
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
         self.active, self.other = fault, other
@@ -76,8 +78,8 @@ class Faults(Generic[AxisType]):
 
     def match_call(self, site: str, operation: str) -> Fault | None:
         """Return the fault to apply to the collective call that is about to be made; None: none. site: label of the
-        call. Calls with the site and operation of the active fault are counted, because a fault may apply only to the
-        n-th call."""
+        call. operation: such as "all_reduce". Calls with the site and operation of the active fault are counted,
+        because a fault may apply only to the n-th call."""
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None
@@ -88,11 +90,12 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Apply the fault "wrong group" to a call. Return (axis over which to make the call, shift). shift: True if the
-        ranks' data must be shifted cyclically by one rank, in place of using another axis.
+        """Apply `fault` to a call over `axis` if it is a "wrong group" (call over other ranks) for this axis. Return
+        (axis over which to make the call, shift). shift: True if the ranks' data must be shifted cyclically by one
+        rank, in place of using another axis.
 
-        The result is (`axis`, False) unless `fault` is a "wrong group" (call over other ranks) for this axis. ordered:
-        True if the call's result depends on the order of ranks."""
+        With any other fault, or None, the result is (`axis`, False). ordered: True if the call's result depends on the
+        order of ranks."""
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False
         if self.other is None and not ordered:

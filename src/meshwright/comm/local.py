@@ -64,8 +64,8 @@ def find_socket_parent() -> str:
 
 
 class RemoteTraceback(Exception):
-    """Carrier of a local rank's traceback text: the `__cause__` of the exception that is raised in this process for
-    that rank's exception."""
+    """Exception that carries the traceback `text` of the exception that rank `rank` of a pool has raised; it is the
+    `__cause__` of the same exception raised in this process."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"on rank {rank}:\n{text}")
@@ -119,8 +119,8 @@ class LocalRanks:
         return self._collect_results(function, self.timeout if timeout is None else timeout)
 
     def calls(self) -> Snapshot:
-        """Return a snapshot of the flight recorder of every rank of the pool: the last collective calls that each has
-        made."""
+        """Return a snapshot of the flight recorder of every rank of the pool: the last collective calls of each
+        rank."""
         return Snapshot.take(self._rings)
 
     def _collect_results(self, function: str, timeout: float) -> list[Any]:
@@ -214,11 +214,10 @@ class LocalRanks:
 class _PoolSettings:
     """Settings shared by all rank processes of one pool.
 
-    directory: contains the pool's socket, the store of torch.distributed and the call records. key: authentication key
-    of the socket. world_size: number of ranks. threads: torch threads of a rank. timeout: time limit of
-    torch.distributed in seconds. backend: backend of torch.distributed. path, cwd: `sys.path` and working directory
-    that each process sets.
-    """
+    directory: path of the directory with the pool's socket, the store of torch.distributed and the call records. key:
+    authentication key of the socket. world_size: number of ranks. threads: torch threads of a rank. timeout: time limit
+    of torch.distributed in seconds. backend: backend of torch.distributed. path, cwd: `sys.path` and working directory
+    that each process sets."""
 
     directory: str
     key: bytes
@@ -270,8 +269,8 @@ class _Server:
         atexit.register(self.stop)
 
     def fork(self, settings: _PoolSettings) -> list[int]:
-        """Fork the rank processes of a pool; return their process IDs, by rank. Raises RankLost if the server has
-        ended."""
+        """Fork the rank processes of a pool with `settings`; return their process IDs, by rank. Raises RankLost if the
+        server has ended."""
         try:
             with self.lock:  # pools may start in threads
                 self.connection.send(settings)
@@ -324,8 +323,8 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> None:
 
 
 def _run_rank_process(rank: int, settings: _PoolSettings) -> None:
-    """Run a forked rank process: initialise torch.distributed, then run the functions that the parent requests. Never
-    returns."""
+    """Run the forked process of rank `rank` of a pool with `settings`: initialise torch.distributed, then run the
+    functions that the parent requests. Never returns."""
     status, directory = 1, settings.directory
     try:
         die_with_parent()

@@ -98,8 +98,8 @@ class RankProgram:
 
 
 def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProgram:
-    """Compile a collective program to the schedule of rank `rank`: groups of messages, waits, local copies and
-    reductions.
+    """Compile the verified collective program `checked` (each rank's sends, receives and reductions) to the schedule of
+    rank `rank`: groups of messages, waits, local copies and reductions.
 
     merge: True: send adjacent slots (buffers of chunks) as one message; False: one message for each slot, for memory in
     which consecutive slots are not adjacent."""
@@ -152,11 +152,12 @@ class _TransferEnd(NamedTuple):
 
 
 def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[list[_TransferEnd]]:
-    """Group the transfers from and to `rank` into messages; yield each message as the list of its transfers.
+    """Group the transfers from and to `rank` in the verified program `checked` into messages; yield each message as the
+    list of its transfers.
 
     Transfers share a message if they are consecutive, in one group, and adjacent in memory on both ranks; hence sender
     and receiver form the same messages. Messages from one rank to another are yielded in sending order. merge: False:
-    send every slot as a message of its own."""
+    send every slot (buffer of a chunk) as a message of its own."""
     program, s = checked.program, checked.program.steps
     here = (s.rank[checked.sends] == rank) | (s.rank[checked.receives] == rank)
     send, receive = checked.sends[here], checked.receives[here]
@@ -191,7 +192,7 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
 
 
 def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
-    """Return the memory region of each slot number: 0 for data, 1 for output, 2 for scratch.
+    """Return the memory region of each slot (chunk buffer) number in `slot`: 0 for data, 1 for output, 2 for scratch.
 
     Slots of different regions are not adjacent in memory."""
     return (slot >= program.chunks).astype(np.int64) + (slot >= program.first_scratch)
@@ -232,12 +233,13 @@ def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) 
 
 
 def _schedule_waits(groups: list[Group]) -> None:
-    """Complete a rank's schedule `groups` in place. Before each step that overwrites slots, add waits for the
-    unfinished sends that read these slots. Where possible, post receives one group early."""
+    """Complete a rank's schedule `groups` in place. Before each step that overwrites slots (chunk buffers), add waits
+    for the unfinished sends that read these slots. Where possible, post receives one group early."""
     leaving: list[Message] = []  # sends that have not been waited for
 
     def leave(slot: int, count: int) -> list[AwaitSend]:
-        """Return waits for the unfinished sends that read slots slot .. slot + count; these then count as finished."""
+        """Return waits for the unfinished sends that read any of the `count` slots from `slot` on; these sends then
+        count as finished."""
         over = [message for message in leaving if _slots_overlap(message.slot, message.size, slot, count)]
         for message in over:
             leaving.remove(message)

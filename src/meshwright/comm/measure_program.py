@@ -38,8 +38,8 @@ def measure(
     repeats: int = 20,
     world: LocalRanks | None = None,
 ) -> dict[str, Any]:
-    """Run a collective program on gloo processes of this machine, alternating with torch.distributed's own call; return
-    the measured times.
+    """Run the verified collective program `checked` (each rank's sends, receives and reductions) on gloo processes of
+    this machine, alternating with torch.distributed's own call; return the measured times.
 
     total_bytes: size of the operation's float32 vector, rounded up to whole elements (and to equal slices where each
     rank owns a slice). repeats: number of timed runs. world: local ranks to run on, as many as the program has; None:
@@ -113,7 +113,8 @@ def combine_answers(checked: CheckedCollective, total_bytes: int, answers: list[
 
 
 def measure_rank(checked: CheckedCollective, numel: int, repeats: int, device: str = "cpu") -> dict[str, Any]:
-    """Run and time a collective program on this rank of the world, alternating with torch.distributed's own call.
+    """Run and time the verified collective program `checked` on this rank of the world, alternating with
+    torch.distributed's own call.
 
     numel: number of elements of the float32 vector. repeats: number of timed runs. device: device of the vector.
 
@@ -152,7 +153,7 @@ def measure_rank(checked: CheckedCollective, numel: int, repeats: int, device: s
 
 
 def _run_program(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
-    """Run the collective program once on `vector` (None: barrier) and record the run as one call in the flight
+    """Run the prepared collective program once on `vector` (None: barrier) and record the run as one call in the flight
     recorder. output: receives the result of an all-to-all; None for other operations, which work in place."""
     calls = get_process_writer()
     size, form = (0, ("", ())) if vector is None else (vector.nbytes, (vector.dtype, vector.shape))
@@ -210,7 +211,7 @@ def _find_receiver(executable: Executable) -> int:
 
 def _call_native(e: Executable, vector: torch.Tensor) -> torch.Tensor:
     """Run torch.distributed's call of the program's operation on `vector`, in place. Return the result: `vector`, or a
-    new tensor for an all-to-all. e: prepared program, whose process group and root are used."""
+    new tensor for an all-to-all. e: prepared program, whose operation, process group and root rank are used."""
     program, group, operation, root = e.program, e.group, e.program.operation, e.program.root
     shares = vector.view(program.ranks, -1).unbind() if operation in OWNED else (vector,) * program.ranks
     mine = shares[e.rank]

@@ -48,8 +48,8 @@ SETTLING_SECONDS = 10.0
 class Communicator:
     """Communication state of one process, shared by its mesh axes: call records, flight recorder, injected fault.
 
-    timeout_seconds: limit of one wait. programs: (axis name, operation) -> collective program to run in place of the
-    backend's own call."""
+    device: device of the tensors that are communicated. timeout_seconds: limit of one wait. programs: (axis name,
+    operation) -> collective program to run in place of the backend's own call."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Axis:
         return len(self.ranks) == 1 and not self.communicator.trivial_calls
 
     def program(self, operation: str, size: int) -> Executable | None:
-        """Return the collective program to run over this axis in place of the backend's own call; None: use the
-        backend's call.
+        """Return the prepared collective program to run over this axis in place of the backend's own call; None: use
+        the backend's call.
 
         operation: such as "all_reduce". size: bytes of the vector."""
         return self.communicator.programs.find(self.name, operation, self.ranks, self.group, size)
@@ -159,7 +159,11 @@ class Mesh:
     which gradients are summed. `shard`: ranks over which ZeRO shards model states (`data`, or with `hsN` groups of N
     ranks inside it). `replica`: ranks with equal shards, one in each sharding group. `expert_data expert_shard
     expert_replica`: the counterparts for expert parameters under ep x etp, otherwise equal to data, shard and replica.
-    `world`: all ranks."""
+    `world`: all ranks.
+
+    Built by `Mesh.create` or `Mesh.single`. rank: global rank. device: device of the rank's tensors. communicator:
+    communication state of the process. group_of: function that returns the process group of the given global ranks
+    (None if this rank is not in it, or for a single rank); every rank calls it for every group, in the same order."""
 
     tp: Axis
     cp: Axis
@@ -266,17 +270,17 @@ class Mesh:
         return mesh
 
     def make_block_axis(self, name: str, size: int) -> Axis:
-        """Create the sub-axis of this rank within the axis `name` (such as "tp"), whose ranks are divided into blocks
-        of `size` consecutive ranks: the block that contains this rank. Collective over all ranks, with the same
-        arguments, because it creates process groups."""
+        """Divide the ranks of the mesh axis `name` (such as "tp") into blocks of `size` consecutive ranks; return the
+        sub-axis of the block that contains this rank. Collective over all ranks, with the same arguments, because it
+        creates process groups."""
         axis: Axis = getattr(self, name)
         title = f"{name}/{size}"
         return axis if size == axis.size else self._make_axis(title, list_axis_groups(self.layout, title)) or axis
 
     def make_subset_axis(self, name: str, places: Sequence[int]) -> Axis | None:
-        """Create the sub-axis of the ranks at the indices `places` (from 0) of the axis `name`, such as "pp"; return
-        None on ranks at other indices. Collective over all ranks, with the same arguments, because it creates process
-        groups."""
+        """Return the sub-axis of those ranks that have the indices `places` (from 0) along the mesh axis `name`, such
+        as "pp"; None on ranks at other indices. Collective over all ranks, with the same arguments, because it creates
+        process groups."""
         everywhere = len(places) == getattr(self, name).size
         title = name if everywhere else f"{name}[{','.join(map(str, places))}]"
         return self._make_axis(title, list_axis_groups(self.layout, title))
@@ -292,10 +296,9 @@ class Mesh:
         return found
 
     def inject(self, fault: Fault | None) -> None:
-        """Inject a fault into the collective calls of this process (None: remove it).
+        """Inject `fault` into the collective calls of this process in place of the previous one (None: remove it).
 
-        Every rank must call this with the same fault, because a fault "wrong group" creates process groups.
-        """
+        Every rank must call this with the same fault, because a fault "wrong group" creates process groups."""
         other = None
         if fault is not None and fault.kind == "wrong group":
             other = self._make_axis(f"not {fault.axis}", fault.groups)

@@ -59,8 +59,8 @@ class _StreamWork:
 
 
 class NamedPrograms:
-    """Collective programs that one process runs in place of calls of the torch.distributed backend, and the queue of
-    their runs.
+    """Collective programs (each rank's sends, receives and reductions) that one process runs in place of calls of the
+    torch.distributed backend, and the queue of their runs.
 
     named: (axis name, operation) -> program; the backend makes all other calls. timeout_seconds: limit of one wait.
     device: device of the vectors."""

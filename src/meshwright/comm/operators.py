@@ -35,33 +35,31 @@ def reduce_from(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
 
 
 def gather_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """All-gather `x` along `dim` in forward, reduce-scatter the gradient in backward.
+    """All-gather `x` along `dim` over the ranks of `axis` in forward, reduce-scatter the gradient in backward.
 
-    Leaves a sequence-parallel region: arXiv 2205.05198, section 4.2.2, g. site: label of the calls in traces.
-    """
+    Leaves a sequence-parallel region: arXiv 2205.05198, section 4.2.2, g. site: label of the calls in traces."""
     return _call_operator("gather_from", x, axis, site, dim)
 
 
 def reduce_scatter_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """Reduce-scatter `x` along `dim` in forward, all-gather the gradient in backward.
+    """Reduce-scatter `x` along `dim` over the ranks of `axis` in forward, all-gather the gradient in backward.
 
     Enters a sequence-parallel region: arXiv 2205.05198, section 4.2.2, conjugate of g. site: label of the calls in
-    traces.
-    """
+    traces."""
     return _call_operator("reduce_scatter_to", x, axis, site, dim)
 
 
 def split_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """Return this rank's slice along `dim` of `x`, which is equal on all ranks; backward all-gathers the gradient.
+    """Return this rank's slice along `dim` of `x`, which is equal on all ranks of `axis`; backward all-gathers the
+    gradient.
 
-    site: label of the calls in traces.
-    """
+    site: label of the calls in traces."""
     return _call_operator("split_to", x, axis, site, dim)
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
-    """All-to-all of equal parts: send part i of `x` along dim `split` to rank i, return the received parts concatenated
-    along dim `join`.
+    """All-to-all of equal parts over `axis`: send part i of `x` along dim `split` to rank i, return the received parts
+    concatenated along dim `join`.
 
     Backward is the inverse all-to-all (DeepSpeed-Ulysses: arXiv 2309.14509, section 3.1). site: label of the calls in
     traces."""
@@ -69,17 +67,16 @@ def all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) ->
 
 
 def join_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """All-gather `x` along `dim` in forward. Backward returns this rank's slice of the gradient, which must be equal on
-    all ranks.
+    """All-gather `x` along `dim` over the ranks of `axis` in forward. Backward returns this rank's slice of the
+    gradient, which must be equal on all ranks.
 
-    Conjugate of `split_to`. site: label of the calls in traces.
-    """
+    Conjugate of `split_to`. site: label of the calls in traces."""
     return _call_operator("join_from", x, axis, site, dim)
 
 
 def exchange(x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]) -> torch.Tensor:
-    """All-to-all of uneven parts: send source_sizes[i] rows (dim 0) of `x` to rank i and return the received rows, in
-    rank order.
+    """All-to-all of uneven parts over `axis`: send source_sizes[i] rows (dim 0) of `x` to rank i and return the
+    received rows, in rank order.
 
     output_sizes: number of rows received from each rank. Backward returns the gradients of received rows to their
     senders. site: label of the calls in traces."""
@@ -87,19 +84,17 @@ def exchange(x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], ou
 
 
 def gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Return the ranks' `x` concatenated along dim 0; rank i contributes sizes[i] rows. Backward reduce-scatters the
-    gradient.
+    """Return the `x` of the ranks of `axis` concatenated along dim 0; rank i contributes sizes[i] rows. Backward
+    reduce-scatters the gradient.
 
-    site: label of the calls in traces.
-    """
+    site: label of the calls in traces."""
     return _call_operator("gather_rows", x, axis, site, sizes)
 
 
 def reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Return this rank's rows (dim 0) of the sum of `x` over the ranks; rank i gets sizes[i] rows.
+    """Return this rank's rows (dim 0) of the sum of `x` over the ranks of `axis`; rank i gets sizes[i] rows.
 
-    Backward all-gathers the gradient. site: label of the calls in traces.
-    """
+    Backward all-gathers the gradient. site: label of the calls in traces."""
     return _call_operator("reduce_scatter_rows", x, axis, site, sizes)
 
 
@@ -241,24 +236,26 @@ OPERATORS = {
 
 
 def _register(name: str, operator: Operator) -> None:
-    """Register the operator `name` with torch: custom operator, fake implementation for torch.compile, and autograd
-    formula."""
+    """Register `operator` with torch under the name `name`: custom operator, fake implementation for torch.compile, and
+    autograd formula."""
 
     def forward(x: torch.Tensor, axis: str, site: str, *arguments: Any) -> torch.Tensor:
-        """Run the operator's forward on `x` over the axis with key `axis`."""
+        """Run the operator's forward on `x` over the mesh axis whose `Axis.key` is `axis`. arguments: further
+        arguments, such as dims or sizes."""
         return operator.forward(x, find_axis(axis), site, *arguments)
 
     def fake(x: torch.Tensor, axis: str, site: str, *arguments: Any) -> torch.Tensor:
-        """Return an empty tensor of the result's shape (fake implementation)."""
+        """Return an empty tensor of the shape of the operator's result (fake implementation, for tracing)."""
         return operator.result(x, find_axis(axis), *arguments)
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # torch passes these by name
-        """Save axis, call site and arguments for backward. inputs: x, axis key, site, arguments."""
+        """Save axis key, call site and further arguments for backward. inputs: those of the operator, in this order
+        after `x`."""
         _, ctx.axis, site, *arguments = inputs
         ctx.site, ctx.arguments = site + ".backward", arguments[::-1]
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the conjugate operator's result on the gradient."""
+        """Return the gradient of `x`, the conjugate operator's result on `gradient`, and None for the other inputs."""
         conjugate = getattr(torch.ops.meshwright, operator.conjugate)
         return conjugate(gradient, ctx.axis, ctx.site, *ctx.arguments), None, None, *(None for _ in ctx.arguments)
 

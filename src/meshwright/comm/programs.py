@@ -40,9 +40,9 @@ Memory = Callable[[int, int], torch.Tensor]
 class _Segment:
     """Part of the vector on which the whole collective program runs by itself, so that segments can run concurrently.
 
-    plan: schedule of this rank. n: elements of a slot (the buffer of one chunk of the segment). data, output: functions
-    (first slot, number of slots) -> memory of these slots, for the vector and for a separate output (None: in place).
-    finish: callback after the run; None: none."""
+    plan: schedule of this rank. n: number of elements of a slot (the buffer of one chunk of the segment). data, output:
+    functions (first slot, number of slots) -> memory of these slots, for the vector and for a separate output (None: in
+    place). finish: callback after the run; None: none."""
 
     plan: RankProgram
     n: int
@@ -70,13 +70,13 @@ class Buffers:
 
 
 class Executable:
-    """Collective program prepared to run on this rank. All ranks of `group` construct it and run it, in the same order.
+    """Collective program (each rank's sends, receives and reductions) prepared to run on this rank. All ranks of
+    `group` construct it and run it, in the same order.
 
     checked: verified program. group: process group with as many ranks as the program (None: the world).
     timeout_seconds: limit of one wait for CPU tensors, after which RankLost names the waiting ranks and the step.
     buffers: scratch memory to share with programs that never run concurrently; None: its own. device: device of the
-    vectors. Attribute `batched`: True for NCCL, where each group of messages is one call on the current CUDA stream.
-    """
+    vectors. Attribute `batched`: True for NCCL, where each group of messages is one call on the current CUDA stream."""
 
     def __init__(
         self,
@@ -271,7 +271,8 @@ class Executable:
             self._combine(target, source, out=target)
 
     def _divide_by_ranks(self, vector: torch.Tensor) -> None:
-        """Divide this rank's sums in `vector` by the number of ranks in place, for the reduction `mean`."""
+        """Divide the sums that this rank holds in `vector` by the number of ranks, in place, for the reduction "mean".
+        On ranks without a result (a reduce to another rank) do nothing."""
         operation, size = self.program.operation, vector.numel() // self.program.ranks
         if operation == "reduce-scatter":
             vector = vector[self.rank * size : (self.rank + 1) * size]
@@ -383,7 +384,7 @@ def _view_slots(tensor: torch.Tensor, n: int) -> Memory:
 
 
 def _view_strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """Return a function (slot, 1) -> view of that slot in `tensor`, which consists of chunks of `n` elements; slot i is
-    the elements [start, start + length) of chunk i."""
+    """Return a function (slot, number of slots = 1) -> view of that slot in `tensor`, which consists of chunks of `n`
+    elements; slot i is the elements [start, start + length) of chunk i."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

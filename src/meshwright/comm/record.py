@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 class SiteRecord:
     """Totals of the collective calls of one call site on one mesh axis, since the last `Record.clear`.
 
-    site: label of the calls. operation: such as "all_reduce". calls: number of calls. payload_bytes: bytes of the whole
-    vectors (input of a reduction, result of a gather). sent_bytes: bytes that this rank has sent."""
+    site: label of the calls. operation: such as "all_reduce". axis: name of the mesh axis. calls: number of calls.
+    payload_bytes: bytes of the whole vectors (input of a reduction, result of a gather). sent_bytes: bytes that this
+    rank has sent."""
 
     site: str
     operation: str
@@ -23,7 +24,8 @@ class SiteRecord:
     sent_bytes: int = 0  # by this rank
 
     def add(self, calls: int, payload_bytes: int, sent_bytes: int) -> None:
-        """Add `calls` further calls with their bytes to the totals."""
+        """Add `calls` further calls, with the bytes of their vectors and those that this rank has sent, to the
+        totals."""
         self.calls += calls
         self.payload_bytes += payload_bytes
         self.sent_bytes += sent_bytes
@@ -36,8 +38,8 @@ class Record:
         self.sites: dict[tuple[str, str, str], SiteRecord] = {}
 
     def count_call(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> None:
-        """Count one collective call. site: label of the call. payload_bytes: bytes of the whole vector. sent_bytes:
-        bytes that this rank sends."""
+        """Count one collective call. site: label of the call. operation: such as "all_reduce". axis: name of the mesh
+        axis. payload_bytes: bytes of the whole vector. sent_bytes: bytes that this rank sends."""
         entry = self.sites.get((site, operation, axis))
         if entry is None:
             entry = self.sites[(site, operation, axis)] = SiteRecord(site, operation, axis)

@@ -73,7 +73,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
     works = _post_exchange(list(parts), arrived, axis)
 
     def finish() -> None:
-        """Add up the received parts in rank order, this rank's own first."""
+        """Add up the received parts into `output`: this rank's own part first, then the others in rank order."""
         # This rank's own part first (`output` may be its memory), then the others in their order: always the same sum.
         others = [part for rank, part in enumerate(arrived) if rank != axis.rank]
         total = torch.add(parts[axis.rank], others[0], out=output.view(-1))
@@ -212,8 +212,8 @@ def _post_exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], a
     """Send outgoing[i] to rank i of the axis and receive incoming[i] from rank i, for all other ranks; return the work
     handles.
 
-    Each rank sends first to its right neighbour. Calls the group's own methods, because `dist.isend` and `dist.irecv`
-    look up the group at each call."""
+    Each rank sends first to its right neighbour. The group's own methods are called, because `dist.isend` and
+    `dist.irecv` look up the group at each call."""
     works: list[Any] = []
     group, tag = axis.group, 0
     assert group is not None

@@ -16,9 +16,9 @@ from meshwright.flight_recorder.call_ring import CallWriter
 class WatchedCall:
     """Times of one collective call, in nanoseconds since 1970 on this host's clock.
 
-    site: label of the call. payload_bytes: bytes of the whole vector. posted: when the call was made. waited: when the
-        process began to wait for it. done: when it was found complete. waited, done: None if that has not happened yet.
-    """
+    site: label of the call. operation: such as "all_reduce". axis: name of the mesh axis. payload_bytes: bytes of the
+    whole vector. posted: when the call was made. waited: when the process began to wait for it. done: when it was found
+    complete. waited, done: None if that has not happened yet."""
 
     site: str
     operation: str
@@ -44,21 +44,22 @@ class WatchedCalls:
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
         """Record a posted call and its time; return its number in the flight recorder.
 
-        group: number of the call's set of ranks in the flight recorder. site: label of the call. payload_bytes: bytes
-        of the whole vector. dtype, shape: those of the tensor."""
+        group: number of the call's set of ranks in the flight recorder. site: label of the call. operation: such as
+        "all_reduce". axis: name of the mesh axis. payload_bytes: bytes of the whole vector. dtype, shape: those of the
+        tensor."""
         number = self._calls.post(group, site, operation, axis, payload_bytes, dtype, shape)
         call = self._numbers[number] = WatchedCall(site, operation, axis, payload_bytes, time.time_ns())
         self.seen.append(call)
         return number
 
     def wait(self, number: int) -> None:
-        """Record the time at which the process begins to wait for the call with this number."""
+        """Record the time at which the process begins to wait for the call with the flight-recorder number `number`."""
         if (call := self._numbers.get(number)) is not None:
             call.waited = time.time_ns()
         self._calls.wait(number)
 
     def done(self, number: int) -> None:
-        """Record the time at which the call with this number is complete."""
+        """Record the time at which the call with the flight-recorder number `number` is found complete."""
         self._calls.done(number)
         if (call := self._numbers.get(number)) is not None:
             call.done = time.time_ns()

@@ -41,7 +41,8 @@ FLAGS = (
 
 
 class KernelsUnavailable(Exception):
-    """There are no compiled kernels for this machine. The message is the reason, for the end of a line."""
+    """Error: compiled kernels cannot be built or run on this machine. The message is the reason, worded to end a
+    sentence."""
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def find_compiler() -> str:
 
 def supported_instruction_sets() -> tuple[str, ...]:
     """Return the instruction sets that both this processor and the operating system support ("amx", "avx512_bf16",
-    "avx512", "avx2"), the most capable first."""
+    "avx512", "avx2"), the most capable first; empty on other processors than x86-64."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ()
     try:
@@ -81,7 +82,7 @@ def supported_instruction_sets() -> tuple[str, ...]:
 
 
 def cache_directory() -> Path:
-    """Return the cache directory of compiled kernels: meshwright/kernels under XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache directory of compiled kernels: meshwright/kernels under $XDG_CACHE_HOME, by default ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "meshwright" / "kernels"
 

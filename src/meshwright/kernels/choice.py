@@ -33,9 +33,10 @@ _PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping
 
 
 def load_kernels(instruction_set: str | None = None) -> Kernels | None:
-    """Load the compiled library as `open_kernels` does; return None if this machine has no compiler, no supported
-    instruction set, or the library cannot be built. instruction_set: its name; None: the best of this processor, or the
-    user's choice."""
+    """Load the compiled library for `instruction_set` as `open_kernels` does; return None if this machine has no
+    compiler, no supported instruction set, or the library cannot be built. instruction_set: "amx", "avx512_bf16",
+    "avx512" or "avx2"; None: the fastest on this processor, or the one named by the environment variable
+    `INSTRUCTION_SET_VARIABLE`."""
     try:
         return open_kernels(instruction_set)
     except KernelsUnavailable:
@@ -100,9 +101,9 @@ def prepare_kernels(dtype: str, layout: Layout, log: Callable[[str], None]) -> t
     """Compile the kernels that CPU ranks will load, unless they are in the cache, and return (instruction set, ""). If
     there are no kernels for this machine or dtype, log a warning and return (`PLAIN_TORCH`, reason).
 
-    dtype: of the weights. layout: of the ranks. log: called with each line. Raises UserError if the instruction set
-    that the user has named cannot be used, or the layout needs kernels and there are none.
-    """
+    dtype: dtype of the weights, such as "bfloat16". layout: parallel layout of the ranks. log: called with each line.
+    Raises UserError if the instruction set that the user has named cannot be used, or the layout needs kernels and
+    there are none."""
     reason = f"there are no kernels for {dtype}, only for {' and '.join(KERNEL_DTYPES)}"
     if dtype in KERNEL_DTYPES:
         try:
@@ -123,8 +124,8 @@ def describe_processor() -> dict[str, str]:
 
 
 def find_fastest(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the instruction set with the smallest product (equivalently geometric mean) of seconds over all cases.
-    seconds: {instruction set: {case: seconds}}."""
+    """Return the instruction set with the smallest product (equivalently geometric mean) of seconds over all benchmark
+    cases. seconds: {instruction set: {case: seconds}}."""
     return min(seconds, key=lambda name: float(np.prod(list(seconds[name].values()))))
 
 
@@ -183,8 +184,9 @@ class _LastTokens:
 
 
 def _open_libraries(instruction_sets: Sequence[str], log: Callable[[str], None]) -> Iterator[tuple[str, Kernels]]:
-    """Iterate over (instruction set, library) of those that can be opened, in order. Raises `KernelsUnavailable` at the
-    end if there are none. log: as of `open_kernels`."""
+    """Open the compiled libraries for `instruction_sets`, in order, and yield (instruction set, library) for each that
+    can be opened. Raises `KernelsUnavailable` at the end if there are none. log: called with one line before
+    compiling."""
     reasons = []
     for name in instruction_sets:
         try:
@@ -199,7 +201,8 @@ def _open_libraries(instruction_sets: Sequence[str], log: Callable[[str], None])
 
 def _open_library(instruction_set: str, log: Callable[[str], None]) -> Kernels:
     """Open the compiled library for one instruction set, from the cache or compiled now, and return it. Raises
-    `KernelsUnavailable` if it cannot be built, or if the system denies the use of AMX. log: as of `open_kernels`."""
+    `KernelsUnavailable` if it cannot be built, or if the system denies the use of AMX. log: called with one line before
+    compiling."""
     path, version = build.build(instruction_set, log)
     library = ctypes.CDLL(str(path))
     library.kernels_new_pool.restype = ctypes.c_void_p

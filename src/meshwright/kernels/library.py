@@ -37,7 +37,8 @@ class Kernels:
 
     def set_threads(self, count: int) -> None:
         """Set the number of threads that execute operations, the calling one included (initially 1). The thread pool is
-        not inherited by forked processes, which have to call this again."""
+        not inherited by forked processes, which have to call this again. Raises ValueError if `count` is less than
+        1."""
         if count < 1:
             raise ValueError(f"threads must be at least 1, not {count}")
         if self._pool is not None:
@@ -75,7 +76,8 @@ class Kernels:
         tasks = [(index, row) for index in range(count) for row in range(0, n, _PACKED_ROWS)]
 
         def pack_rows(number: int) -> None:
-            """Pack this thread's share of the rows."""
+            """Pack the share of packing thread `number`: every n-th task, for n threads; a task is 256 rows of one
+            matrix."""
             for index, row in tasks[number :: self._threads]:
                 rows = weight.reshape(count, n, k)[index, row : row + _PACKED_ROWS]
                 out = words[index, row // 16 : -(-(row + len(rows)) // 16)]
@@ -114,7 +116,7 @@ class Kernels:
         return padded
 
     def op_list(self) -> OpList:
-        """Return a new, empty list of operations for this library to execute."""
+        """Return a new, empty list of operations that this library executes when the list is run."""
         return OpList(self.execute)
 
     def execute(self, ops: ctypes.Array[structures.Op], begin: int, end: int, step: structures.Step) -> None:

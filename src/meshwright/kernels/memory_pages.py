@@ -52,8 +52,8 @@ def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> Iterator[None]:
 
 
 def _populate_pages(memory: npt.NDArray[Any]) -> bool:
-    """Make the pages of an array resident without changing its content, without the GIL. Return False if the system
-    does not support it."""
+    """Make the pages of the array `memory` resident without changing its content, without holding Python's GIL. Return
+    False if the system does not support it."""
     begin = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     return bool(_MADVISE(begin, memory.ctypes.data + memory.nbytes - begin, _MADV_POPULATE_WRITE) == 0)
 

@@ -74,8 +74,8 @@ class OpList:
         return begin
 
     def run(self, step: StepArrays, begin: int = 0, end: int | None = None) -> None:
-        """Execute the entries from index `begin` to `end` (exclusive; None: to the last) on the batch `step`, and
-        return when they are done."""
+        """Execute the entries from index `begin` to `end` (exclusive; None: to the last) on `step`, the ragged batch of
+        a forward step, and return when they are done."""
         arrays = structures.Step(
             *(address(getattr(step, name), np.int32) for name in StepArrays.__annotations__),
             token_count=len(step.tokens),
@@ -87,7 +87,8 @@ class OpList:
 
 
 def packed_matrix(weight: PackedMatrix) -> structures.Matrix:
-    """Convert a packed matrix to the ctypes struct that holds the address of its buffer."""
+    """Convert a packed weight matrix to the ctypes struct for the compiled library, which holds the address of its
+    buffer."""
     size = len(weight.buffer) // weight.count
     return structures.Matrix(
         weight.buffer.ctypes.data, weight.n, weight.k, weight.count, size, bfloat16=weight.bfloat16, packed=True

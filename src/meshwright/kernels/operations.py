@@ -26,13 +26,12 @@ Rows = Literal["tokens", "outputs"]
 
 class StepArrays(Protocol):
     """Ragged batch of one forward step over S sequences: int32 arrays, C-contiguous. W: number of block tables of a
-    sequence (kinds of attention, by sliding window); for W = 1 the dimension W may be left out.
+    sequence (one for each sliding-window size among the layers); for W = 1 the dimension W may be left out.
 
     tokens, positions: [T], token IDs and positions in their sequences. starts: [S + 1]; sequence s has the tokens with
     the indices starts[s] to starts[s + 1] (exclusive). slots: [W, T], location of the token's key and value in the KV
     cache of each table's layers: block * 16 + offset. block_tables: [W, S, blocks], KV blocks of each sequence.
-    output_rows: [R], indices of the tokens whose logits are wanted. `serving.scheduler.StepBatch` is such a batch.
-    """
+    output_rows: [R], indices of the tokens whose logits are wanted. `serving.scheduler.StepBatch` is such a batch."""
 
     tokens: Int32  # [T]
     positions: Int32  # [T]
@@ -71,8 +70,7 @@ class Embed:
 
     out: [T, H]. table: [V, H], float32 or bfloat16 bits, or the packed matrix of a tied head, which is not copied. ids:
     look up "tokens" (token IDs) or "positions" (learned positions). first: first ID of the table, above 0 for a
-    vocabulary-parallel slice. accumulate: add to out[t].
-    """
+    vocabulary-parallel slice. accumulate: if True, add to the present out[t]."""
 
     out: Float32
     table: Array | PackedMatrix
@@ -85,10 +83,9 @@ class Embed:
 class Norm:
     """Normalisation of rows of H = `len(weight)` elements: out = norm(x) * weight + bias.
 
-    weight, bias: [H] (bias None: 0). kind: "rms" (RMSNorm) or "layer" (LayerNorm). epsilon: added to the mean square or
-    variance. rows: "tokens" if the buffers have a row per token of the step, "outputs" if a row per token whose logits
-    are wanted. `x` and `out` may be the same array.
-    """
+    out, x: [rows, H], may be the same array. weight, bias: [H] (bias None: 0). kind: "rms" (RMSNorm) or "layer"
+    (LayerNorm). epsilon: added to the mean square or variance. rows: "tokens" if the buffers have a row per token of
+    the step, "outputs" if a row per token whose logits are wanted."""
 
     out: Float32
     x: Float32
@@ -103,10 +100,9 @@ class Norm:
 class Linear:
     """Linear layer: out = x Wᵀ + bias, from input size X to output size Y.
 
-    weight: packed W [Y, X]. bias: [Y] (None: 0). accumulate: add to the present values of `out` (a residual
-    connection). rows: "tokens" if `x` and `out` have a row per token of the step, "outputs" if a row per token whose
-    logits are wanted.
-    """
+    out, x: [rows, Y] and [rows, X]. weight: packed W [Y, X]. bias: [Y] (None: 0). accumulate: if True, add to the
+    present values of `out` (a residual connection). rows: "tokens" if `x` and `out` have a row per token of the step,
+    "outputs" if a row per token whose logits are wanted."""
 
     out: Float32
     x: Float32
@@ -172,9 +168,8 @@ class Activation:
 class ExpertsWorkspace:
     """Temporary buffers of the mixture-of-experts layers of a model, shared by all layers.
 
-    tokens: maximum tokens of a step. top_k: experts per token. experts: number of experts. hidden: hidden size. width:
-    experts' intermediate size. Attribute `nbytes`: bytes of all buffers.
-    """
+    tokens: maximum number of tokens of a step. experts: number of experts. top_k: experts per token. hidden: hidden
+    size. width: experts' intermediate size on this rank. Attribute `nbytes`: bytes of all buffers."""
 
     def __init__(self, tokens: int, experts: int, top_k: int, hidden: int, width: int) -> None:
         rows = tokens * top_k
@@ -194,11 +189,10 @@ class Experts:
     that this rank does not hold add nothing. T tokens, H hidden size, F intermediate size, E experts.
 
     out, x: [T, H]. router: packed [E, H], float32. up, down: packed [held, 2F, H] (gate first) and [held, H, F] of the
-    experts that this rank holds, from number `first` on. workspace: temporary buffers. kind: activation. router_kind:
-    function that turns router logits into scores. router_bias: [E], added to the scores for the top-k choice, not for
-    the weights. normalise: if True, the top-k weights of a token are divided by their sum. scale: factor on the
-    weights. accumulate: if True, add the result to the present out[t].
-    """
+    experts that this rank holds, from number `first` on. workspace: temporary buffers. top_k: experts per token. kind:
+    activation function. router_kind: function that turns router logits into scores. router_bias: [E], added to the
+    scores for the top-k choice, not for the weights. normalise: if True, the top-k weights of a token are divided by
+    their sum. scale: factor on the weights. accumulate: if True, add the result to the present out[t]."""
 
     out: Float32
     x: Float32
@@ -218,8 +212,8 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Sigmoid gate of a shared expert, in place: each row of `out` *= sigmoid(x · weight). out, x: [T, H] for T tokens
-    and hidden size H. weight: [H]."""
+    """Sigmoid gate of a shared expert, which scales `out` in place: out[t] *= sigmoid(x[t] · weight). out, x: [T, H]
+    for T tokens and hidden size H. weight: [H]."""
 
     out: Float32
     x: Float32

@@ -72,7 +72,7 @@ class Routing(ctypes.Structure):
     weights, experts: addresses of float32 weights and int32 expert indices, [tokens, top_k]. count: number of all
     experts. first, held: first expert of this rank and number of its experts. order: address of this rank's assignments
     (token * top_k + k), sorted by expert. ends: address of the exclusive end in `order` of each of this rank's experts.
-    """
+    scale: factor on the weights. normalise: 1 if the weights of a token are divided by their sum."""
 
     _fields_ = [
         *_typed(_POINTER, "weights experts order ends"),
@@ -89,8 +89,9 @@ class Op(ctypes.Structure):
     kind: number of the operation in `op_list.KIND`; each kind reads only the fields that it needs. mode: its variant,
     such as RMSNorm or LayerNorm. rows: which rows it computes: 0: one per token of the step; 1: one per token whose
     logits are needed; 2: one per (token, expert) assignment. out, input: addresses of float32 rows, `out_stride` and
-    `in_stride` elements apart. size: number of elements that it writes to a row of `out`.
-    """
+    `in_stride` elements apart. size: number of elements that it writes to a row of `out`. rotated: number of rotated
+    features of a head. matrix: weight or embedding table. routing: assignment to experts. Other fields have the name
+    and meaning that they have in the dataclasses of `operations`."""
 
     _fields_ = [
         *_typed(_INT, "kind mode rows accumulate gated"),
@@ -107,9 +108,9 @@ class Op(ctypes.Structure):
 class Step(ctypes.Structure):
     """ctypes struct `Step` of structures.h: the ragged batch of one forward step.
 
-    Fields are the addresses of the int32 arrays of `operations.StepArrays` and their sizes. table_width: entries in a
-    row of `block_tables`. outputs: length of `output_rows`.
-    """
+    Fields are the addresses of the int32 arrays of `operations.StepArrays` and their sizes. token_count, sequences:
+    numbers of tokens and of sequences. table_width: entries in a row of `block_tables`. outputs: length of
+    `output_rows`."""
 
     _fields_ = [
         *_typed(_POINTER, "tokens positions slots starts block_tables output_rows"),

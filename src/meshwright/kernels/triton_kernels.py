@@ -185,15 +185,14 @@ def product(
     x, weight, bias, out, ends, rows, columns, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     SPLITS: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile [ROWS, COLUMNS] of x Wᵀ, for x [rows, inner] and W [columns, inner], in steps of STEP elements
-    of the inner dimension.
+    """Compute one tile [ROWS, COLUMNS] of x Wᵀ, for x [rows, inner] and `weight` W [columns, inner], in steps of STEP
+    elements of the inner dimension.
 
     Program IDs: 0 row tile, 1 column tile, 2 split, or with GROUPED expert. Split s of SPLITS sums over the s-th part
-    of the inner dimension; with SPLITS > 1 `out` is [SPLITS, rows, columns], which `add_splits` sums; else [rows,
-    columns], plus `bias` if BIAS. GROUPED (grouped GEMM of experts, SPLITS = 1): `weight` is [E, columns, inner], and
-    `ends` int32 [E] has the exclusive end of each expert's rows in x; no row tile spans two experts. Without GROUPED
-    `ends` is not read.
-    """
+    of the inner dimension; with SPLITS > 1 `out` is [SPLITS, rows, columns], which `add_splits` sums; else
+    [rows, columns], plus `bias` [columns] if BIAS. GROUPED (grouped GEMM of experts, SPLITS = 1): `weight` is
+    [E, columns, inner], and `ends` int32 [E] has the exclusive end of each expert's rows in x; no row tile spans two
+    experts. Without GROUPED `ends` is not read."""
     z = tl.program_id(2)
     begin, end = 0, rows
     first, last = 0, inner
@@ -232,12 +231,12 @@ def gemv(
     NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute COLUMNS elements of W v for one row x [inner], in float32. v is x, or with NORM the RMSNorm of x times
-    `norm` [inner]; with ADD the norm is that of x + delta, which is also written to `sum_out` [inner].
+    `norm` [inner]; with NORM and ADD the norm is that of x + delta (residual), which is also written to `sum_out`
+    [inner].
 
-    Grid: (blocks of columns). weight: [columns, inner]; with GATED [2 columns, inner], and the result is SwiGLU of W v:
-    silu(first half) * second half. bias: [columns], if BIAS. out: [columns]. epsilon: of the norm. PADDED: power of 2
-    >= inner.
-    """
+    Grid: (blocks of columns). weight: W [columns, inner]; with GATED [2 columns, inner], and the result is SwiGLU of W
+    v: silu(first half) * second half. bias: [columns], added if BIAS. out: [columns]. epsilon: added to the mean
+    square. PADDED: power of 2 >= inner."""
     column, places = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
     inside = places < inner
     at = column[:, None].to(tl.int64) * inner + places[None, :]
@@ -304,13 +303,12 @@ def swiglu(up, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def weigh_sections(logits, draws, sections, size, stride, BLOCK: tl.constexpr):
-    """Compute, for BLOCK logits of one row, their highest value (NaN if one is NaN), its token ID (the lowest among
-    equals), the sum of exp(logit - highest), and that of exp((logit - highest) / temperature) (0 if the temperature is
-    0). The four go to `sections` [rows, sections, 4], float64.
+    """Compute, for one section of BLOCK logits of one row, their highest value (NaN if one is NaN), its token ID (the
+    lowest among equals), the sum of exp(logit - highest), and that of exp((logit - highest) / temperature) (0 if the
+    temperature is 0). The four go to `sections` [rows, sections of a row, 4], float64.
 
     Grid: (rows, sections of a row). logits: float32, rows of `size` elements, `stride` elements apart. draws: float64
-    [3, rows] with the temperature of each row first.
-    """
+    [3, rows] with the temperature of each row first."""
     row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = section * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
@@ -340,9 +338,9 @@ def merge_and_draw(
     logit, sum of exp(logit - highest), that of exp((logit - highest) / temperature), drawn token ID, its logit, logit
     of the target.
 
-    Grid: (rows). logits, sections, size, stride, BLOCK: as in `weigh_sections`. draws: [3, rows]: temperature,
-    uniform, target. count: sections of a row. PADDED: power of 2 >= count.
-    """
+    Grid: (rows). logits: float32, rows of `size` elements, `stride` elements apart. draws: float64 [3, rows]:
+    temperature, uniform, target (token ID). sections: [rows, count, 4], written by `weigh_sections` for sections of
+    BLOCK logits. count: sections of a row. PADDED: power of 2 >= count."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     numbers = tl.arange(0, PADDED)
     held = numbers < count

@@ -50,11 +50,11 @@ class Attention(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Return the attention output [B, S, H] for the hidden states `x_BSH`. `rotation`: rotary cosine and sine of
-        each token, [B or 1, 1, S, D/2] each; None with learned positions. `visible`: attention mask from `visibility`
-        (encoder: from `bidirectional_mask`); None: plain causal (encoder: unmasked). `cache`: KV cache, to which the
-        new keys and values are added as those of layer number `layer`; attention then covers the cached tokens too, and
-        `visible` is ignored."""
+        """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this
+        rank's token slices). `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, D/2] each (D: head size);
+        None with learned positions. `visible`: attention mask from `visibility` (encoder: from `bidirectional_mask`);
+        None: plain causal (encoder: unmasked). `cache`: KV cache, to which the new keys and values are added as those
+        of layer number `layer`; attention then covers the cached tokens too, and `visible` is ignored."""
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)

@@ -28,8 +28,8 @@ class TokenAxis:
     size = 1
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of `x` (any shape) over the ranks; backward passes the gradient through unchanged. `site`:
-        label of the call in traces."""
+        """Return the sum of `x` (any shape) over the ranks of the axis (on one device `x` itself); backward passes the
+        gradient through unchanged. `site`: label of the call in traces."""
         return x
 
 
@@ -46,35 +46,35 @@ class TensorOperations(TokenAxis):
     """Between `leave` and `enter` each rank holds S / size tokens of a sequence."""
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the input of a column-parallel product, [B, S, H] on every rank: `x_BSH` itself or, with sequence
-        parallelism, the all-gather of the ranks' token slices `x_BSH`. `site`: label of the call in traces."""
+        """Return the input of a column-parallel product, [B, S, H] on every tp rank: `x_BSH` itself or, with sequence
+        parallelism, the all-gather of the ranks' token slices `x_BSH`. On one device: `x_BSH` itself. `site`: label of
+        the call in traces."""
         return x_BSH
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum over ranks of `x_BSH`, each rank's partial result of a row-parallel product: [B, S, H] or,
-        with sequence parallelism, this rank's token slice of that sum. `site`: label of the call in traces."""
+        """Return the sum over tp ranks of `x_BSH`, each rank's partial result of a row-parallel product: [B, S, H] or,
+        with sequence parallelism, this rank's token slice of that sum. On one device: `x_BSH` itself. `site`: label of
+        the call in traces."""
         return x_BSH
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
-        """Return the ranks' `x` concatenated along dim `dim`. Backward sums the gradient over ranks and returns this
-        rank's slice of that sum. `site`: label of the call in traces."""
+        """Return the tp ranks' `x` concatenated along dim `dim` (on one device `x` itself). Backward sums the gradient
+        over ranks and returns this rank's slice of that sum. `site`: label of the call in traces."""
         return x
 
     def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return this rank's token slice [B, S / size, H] of an `x_BSH` that is equal on all ranks. `site`: label of
-        the call in traces.
-        """
+        """Return this rank's token slice [B, S / tp, H] of an `x_BSH` that is equal on all tp ranks (on one device
+        `x_BSH` itself). `site`: label of the call in traces."""
         return x_BSH
 
     def join_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the concatenation [B, S, H] of the ranks' token slices `x_BSH` [B, S / size, H]. `site`: label of the
-        call in traces."""
+        """Return the concatenation [B, S, H] of the tp ranks' token slices `x_BSH` [B, S / tp, H] (on one device
+        `x_BSH` itself). `site`: label of the call in traces."""
         return x_BSH
 
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> None:
-        """Replace `x` by its sum (op="max": its maximum) over the ranks, in place and without autograd. `site`: label
-        of the call in traces.
-        """
+        """Replace `x` by its sum (op="max": its maximum) over the tp ranks, in place and without autograd (on one
+        device do nothing). `site`: label of the call in traces."""
 
 
 class ContextOperations(TokenAxis):
@@ -86,16 +86,18 @@ class ContextOperations(TokenAxis):
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, flash: bool = False
     ) -> Visible:
-        """Return the attention mask that `attend` takes as its argument `visible`; None for plain causal attention.
-        `documents`: document boundaries in packed sequences; `tokens`: number of tokens of each sequence on this rank;
-        `window`: sliding window in tokens (None: none); `flash`: flash attention supports the queries."""
+        """Return the attention mask that the method `attend` takes as its argument `visible`; None for plain causal
+        attention. `documents`: document boundaries in packed sequences; `tokens`: number of tokens of each sequence on
+        this rank; `window`: sliding window in tokens (None: none); `device`: device of the mask; `flash`: True if flash
+        attention supports the queries."""
         return visibility(documents, tokens, window, device, flash)
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible
     ) -> torch.Tensor:
-        """Return the causal attention [B, N, S, D] of this rank's queries over the keys of all ranks. `visible`: mask
-        that `visibility` returned."""
+        """Return the causal attention [B, N, S, D] of this rank's queries (S tokens, N heads) over the keys of all cp
+        ranks; on one device, over the given keys. `k_BKSD`, `v_BKSD`: this rank's keys and values, of K heads.
+        `visible`: mask that `visibility` returned."""
         return attend(q_BNSD, k_BKSD, v_BKSD, visible)
 
 
@@ -110,17 +112,17 @@ class TokenDispatcher(Protocol):
     """Ranks that split the width of each expert."""
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Send token copies `x_NH`, sorted by expert, to the ranks of their experts. `ends_E[e]`: index at which the
-        copies of expert e end (exclusive). Return three things: the R copies received for this rank's experts, [R,
-        H], sorted by expert; the exclusive end index of each of these experts' copies; and an opaque state for
-        `combine`."""
+        """Send token copies `x_NH`, one for each of a token's experts and sorted by expert, to the ranks of their
+        experts. `ends_E[e]`: index at which the copies of expert e end (exclusive). Return three things: the R copies
+        received for this rank's experts, [R, H], sorted by expert; the exclusive end index of each of these experts'
+        copies; and an opaque state for `combine`."""
 
     def combine(self, y_RH: torch.Tensor, routes: Any) -> torch.Tensor:
-        """Send expert outputs `y_RH` back to the ranks of their tokens. Return [N, H], in the order of the `x_NH` that
-        was dispatched.
+        """Send expert outputs `y_RH` (R token copies that this rank received) back to the ranks of their tokens. Return
+        [N, H], in the order of the `x_NH` that was dispatched.
 
-        y_RH: partial sums where several ranks (`width_ranks`) split each expert. routes: the state that `dispatch`
-        returned (third result)."""
+        y_RH: partial sums where several ranks (`width_ranks`) split each expert; they are summed too. routes: the state
+        that `dispatch` returned (third result)."""
 
 
 class Recompute:

@@ -32,8 +32,8 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor | np.ndarray) -> Documents:
-        """Build the boundaries from `ids_BS`, a document number for each token: a new document begins wherever the
-        number differs from that of the previous token."""
+        """Build the document boundaries of packed sequences from `ids_BS`, a document number for each token: a new
+        document begins wherever the number differs from that of the previous token."""
         ids = torch.as_tensor(ids_BS)
         changes = ids[:, 1:] != ids[:, :-1]
         if not bool(changes.any()):
@@ -68,14 +68,14 @@ class Documents:
         return Documents(starts_BS, indices_C, pairs, cu_seqlens, whole.max_seqlen)
 
     def select_tokens(self, indices_C: torch.Tensor) -> Documents:
-        """Return a copy for the context-parallel rank that holds the tokens at the indices `indices_C` [C] of each
-        sequence."""
+        """Return a copy for the context-parallel rank that holds the C tokens at the indices `indices_C` of each
+        unsharded sequence."""
         pairs = None if self.pairs is None else self.pairs.select_tokens(indices_C)
         return replace(self, indices_C=indices_C, pairs=pairs)
 
     def positions_BS(self) -> torch.Tensor | None:
-        """Return the position ID of each token of this rank within its document, [B or 1, C]; None if the position IDs
-        are 0, 1, 2 ... in every sequence."""
+        """Return the position ID, within its document, of each of the C tokens of each sequence on this rank,
+        [B or 1, C]; None if the position IDs are 0, 1, 2 ... in every sequence."""
         indices_C = self.indices_C
         if self.starts_BS is None:
             return None if indices_C is None else indices_C[None]

@@ -30,8 +30,8 @@ from meshwright.spec.config import ModelConfig
 
 class EncoderBlock(nn.Module):
     """Post-norm transformer block: norm(x + attention(x)), then norm(x + mlp(x)) (Vaswani et al. 2017,
-    arXiv:1706.03762, section 3.1). `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
-    parameters."""
+    arXiv:1706.03762, section 3.1). `config`: model configuration; `axes`: communication of the mesh axes; `options`:
+    `device` and `dtype` of the parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class EncoderBlock(nn.Module):
 
 class _VocabularyBias(nn.Module):
     """Module that holds the output bias [V] of the masked-language-model head. The head's weight matrix is the
-    embedding table."""
+    embedding table. `vocabulary`: V, number of token IDs; `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, vocabulary: int, **options: Any) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _VocabularyBias(nn.Module):
 
 
 class EncoderInputs(TypedDict, total=False):
-    """Optional inputs of an encoder. attention_mask_BS: 0 at padding, to which no token attends, else 1.
+    """Optional inputs of an encoder. attention_mask_BS: 0 at padding, to which no token attends, else 1 (default 1).
     token_types_BS: segment ID of each token (default 0)."""
 
     attention_mask_BS: torch.Tensor | None
@@ -70,8 +70,9 @@ class Encoder(nn.Module):
     sequences (or the documents of packed sequences), "none" has only a pooler. `forward` returns a summed loss;
     `logits`, `hidden` and `pooled` return what `transformers` returns. There is no dropout.
 
-    Parameters are uninitialised: `initialise`, `load_encoder` or an engine fills them. `recompute`: activation
-    checkpointing of the blocks; by default none."""
+    Parameters are uninitialised: `initialise`, `load_encoder` or an engine fills them. `device`, `dtype`: of the
+    parameters (None: torch's defaults); `recompute`: activation checkpointing of the blocks; by default none. Raises
+    UserError if `config` is that of a decoder."""
 
     def __init__(
         self,
@@ -105,8 +106,8 @@ class Encoder(nn.Module):
         self._loss_backend: Any = None
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile the blocks, and from then on the elementwise part of the loss, with torch.compile. `options`: its
-        keyword arguments."""
+        """Compile the blocks, and from then on the elementwise part of the loss, with torch.compile. `options`: keyword
+        arguments of torch.compile (`dynamic` is False by default)."""
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         self._run_block = self._recompute.wrap_block(self._recompute.wrap(EncoderBlock.forward, options))
@@ -120,12 +121,13 @@ class Encoder(nn.Module):
         units: Units = NO_UNITS,
         **inputs: Unpack[EncoderInputs],
     ) -> torch.Tensor:
-        """Return the sum of the losses (nats, a scalar in float32 or float64) over targets that are not -100.
+        """Return the sum of the losses (nats, a scalar in float32 or float64) over targets that are not -100. Raises
+        UserError for head "none" and for sequences longer than the model's positions.
 
         `targets`: with head "masked" the true token ID at each masked position, [B, S], elsewhere -100; with head
-        "classes" the class of each sequence, [B], or of each document, [D]. Only masked positions go through the head.
-        `units`: hooks around FSDP units; `documents`: boundaries in packed sequences.
-        """
+        "classes" the class of each sequence, [B], or of each of D packed documents, [D]. Only masked positions go
+        through the head. `units`: hooks around FSDP units; `documents`: document boundaries in packed sequences;
+        `inputs`: attention mask (0 at padding) and segment IDs (fields of `EncoderInputs`)."""
         x_BSH = self.hidden(tokens_BS, documents, units, **inputs)
         x_BSH = units.enter("head", x_BSH)
         if self.config.head == "masked":
@@ -152,9 +154,10 @@ class Encoder(nn.Module):
         attention_mask_BS: torch.Tensor | None = None,
         token_types_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the last block's output, [B, S, H]. `units`: hooks around FSDP units; `attention_mask_BS`: 0 at
-        padding, to which no token attends; `token_types_BS`: segment ID of each token (default 0); `documents`:
-        document boundaries in packed sequences."""
+        """Return the last block's output, [B, S, H], for the token IDs `tokens_BS`. `units`: hooks around FSDP units;
+        `attention_mask_BS`: 0 at padding, to which no token attends; `token_types_BS`: segment ID of each token
+        (default 0); `documents`: document boundaries in packed sequences. Raises UserError if a sequence is longer than
+        the model's positions."""
         sequence = tokens_BS.shape[1]
         if sequence > self.config.max_positions:
             most = self.config.max_positions
@@ -181,8 +184,9 @@ class Encoder(nn.Module):
         return x_BSH
 
     def pooled(self, hidden_BSH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """Return the pooler output, tanh(linear(first token)): [B, H] from the first token of each sequence or, with
-        packed sequences, [D, H] from the first token of each document. `hidden_BSH`: the last block's output."""
+        """Return the pooler output, tanh(linear(first token)): [B, H] from the first token of each sequence or, with D
+        packed `documents`, [D, H] from the first token of each document. `hidden_BSH`: the last block's output. Raises
+        UserError if the model has no pooler."""
         if not self.config.pooled:
             raise UserError(f'an encoder with head "{self.config.head}" has no pooler')
         if documents is None or documents.starts_BS is None:
@@ -195,9 +199,10 @@ class Encoder(nn.Module):
     def logits(
         self, tokens_BS: torch.Tensor, documents: Documents | None = None, **inputs: Unpack[EncoderInputs]
     ) -> torch.Tensor:
-        """Return the logits of the head in the model's dtype: [B, S, V] for "masked", [B, C] for "classes" (with packed
-        documents [D, C]). `documents`: document boundaries in packed sequences; `inputs`: attention mask and token
-        types."""
+        """Return the logits of the head in the model's dtype: [B, S, V] over the vocabulary for "masked", [B, C] over
+        the C classes for "classes" (with D packed documents [D, C]). `documents`: document boundaries in packed
+        sequences; `inputs`: attention mask and segment IDs (fields of `EncoderInputs`). Raises UserError for head
+        "none"."""
         hidden_BSH = self.hidden(tokens_BS, documents, **inputs)
         if self.config.head == "masked":
             return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)
@@ -206,5 +211,6 @@ class Encoder(nn.Module):
         raise UserError('an encoder with head "none" has no logits; use `hidden` or `pooled`')
 
     def _transform_for_head(self, x: torch.Tensor) -> torch.Tensor:
-        """Return norm(activation(linear(x))), the transform of the masked-language-model head, [..., H]."""
+        """Return norm(activation(linear(x))), the transform of the masked-language-model head, for hidden states `x`
+        [..., H]: [..., H]."""
         return self.transform_norm(activate(self.transform(x), self.config.activation))  # type: ignore[no-any-return]

@@ -26,7 +26,8 @@ from meshwright.spec.config import ModelConfig
 
 class Mixture(nn.Module):
     """Mixture-of-experts layer: the sum over a token's experts of weight * expert(x), plus the shared expert (Shazeer
-    et al. 2017, arXiv:1701.06538, eq. 1; Dai et al. 2024, arXiv:2401.06066, eq. 9)."""
+    et al. 2017, arXiv:1701.06538, eq. 1; Dai et al. 2024, arXiv:2401.06066, eq. 9). `config`: model configuration;
+    `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -86,19 +87,20 @@ class Mixture(nn.Module):
         return y_TH.view_as(x_BSH), loss
 
     def _forward_shared(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the output [B, S, H] of the shared expert, times its sigmoid gate if it has one."""
+        """Return the output [B, S, H] of the shared expert for `x_BSH`, times its sigmoid gate if it has one. With
+        tensor parallelism it is this rank's partial sum."""
         assert self.shared is not None
         y_BSH = self.shared(x_BSH)
         return y_BSH if self.shared_gate is None else F.sigmoid(self.shared_gate(x_BSH)) * y_BSH
 
 
 class Router(nn.Module):
-    """Top-K router: chooses the experts of each token and their weights.
+    """Top-K router: chooses the experts of each token and their weights. `config`: model configuration; `options`:
+    `device` and `dtype` of the parameters.
 
     Scores are a softmax over all experts (Mixtral, Qwen) or a sigmoid of each (DeepSeek-V3, arXiv:2412.19437, section
     2.1.2); the K highest are chosen. The bias changes only the choice, not the weights (Wang et al. 2024,
-    arXiv:2408.15664, eq. 3).
-    """
+    arXiv:2408.15664, eq. 3)."""
 
     def __init__(self, config: ModelConfig, **options: Any) -> None:
         super().__init__()
@@ -107,8 +109,8 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.experts, **options)) if config.router_bias else None
 
     def scores(self, x_TH: torch.Tensor, product: Callable[..., torch.Tensor] = F.linear) -> torch.Tensor:
-        """Return the router score of each expert for each token, [T, E], positive, in float32 or float64. `product`:
-        function (x, W) -> x Wᵀ."""
+        """Return the router score of each of E experts for each of T tokens, [T, E], positive, in float32 or float64:
+        softmax or sigmoid of the router's logits. `product`: function (x, W) -> x Wᵀ that computes the logits."""
         wide = at_least_float32(x_TH.dtype)
         if self.config.router == "sigmoid":
             return product(x_TH.to(wide), self.weight.to(wide)).sigmoid()
@@ -116,7 +118,7 @@ class Router(nn.Module):
 
     def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose each token's K experts by their scores. Return (factors on the outputs of these experts [T, K], expert
-        indices [T, K]). `scores_TE`: result of `scores`."""
+        indices [T, K]). `scores_TE`: score of each of E experts for each of T tokens, from `scores`."""
         count = self.config.experts_per_token
         if self.bias is None:
             weights_TK, chosen_TK = scores_TE.topk(count, dim=-1)
@@ -130,9 +132,10 @@ class Router(nn.Module):
     def balance_loss(
         self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: TokenAxis
     ) -> torch.Tensor:
-        """Return this layer's load-balancing term of the summed loss (scalar). `scores_TE`: scores of all experts;
-        `chosen_TK`: expert indices of each token; `counted_B`: number of target tokens of each sequence; `parts`:
-        parallel axes whose ranks hold different tokens of a sequence, over which expert loads are all-reduced.
+        """Return this layer's load-balancing term of the summed loss (scalar). `scores_TE`: scores of all E experts;
+        `chosen_TK`: expert indices of each token; `counted_B`: number of target tokens of each of B sequences of S
+        tokens; `parts`: parallel axes whose ranks hold different tokens of a sequence, over which expert loads are
+        all-reduced.
 
         The auxiliary loss of a sequence is E times the sum over experts of (assignments of the expert / S) x (mean
         score of the expert): Fedus et al. 2021 (arXiv:2101.03961, eq. 4 to 6), scaled as in transformers. It is
@@ -162,8 +165,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of the routed experts on this rank, stacked. `up.weight` is [E x 2F, H]: for each expert the gate
-    projection, then the up projection. `down.weight` is [E x H, F]."""
+    """MLPs of the routed experts on this rank, stacked. With E experts on this rank, of intermediate size F on this
+    rank, and hidden size H, `up.weight` is [E x 2F, H]: for each expert the gate projection, then the up projection;
+    `down.weight` is [E x H, F]. `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -175,8 +180,8 @@ class Experts(nn.Module):
         self.down = Linear(width, self.held * config.hidden, bias=False, **options)
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
-        """Return for each token the weighted sum of the outputs of its K experts, [T, H]. `weights_TK`: factors on
-        those outputs; `chosen_TK`: indices of the experts."""
+        """Return for each of T tokens the weighted sum of the outputs of its K experts, [T, H]. `x_TH`: hidden states;
+        `weights_TK`: factors on the experts' outputs; `chosen_TK`: indices of the experts."""
         tokens, chosen = chosen_TK.shape
         expert_N, order_N = chosen_TK.flatten().sort(stable=True)
         inverse_N = invert_permutation(order_N)
@@ -193,9 +198,9 @@ class Experts(nn.Module):
         return (y_TKH * weights_TK[..., None]).sum(dim=1)
 
     def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the outputs [N, H] of this rank's expert MLPs for the token copies `x_NH`, sorted by expert. Where
-        several ranks split an expert's width, the outputs are this rank's partial sums. `ends_E`: exclusive end index
-        of each expert's copies."""
+        """Return the outputs [N, H] of this rank's expert MLPs for N token copies `x_NH` (one for each of a token's
+        experts), sorted by expert. Where several ranks split an expert's width, the outputs are this rank's partial
+        sums. `ends_E`: exclusive end index of each expert's copies."""
         gate_NF, up_NF = grouped_linear(x_NH, self.up.weight, ends_E, self.up.weight_gradients).chunk(2, dim=-1)
         hidden_NF = activate(gate_NF, self.activation) * up_NF
         return grouped_linear(hidden_NF, self.down.weight, ends_E, self.down.weight_gradients)

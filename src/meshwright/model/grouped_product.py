@@ -21,17 +21,18 @@ ALIGNMENT = 16  # bytes; the strides of grouped_mm operands must be multiples of
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], for token copies `x_NX` sorted by expert, where W is the matrix of the copy's expert;
-    differentiable. `weight_EYX`: one W for each expert; `ends_E`: exclusive end index of each expert's copies,
-    int32."""
+    """Return x Wᵀ, [N, Y], for N token copies `x_NX` (one for each of a token's experts) sorted by expert, where W is
+    the matrix of the copy's expert; differentiable. `weight_EYX`: one W [Y, X] for each of E experts; `ends_E`:
+    exclusive end index of each expert's copies, int32."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _compute_grouped_product(x_NX, weight_EYX, ends_E)  # a custom operator's first call loads the compiler
     return torch.ops.meshwright.grouped_product(x_NX, weight_EYX, ends_E)
 
 
 def _compute_grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], without autograd, for token copies sorted by expert, where W is the matrix of the copy's
-    expert. `ends_E`: exclusive end index of each expert's token copies."""
+    """Return x Wᵀ, [N, Y], without autograd, for N token copies `x_NX` sorted by expert, where W is the matrix of the
+    copy's expert. `weight_EYX`: one W [Y, X] for each of E experts; `ends_E`: exclusive end index of each expert's
+    copies."""
     if _supports_grouped_mm(x_NX, weight_EYX):
         return F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     y_NY = x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
@@ -45,9 +46,9 @@ _forward = custom_operator("meshwright::grouped_product")(_compute_grouped_produ
 
 @custom_operator("meshwright::grouped_product_input")
 def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return dy W, [N, X], the gradient of the grouped product's input. `ends_E`: exclusive end index of each
-    expert's token copies.
-    """
+    """Return dy W, [N, X], the gradient of the grouped product's input, where W is the matrix of the token copy's
+    expert. `dy_NY`: gradient of the output for N token copies sorted by expert; `ends_E`: exclusive end index of each
+    expert's copies."""
     if _supports_grouped_mm(dy_NY, weight_EYX):
         return F.grouped_mm(dy_NY.contiguous(), weight_EYX, offs=ends_E)
     dx_NX = dy_NY.new_empty(dy_NY.shape[0], weight_EYX.shape[2])
@@ -59,7 +60,8 @@ def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch
 @custom_operator("meshwright::grouped_product_weight")
 def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return the gradient [E, Y, X] of the grouped product's weights: for each expert dyᵀ x over its token copies, 0
-    without copies. `ends_E`: exclusive end index of each expert's copies."""
+    without copies. `dy_NY`, `x_NX`: output gradient and input of N token copies sorted by expert; `ends_E`: exclusive
+    end index of each expert's copies."""
     if _supports_grouped_mm(dy_NY, x_NX):
         return F.grouped_mm(dy_NY.contiguous().T, x_NX, offs=ends_E)
     dw_EYX = x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
@@ -97,8 +99,8 @@ _weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.sha
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the inputs of the grouped product for backward: the `setup_context` function of
-    torch.library.register_autograd."""
+    """Save the inputs (token copies, weights, end indices) of the grouped product for backward: the `setup_context`
+    function of torch.library.register_autograd."""
     ctx.save_for_backward(*inputs)
 
 

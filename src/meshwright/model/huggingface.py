@@ -36,7 +36,8 @@ CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddi
 
 
 class CheckpointFiles:
-    """Reader of the safetensors files of a Hugging Face directory; each tensor is read by name when it is requested.
+    """Reader of the safetensors files of the Hugging Face directory `directory`; each tensor is read by name when it is
+    requested.
 
     Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index."""
 
@@ -50,7 +51,7 @@ class CheckpointFiles:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
+        """Names of all tensors in the directory's files."""
         return frozenset(self._place)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -58,7 +59,7 @@ class CheckpointFiles:
         return self._query_file(name, lambda file: tuple(file.get_slice(name).get_shape()))
 
     def read(self, name: str) -> torch.Tensor:
-        """Read the unsharded tensor of this name in its dtype on disk."""
+        """Read the tensor `name` as a whole, in its dtype on disk. Raises UserError if the file is damaged."""
         return self._query_file(name, lambda file: file.get_tensor(name))
 
     def dtype(self, name: str) -> str:
@@ -72,8 +73,8 @@ class CheckpointFiles:
             return query(self._open(self._place[name]))
 
     def read_weights(self, name: str) -> torch.Tensor:
-        """Read the unsharded floating-point tensor `name` in its dtype on disk. Raises UserError for another dtype and
-        for NaN or infinite values."""
+        """Read the floating-point tensor `name` as a whole, in its dtype on disk. Raises UserError for another dtype
+        and for NaN or infinite values."""
         self.check_weights(name)
         value = self.read(name)
         if value.numel():
@@ -101,7 +102,8 @@ class CheckpointFiles:
         return self._place[name]
 
     def _locate_tensors(self) -> dict[str, Path]:
-        """Return {tensor name: file}, from the index or the single safetensors file of the directory."""
+        """Return {tensor name: file}, from the index or the single safetensors file of the directory. Raises UserError
+        if it has neither."""
         index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
         if index.is_file():
             return self._locate_by_index(index)
@@ -143,7 +145,8 @@ class CheckpointFiles:
         return places
 
     def _open(self, path: Path) -> Any:
-        """Return the open safetensors file at `path`, opened once."""
+        """Return the open safetensors file at `path`; a file that is already open is reused. Raises UserError if it
+        cannot be read."""
         if path not in self._files:
             with _convert_read_errors(path):
                 self._files[path] = safe_open(path, framework="pt")
@@ -175,12 +178,12 @@ def _convert_read_errors(path: Path, name: str | None = None) -> Iterator[None]:
 def load_huggingface(
     directory: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Transformer, ModelConfig]:
-    """Load the decoder in the Hugging Face directory `directory`, its parameters cast to `dtype`; return the model and
-    its configuration.
+    """Load the decoder in the Hugging Face directory `directory` onto `device`, its parameters cast to `dtype`; return
+    the model and its configuration.
 
-    Raises UserError when a file or the configuration is missing or damaged, and when tensors are missing, unexpected,
-    or of another shape than the configuration implies.
-    """
+    Raises UserError when a file or the configuration is missing or damaged, when the model is an encoder or of a family
+    that can only be planned, and when tensors are missing, unexpected, or of another shape than the configuration
+    implies."""
     files = CheckpointFiles(directory)
     config = config_from_path(directory)
     if config.planning_only:
@@ -201,13 +204,13 @@ def load_encoder(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[Encoder, ModelConfig]:
-    """Load the encoder in the Hugging Face directory `directory`, its parameters cast to `dtype`; return the model and
-    its configuration.
+    """Load the encoder in the Hugging Face directory `directory` onto `device`, its parameters cast to `dtype`; return
+    the model and its configuration.
 
     `head`: head to use instead of the one that `config.json` names ("masked", "classes", "none"); "classes" needs
-    `labels`, the class names. Head parameters that the files lack are initialised from `seed`. Raises UserError for the
-    same reasons as `load_huggingface`.
-    """
+    `labels`, the class names. Head parameters that the files lack are initialised from `seed`. Raises UserError when a
+    file or the configuration is missing or damaged, when the model is no encoder or has no such head, and when tensors
+    are missing, unexpected or misshapen."""
     files = CheckpointFiles(directory)
     config = _read_encoder_config(directory, head, labels)
     build = partial(Encoder, device=device, dtype=dtype)
@@ -246,7 +249,8 @@ def _load_model(
     model = build(config)
 
     def value_of(entry: ParameterEntry) -> torch.Tensor:
-        """Return the value of an entry from the files, else its initial value."""
+        """Return the value of a parameter entry (checkpoint tensor) from the files; its initial value if it is not in
+        them."""
         return files.read_weights(names[entry.name]) if entry.name in names else initial_value(entry, seed)
 
     fill_parameters(model, table, value_of)
@@ -256,8 +260,8 @@ def _load_model(
 def match_entries(
     files: CheckpointFiles, table: ParameterTable, config: ModelConfig, new_head: bool = False
 ) -> Mapping[str, str]:
-    """Match the parameter entries of `table` to the tensors in the files; return {entry name: tensor name}. Raises
-    UserError for missing, misshapen or unexpected tensors.
+    """Match the parameter entries of `table` (the tensors that a checkpoint of the model has) to the tensors in
+    `files`; return {entry name: tensor name}. Raises UserError for missing, misshapen or unexpected tensors.
 
     Files of a base model may omit the prefix "transformer.", "model." or "bert.". The tensor of an output head tied to
     the embedding is ignored, as in transformers, and so are an encoder's other heads. `new_head`: True: do not raise
@@ -306,8 +310,9 @@ def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str,
 
 
 def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> torch.Tensor:
-    """Read the unsharded value of a parameter entry as stored on disk (not transposed for the model). `names`: result
-    of `match_entries`; default: the entry's own name. Raises UserError if the tensor is missing."""
+    """Read the unsharded value of a parameter entry (checkpoint tensor) as stored on disk (not transposed for the
+    model). `names`: result of `match_entries`; None: the tensor has the entry's own name. Raises UserError if the
+    tensor is missing."""
     name = entry.name if names is None else names[entry.name]
     if name not in files.names:
         raise UserError(f"{files.directory}: tensor {name} is missing")

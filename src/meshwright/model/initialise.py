@@ -20,8 +20,8 @@ columns [first, end) of a matrix of `width` columns; None: of all."""
 
 
 def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
-    """Return the unsharded initial value of a parameter entry (one tensor of a checkpoint): float32 on the CPU, in its
-    shape on disk."""
+    """Return the unsharded initial value of a parameter entry (one tensor of a checkpoint), drawn from `seed`: float32
+    on the CPU, in its shape on disk."""
     value = initial_slice(entry, 0, entry.numel, seed=seed).view(entry.model_shape)
     return value.T if entry.transposed else value.view(entry.shape)
 
@@ -29,8 +29,10 @@ def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
 def initial_slice(
     entry: ParameterEntry, start: int, stop: int, columns: tuple[int, int, int] | None = None, *, seed: int
 ) -> torch.Tensor:
-    """Return the initial values of a slice of a parameter entry, as `ReadSlice` says: float32 [stop - start] on the
-    CPU."""
+    """Return the initial values of the elements [start, stop) of a parameter entry (checkpoint tensor), flattened as
+    the model stores it ([output, input]): float32 [stop - start] on the CPU. `columns`: (first, end, width): `start`
+    and `stop` count only the elements of columns [first, end) of a matrix of `width` columns; None: all. `seed`: seed
+    of the random values, which depend on it, the entry's name and the element's index alone."""
     if entry.initial.kind == "normal":
         values = draw_normal_values(seed, entry.name, start, stop, columns, torch.get_num_threads())
         return torch.from_numpy(values).mul_(entry.initial.std)
@@ -45,8 +47,8 @@ def initialise(model: nn.Module, table: ParameterTable, seed: int) -> None:
 def fill_parameters(
     model: nn.Module, table: ParameterTable, value_of: Callable[[ParameterEntry], torch.Tensor]
 ) -> None:
-    """Write all parameters of an unsharded model, in place. table: its parameter table. value_of: function that returns
-    the value of a parameter entry in its shape on disk (before any transposition)."""
+    """Write all parameters of the unsharded `model`, in place. table: the model's parameter table. value_of: function
+    that returns the value of a parameter entry (checkpoint tensor) in its shape on disk (before any transposition)."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for entry in table.entries:

@@ -18,10 +18,10 @@ from meshwright.spec.config import ModelConfig
 
 
 class Linear(nn.Module):
-    """Linear layer y = x Wᵀ + b with W [y, x]; parameters are uninitialised. `x`, `y`: input and output size.
-    weight_gradients: queue to which backward hands the computation of the weight gradient; None: autograd computes it.
-    taps: set only during a compiled call: two dummy inputs whose gradients carry dy and x out of the compiled graph to
-    that queue."""
+    """Linear layer y = x Wᵀ + b with W [y, x]; parameters are uninitialised. `x`, `y`: input and output size; `bias`:
+    True for a layer with b; `options`: `device` and `dtype` of the parameters. Attribute `weight_gradients`: queue to
+    which backward hands the computation of the weight gradient; None: autograd computes it. Attribute `taps`: set only
+    during a compiled call: two dummy inputs whose gradients carry dy and x out of the compiled graph to that queue."""
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
     taps: Taps | None = None  # set during a compiled call
@@ -32,22 +32,22 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(y, **options)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ + b, [..., Y]."""
+        """Return x Wᵀ + b, [..., Y], for `x` [..., X], where W is [Y, X]."""
         return linear(x, self.weight, self.bias, self.weight_gradients, self.taps)
 
 
 class RowParallelLinear(Linear):
     """Row-parallel linear layer: the ranks' partial products are summed over tensor parallelism before the bias is
-    added. `x`: input size on this rank; `y`: output size; `tensor`: communication of tensor parallelism; `site`: label
-    of the sum in traces."""
+    added. `x`: input size on this rank; `y`: output size; `bias`: True for a layer with bias; `tensor`: communication
+    of tensor parallelism; `site`: label of the sum in traces; `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, x: int, y: int, bias: bool, tensor: TensorOperations, site: str, **options: Any) -> None:
         super().__init__(x, y, bias, **options)
         self.tensor, self.site = tensor, site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ + b summed over the tp ranks, [..., Y] (with sequence parallelism this rank's token slice of
-        it)."""
+        """Return x Wᵀ + b, [..., Y], summed over the tp ranks, each of which passes its slice `x` [..., X] of the input
+        features (with sequence parallelism return this rank's token slice of the sum)."""
         if self.tensor.trivial:
             return super().forward(x)
         y = linear(x, self.weight, None, self.weight_gradients, self.taps)
@@ -57,7 +57,7 @@ class RowParallelLinear(Linear):
 
 class RMSNorm(nn.Module):
     """RMSNorm over the last dimension, of `size` elements: x / root mean square(x) * weight (Zhang & Sennrich 2019,
-    arXiv:1910.07467, eq. 4). `epsilon`: added to the mean square."""
+    arXiv:1910.07467, eq. 4). `epsilon`: added to the mean square; `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, size: int, epsilon: float, **options: Any) -> None:
         super().__init__()
@@ -73,7 +73,8 @@ class RMSNorm(nn.Module):
 
 class LayerNorm(nn.Module):
     """LayerNorm over the last dimension, of `size` elements: (x - mean) / standard deviation * weight + bias (Ba et al.
-    2016, arXiv:1607.06450). `epsilon`: added to the variance."""
+    2016, arXiv:1607.06450). `epsilon`: added to the variance; `bias`: True for a layer with bias; `options`: `device`
+    and `dtype` of the parameters."""
 
     def __init__(self, size: int, epsilon: float, bias: bool, **options: Any) -> None:
         super().__init__()
@@ -105,12 +106,12 @@ def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 class FeedForward(nn.Module):
-    """MLP down(activation(gate) * up) (SwiGLU and variants: Shazeer 2020, arXiv:2002.05202), or ungated
-    down(activation(up)).
+    """MLP down(activation(gate) * up) (SwiGLU and variants: Shazeer 2020, arXiv:2002.05202), or, if `config.gated` is
+    False, down(activation(up)).
 
-    Gate and up projections are fused: `up.weight` is [2F, H], gate first. `width`: F on this rank; None: the
-    configuration's F divided by the number of tp ranks.
-    """
+    Gate and up projections are fused: `up.weight` is [2F, H], gate first. `axes`: communication of the mesh axes;
+    `width`: intermediate size F on this rank; None: the configuration's F divided by the number of tp ranks; `options`:
+    `device` and `dtype` of the parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, width: int | None = None, **options: Any) -> None:
         super().__init__()
@@ -120,7 +121,8 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(width, config.hidden, config.mlp_bias, axes.tensor, "mlp.output", **options)
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the MLP output [B, S, H]."""
+        """Return the MLP output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this rank's
+        token slices)."""
         up = self.up(self.tensor.enter(x_BSH, "mlp.input"))
         if not self.gated:
             return self.down(activate(up, self.activation))
@@ -129,9 +131,10 @@ class FeedForward(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Embedding table [rows, hidden] with one row for each ID; its gradient is summed in float32 or float64. `tensor`:
-    communication of tensor parallelism; if given, the table is vocabulary-parallel: each rank holds a slice of the rows
-    and returns zeros for other IDs."""
+    """Embedding table [rows, hidden] on this rank, with one row for each ID; its gradient is summed in float32 or
+    float64. `tensor`: communication of tensor parallelism; if given, the table is vocabulary-parallel: each tp rank
+    holds a slice of the rows and returns zeros for other IDs; None: the table is unsharded. `options`: `device` and
+    `dtype` of the parameters."""
 
     def __init__(self, rows: int, hidden: int, tensor: TensorOperations | None, **options: Any) -> None:
         super().__init__()
@@ -160,7 +163,8 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient_BSH: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the gradient of the table [V, H]."""
+        """Return the gradient [V, H] of the embedding table, given the gradient of the looked-up rows (None for the
+        IDs)."""
         (numbers_BS,) = context.saved_tensors
         wide = gradient_BSH.to(at_least_float32(context.dtype))
         total_VH = torch.ops.aten.embedding_dense_backward(wide, numbers_BS, context.rows, -1, False)

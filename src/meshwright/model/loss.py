@@ -27,8 +27,9 @@ SLICE_LOGITS = 1 << 19  # logits processed together on a CPU, so that intermedia
 def linear_cross_entropy(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, keep: bool = True
 ) -> torch.Tensor:
-    """Return the cross-entropy loss summed over tokens: -log softmax(hidden weightᵀ + bias)[target] (nats, scalar,
-    float32 or float64); targets of -100 do not count. `head`: weight and bias.
+    """Return the cross-entropy loss summed over T tokens: -log softmax(hidden weightᵀ + bias)[target] (nats, scalar,
+    float32 or float64); targets of -100 do not count. `hidden_TH`: input of the output head; `head`: its weight and
+    bias.
 
     `keep`: True: compute the gradients in the forward pass and save them, which takes memory of the weight's size;
     False: backward recomputes the logits. Both give bitwise equal gradients. In both cases, tensor parallelism
@@ -39,7 +40,7 @@ def linear_cross_entropy(
 
 def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead) -> torch.Tensor:
     """Return each token's cross-entropy -log softmax(hidden weightᵀ + bias)[target] (nats), [T], float32 or float64; 0
-    where the target is -100. `head`: weight and bias.
+    where the target is -100. `hidden_TH`: input of the output head for T tokens; `head`: its weight and bias.
 
     Backward recomputes the logits from `hidden_TH` and two saved numbers per token."""
     mode = _Mode("recompute" if torch.is_grad_enabled() else "none", of_tokens=True)
@@ -113,7 +114,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias; None for the other inputs. `d_loss`: gradient of the
-        loss."""
+        loss: scalar, or [T] for the loss of each token."""
         factor, factors_T = d_loss, None
         if d_loss.ndim:
             # Relative to the largest one, so that a 16-bit type neither underflows nor overflows.
@@ -145,8 +146,8 @@ def _scale_gradients(
 
 class _Gradients:
     """Accumulator, over chunks of tokens, of the loss's gradients with respect to hidden states, head weight and head
-    bias. `of_hidden`, `of_weight`, `of_bias`: True if that gradient is required; a gradient that is not required stays
-    None."""
+    bias. `hidden_TH`: hidden states of all T tokens; `head`: weight and bias; `of_hidden`, `of_weight`, `of_bias`: True
+    if that gradient is required; a gradient that is not required stays None."""
 
     def __init__(
         self, hidden_TH: torch.Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool
@@ -162,7 +163,8 @@ class _Gradients:
         return self.hidden_TH, self.weight_VH, self.bias_V
 
     def add(self, chunk: _Chunk, factors_T: torch.Tensor | None = None) -> None:
-        """Add the gradients of one chunk of tokens. `factors_T`: factors on the losses of all T tokens; None: 1."""
+        """Add the gradients of one chunk of tokens; its logits are overwritten. `factors_T`: factors on the losses of
+        all T tokens; None: 1."""
         hidden_TH, weight_VH = self._inputs
         d_logits_CV = chunk.differentiate(None if factors_T is None else factors_T[chunk.tokens])
         if self.hidden_TH is not None:
@@ -192,8 +194,10 @@ def _recompute_gradients(
 
 class _Chunk:
     """Logits and losses (nats) of one chunk of C tokens, from which `differentiate` computes the logits' gradients.
-    `tokens`: slice that selects the chunk from all T tokens. `known_2C`: [2, C], log-sum-exp and target logit of each
-    token, if the forward pass has computed them; None: compute them here, with all-reduces over tp."""
+    `tokens`: slice that selects the chunk from all T tokens; `logits_CV`: logits of this rank's V token IDs, later
+    overwritten; `targets_C`: target token IDs, -100 for ignored tokens; `head`: vocabulary slice and communication.
+    `known_2C`: [2, C], log-sum-exp and target logit of each token, if the forward pass has computed them; None: compute
+    them here, with all-reduces over tp."""
 
     def __init__(
         self,

@@ -16,12 +16,12 @@ RESPONSES_SITE = "loss.responses"
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Preference pairs of a batch. Documents 2k and 2k + 1 of a sequence are a pair: the same prompt with its chosen
-    and with its rejected response.
+    """Preference pairs of a batch of B sequences, with at most P pairs and D = 2 P responses in each. Documents 2k and
+    2k + 1 of a sequence are a pair: the same prompt with its chosen and with its rejected response.
 
-    `response_BC`: document number of each token on this rank; D for tokens outside any pair. `counted_BP`: True for a
-    pair, False for padding in sequences with fewer than P pairs. `reference_BD`: log-probabilities of the responses
-    under the reference policy (nats, float64); zeros until they are computed."""
+    `response_BC`: document number of each of the C tokens on this rank; D for tokens outside any pair. `counted_BP`:
+    True for a pair, False for padding in sequences with fewer than P pairs. `reference_BD`: log-probabilities of the
+    responses under the reference policy (nats, float64); zeros until they are computed."""
 
     response_BC: torch.Tensor
     counted_BP: torch.Tensor
@@ -40,7 +40,8 @@ class Pairs:
         return cls(response_BS, counted_BP, torch.zeros(len(ids_BS), 2 * most, dtype=torch.float64))
 
     def with_reference(self, reference_BD: torch.Tensor) -> Pairs:
-        """Return a copy with reference log-probabilities `reference_BD` (nats)."""
+        """Return a copy with the log-probabilities `reference_BD` (nats, [B, D] for D responses per sequence) of the
+        responses under the reference policy."""
         assert reference_BD.shape == self.reference_BD.shape, (reference_BD.shape, self.reference_BD.shape)
         return replace(self, reference_BD=reference_BD)
 
@@ -50,8 +51,8 @@ class Pairs:
         return Pairs(change(self.response_BC), change(self.counted_BP), change(self.reference_BD))
 
     def select_tokens(self, indices_C: torch.Tensor) -> Pairs:
-        """Return a copy for the context-parallel rank that holds the tokens at the indices `indices_C` [C] of each
-        sequence."""
+        """Return a copy for the context-parallel rank that holds the C tokens at the indices `indices_C` of each
+        unsharded sequence."""
         return replace(self, response_BC=self.response_BC[:, indices_C])
 
     @property
@@ -60,10 +61,11 @@ class Pairs:
         return self.counted_BP.sum()
 
     def log_probabilities(self, losses_T: torch.Tensor) -> torch.Tensor:
-        """Return the log-probability of each of the D responses of a sequence, [B, D] (nats, float64): the sum over its
-        tokens of log p(token | prefix), 0 for a missing response.
+        """Return the log-probability of each of the D responses of each of B sequences, [B, D] (nats, float64): the sum
+        over its tokens of log p(token | prefix), 0 for a missing response.
 
-        `losses_T`: cross-entropy of each token. With context parallelism the sum covers only this rank's tokens."""
+        `losses_T`: cross-entropy of each token of this rank, all sequences concatenated. With context parallelism the
+        sum covers only this rank's tokens."""
         rows, responses = self.reference_BD.shape
         sums = torch.zeros(rows, responses + 1, dtype=torch.float64, device=losses_T.device)
         sums = sums.scatter_add(1, self.response_BC, -losses_T.double().view_as(self.response_BC))

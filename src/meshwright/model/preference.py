@@ -28,8 +28,9 @@ class PreferenceLoss(NamedTuple):
 
 
 class Rewards(NamedTuple):
-    """Reward metrics, means over preference pairs. `chosen`, `rejected`: reward of the chosen and of the rejected
-    response; `accuracy`: fraction of pairs whose chosen response has the higher reward."""
+    """Reward metrics, means over preference pairs; a response's reward is beta times log p / p_ref. `chosen`,
+    `rejected`: reward of the chosen and of the rejected response; `accuracy`: fraction of pairs whose chosen response
+    has the higher reward."""
 
     chosen: float
     rejected: float
@@ -62,7 +63,8 @@ class Preference:
     label_smoothing: float = 0.0
 
     def __call__(self, log_probabilities_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:
-        """Return the loss summed over the pairs of a batch, in the dtype of `log_probabilities_BD` (nats)."""
+        """Return the metrics and the loss summed over the `pairs` of a batch, in the dtype of `log_probabilities_BD`:
+        the log-probabilities (nats) of the D responses of each of B sequences, chosen and rejected alternating."""
         ratios_BP2 = (log_probabilities_BD - pairs.reference_BD).unflatten(1, (-1, 2))
         chosen_BP, rejected_BP = ratios_BP2.unbind(dim=2)
         h_BP = chosen_BP - rejected_BP

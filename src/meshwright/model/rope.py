@@ -69,8 +69,8 @@ def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, config: ModelCon
 
 
 class RotaryTable:
-    """Table of rotary cosines and sines by position, extended when larger positions are requested; not part of a
-    model's state.
+    """Table of the rotary cosines and sines of the model `config` by position, extended when larger positions are
+    requested; not part of a model's state. `dtype`: dtype of the model.
 
     Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart."""
 
@@ -81,7 +81,8 @@ class RotaryTable:
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def up_to(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cosine, sine), [P, D/2] each, for positions 0 ... P - 1, where P is at least `length`."""
+        """Return (cosine, sine), [P, D/2] each (D: head size), on `device`, for positions 0 ... P - 1, where P is at
+        least `length`."""
         if self._table is None or self._table[0].shape[0] < length or self._table[0].device != device:
             positions = torch.arange(1 << (length - 1).bit_length(), dtype=self._dtype)
             angles = torch.outer(positions, self._frequencies)
@@ -91,9 +92,9 @@ class RotaryTable:
     def look_up(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine, [B or 1, 1, S, D/2] each, of the rotary angles at the positions `positions_BS`, all
-        of which are less than `stop`. If `positions_BS` is None, the positions are start ... stop - 1 in every
-        sequence."""
+        """Return cosine and sine, [B or 1, 1, S, D/2] each, of the rotary angles at the positions `positions_BS`, on
+        `device`. All positions must be less than `stop`. If `positions_BS` is None, they are start ... stop - 1 in
+        every sequence; otherwise `start` is ignored."""
         cosine, sine = self.up_to(stop, device)
         if positions_BS is None:
             return cosine[None, None, start:stop], sine[None, None, start:stop]
@@ -113,7 +114,8 @@ def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> to
 
 
 def _rotate_halves(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate the dimension pairs (i, i + D/2) of `x`; cosine and sine broadcast against it."""
+    """Return `x` [..., D] with each pair of dimensions (i, i + D/2) rotated by an angle, in the dtype of `x`. `cosine`,
+    `sine`: those of the angles, broadcast against [..., D/2]."""
     first, second = x.to(cosine.dtype).chunk(2, dim=-1)
     rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return rotated.to(x.dtype)

@@ -64,9 +64,9 @@ def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
 def bidirectional_mask(
     documents: Documents, attention_mask_BS: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """Return the additive attention mask of an encoder: 0 where a token may attend, else the lowest finite number of
-    `dtype`; None if nothing is masked. A token attends to tokens of its document whose `attention_mask_BS` is not 0.
-    Built once per batch."""
+    """Return the additive attention mask of an encoder, [B, 1, S or 1, S]: 0 where a token may attend, else the lowest
+    finite number of `dtype`; None if nothing is masked. A token attends to tokens of its document (`documents`:
+    boundaries in packed sequences) whose `attention_mask_BS` is not 0. Built once per batch."""
     starts_BS, visible = documents.starts_BS, None
     if starts_BS is not None:
         visible = (starts_BS[:, :, None] == starts_BS[:, None, :])[:, None]

@@ -56,7 +56,7 @@ def tiled_attention(
 ) -> torch.Tensor:
     """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, D], stored in memory as [B, S, N, D]. Each query
     attends to the keys from its index in `first_BS` (None: from 0) to its own; query head n reads key-value head n //
-    G."""
+    (N / K), for N query and K key-value heads."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # A custom operator's first call loads the compiler (over a second); generation does without.
         return _compute_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
@@ -142,7 +142,8 @@ def cut_tiles(
 ) -> Iterator[tuple[slice, slice, list[Tile]]]:
     """Cut the attention of `span` (a range of queries over a range of keys) into pieces whose scores fit in cache.
     Yield (slice of sequences, slice of key-value heads, attention tiles to compute for these sequences and heads).
-    `first_BS`: index of the first key that each query attends to; None: no lower limit."""
+    `q_BKGSD`: queries, grouped by key-value head; `first_BS`: index of the first key that each query attends to; None:
+    no lower limit."""
     rows, kv_heads, group = q_BKGSD.shape[:3]
     length = span.keys.stop - span.keys.start
     queries, most = (TILE_QUERIES, TILE_SCORES) if q_BKGSD.device.type == "cpu" else ACCELERATOR_TILE
@@ -221,16 +222,16 @@ _backward.register_fake(lambda d_out, q, k, v, first: (empty_bsnd(q), empty_bsnd
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the inputs of tiled attention for backward: the `setup_context` function of
-    torch.library.register_autograd."""
+    """Save the inputs of tiled attention (queries, keys, values, first visible keys) for backward: the `setup_context`
+    function of torch.library.register_autograd."""
     q_BNSD, k_BKSD, v_BKSD, first_BS = inputs
     ctx.save_for_backward(q_BNSD, k_BKSD, v_BKSD)
     ctx.first_BS = first_BS
 
 
 def _backward_formula(ctx: Any, d_out_BNSD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of tiled attention's inputs (None for the mask), given the gradient of its output: the
-    `backward` function of torch.library.register_autograd."""
+    """Return the gradients of tiled attention's inputs (None for the mask), given the gradient `d_out_BNSD` of its
+    output: the `backward` function of torch.library.register_autograd."""
     operator = torch.ops.meshwright.tiled_attention_backward
     return (*operator(d_out_BNSD, *ctx.saved_tensors, ctx.first_BS), None)
 

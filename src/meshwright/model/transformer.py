@@ -35,7 +35,8 @@ from meshwright.spec.stages import Stage, whole_model
 
 class Block(nn.Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of
-    experts."""
+    experts. `axes`: communication of the mesh axes; `layer`: index of the block in the model; `options`: `device` and
+    `dtype` of the parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, layer: int, **options: Any) -> None:
         super().__init__()
@@ -86,7 +87,8 @@ class Block(nn.Module):
 
 class StageInput(NamedTuple):
     """Input of pipeline stage `stage` for one micro-batch. `x_BSH`: the previous stage's output; None on the first
-    stage. `documents`: document boundaries in packed sequences."""
+    stage. `tokens_BS`: token IDs; `documents`: document boundaries in packed sequences (None: every sequence is one
+    document)."""
 
     stage: Stage
     x_BSH: torch.Tensor | None
@@ -105,11 +107,12 @@ class StageOutput(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """Decoder-only language model. Parameters are uninitialised: `initialise`, `load_huggingface` or an engine fills
-    them.
+    """Decoder-only language model of configuration `config`. Parameters are uninitialised: `initialise`,
+    `load_huggingface` or an engine fills them.
 
     `axes`: communication and activation checkpointing (`parallel.axes.axis_operations` builds them for a mesh).
-    `stages`: pipeline stages that this rank holds (default: the whole model); parameter names do not depend on them."""
+    `device`, `dtype`: of the parameters (None: torch's defaults). `stages`: pipeline stages that this rank holds (None:
+    the whole model); parameter names do not depend on them."""
 
     def __init__(
         self,
@@ -177,10 +180,10 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """Return the sum of the token losses (nats, a scalar in float32 or float64) over targets that are not -100.
         With preference pairs, return the log-probability of each response instead, float64 [B, D] for D responses per
-        sequence. `units`: hooks around FSDP units.
+        sequence. `documents`: document boundaries in packed sequences, and preference pairs; `units`: hooks around FSDP
+        units.
 
-        Load-balancing losses of experts contribute to the gradient, but not to the value.
-        """
+        Load-balancing losses of experts contribute to the gradient, but not to the value."""
         return self.run_stage(self._whole_model_stage(), None, tokens_BS, targets_BS, documents, units).x
 
     def run_stage(
@@ -193,10 +196,12 @@ class Transformer(nn.Module):
         units: Units = NO_UNITS,
         at_once: bool = True,
     ) -> StageOutput:
-        """Run one pipeline stage of `forward` on `x_BSH`, the previous stage's output (None: first stage). On the last
-        stage the loss includes that stage's own load-balancing loss. `units`: hooks around FSDP units. `at_once`: True
-        if the backward pass of this forward follows immediately. If not, the loss saves the gradient of the output head
-        only if it is small; otherwise backward recomputes the logits."""
+        """Run pipeline stage `stage` on `x_BSH`, the previous stage's output (None: first stage), and return its
+        output: hidden states, or on the last stage the summed loss of the targets that are not -100 (with preference
+        pairs in `documents`, the log-probabilities of the responses). The loss includes the gradient of that stage's
+        own load-balancing loss. `documents`: document boundaries in packed sequences; `units`: hooks around FSDP units.
+        `at_once`: True if the backward pass of this forward follows immediately. If not, the loss saves the gradient of
+        the output head only if it is small; otherwise backward recomputes the logits."""
         pairs = None if documents is None else documents.pairs
         counted_B = None
         if torch.is_grad_enabled() and any(self.config.has_experts(layer) for layer in stage.layers):
@@ -261,9 +266,9 @@ class Transformer(nn.Module):
         return self.axes.tensor.gather(local_BSV, "head.output", dim=2)[..., : self.config.vocabulary]
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile blocks, final norm and loss with torch.compile. `options`: its keyword arguments. Blocks of the same
-        structure share one graph of static shapes; another batch shape, or the first batch that packs several
-        documents, triggers another compilation."""
+        """Compile blocks, final norm and loss with torch.compile. `options`: keyword arguments of torch.compile
+        (`dynamic` is False by default). Blocks of the same structure share one graph of static shapes; another batch
+        shape, or the first batch that packs several documents, triggers another compilation."""
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         recompute = self.axes.recompute
@@ -283,7 +288,8 @@ class Transformer(nn.Module):
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
         def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:
-            """Run a compiled block with taps for its linear layers."""
+            """Run the compiled `block` while its linear layers have taps (dummy inputs that carry dy and x to the
+            queue)."""
             with attach_taps(block.linear_layers(), (x_BSH.shape[0], x_BSH.shape[1] * ranks)):
                 return run_block(block, x_BSH, *rest)
 
@@ -303,9 +309,10 @@ class Transformer(nn.Module):
         counted_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run the embedding and blocks of a stage on `given`; return the hidden states [B, S, H] and the load-balancing
-        loss of each block that has one. `units`: hooks around FSDP units; `cache`: KV cache; `positions_BS`: position
-        IDs (None: as in `hidden`). `counted_B`: number of target tokens of each sequence, by which the losses are
-        weighted; None: they are not computed."""
+        loss of each block that has one. `units`: hooks around FSDP units; `cache`: KV cache of the preceding tokens;
+        `positions_BS`: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens.
+        `counted_B`: number of target tokens of each sequence, by which the losses are weighted; None: they are not
+        computed."""
         stage, x, tokens_BS, documents = given
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
@@ -369,7 +376,8 @@ def _compile_around_dispatch(
     graph break inside a checkpoint would leave the whole block uncompiled."""
 
     def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run any block; arguments and result as in `Block.forward`."""
+        """Run one transformer block, with or without experts; return its output and load-balancing loss. `rest`: rotary
+        cosine and sine, attention mask, number of target tokens of each sequence."""
         if not isinstance(block.mlp, Mixture):
             return run_dense(block, x_BSH, *rest)  # type: ignore[no-any-return]
         rotation, visible, counted_B = rest

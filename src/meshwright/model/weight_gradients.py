@@ -34,7 +34,8 @@ class GradientBuffers(Protocol):
         """Add `gradient`, of the parameter's shape, to the parameter's buffer."""
 
     def accumulate_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
-        """Add dyᵀ x, the gradient of a weight [Y, X], to the parameter's buffer."""
+        """Add dyᵀ x, the gradient of the weight `parameter` [Y, X], to the parameter's buffer, for output gradient
+        `dy_NY` and input `x_NX` of N tokens."""
 
 
 class _DeferredGradient(NamedTuple):
@@ -47,9 +48,9 @@ class _DeferredGradient(NamedTuple):
 
 
 class WeightGradients:
-    """Queues of deferred weight-gradient computations, one queue for each split backward pass. The key of a pass, such
-    as (stage, replica, micro-batch), identifies its queue; `run(key)` executes the computations and adds the gradients
-    to the accumulation buffers `sums`."""
+    """Queues of deferred weight-gradient computations, one queue for each split backward pass (input gradients first,
+    weight gradients later). The key of a pass, such as (stage, replica, micro-batch), identifies its queue; `run(key)`
+    executes the computations and adds the gradients to the accumulation buffers `sums`."""
 
     def __init__(self, sums: GradientBuffers) -> None:
         self._sums = sums
@@ -246,9 +247,10 @@ def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[N
 def grouped_linear(
     x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients | None
 ) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], for token copies `x_NX` sorted by expert, where W is the matrix of the copy's expert.
-    `weight` [E x Y, X]: the W of all experts stacked; `ends_E`: exclusive end index of each expert's copies; `queue`:
-    backward hands it the computation of the weight gradient; None: autograd computes the weight gradient."""
+    """Return x Wᵀ, [N, Y], for N token copies `x_NX` (one for each of a token's experts) sorted by expert, where W is
+    the matrix of the copy's expert. `weight` [E x Y, X]: the W of all E experts stacked; `ends_E`: exclusive end index
+    of each expert's copies; `queue`: backward hands it the computation of the weight gradient; None: autograd computes
+    the weight gradient."""
     if queue is None or not torch.is_grad_enabled():
         return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)
     apply = _uncompiled if torch.compiler.is_compiling() else _apply_function
@@ -262,24 +264,25 @@ def _unstack_experts(weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Autograd function of a grouped linear layer. Its backward computes the input gradient and hands the operands of
-    the weight gradient to a queue, which computes it immediately or later."""
+    """Autograd function of a grouped linear layer (one weight matrix for each expert's group of token copies). Its
+    backward computes the input gradient and hands the operands of the weight gradient to a queue, which computes it
+    immediately or later."""
 
     @staticmethod
     def forward(
         context: Any, x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients
     ) -> torch.Tensor:
-        """Return x Wᵀ, [N, Y], for token copies sorted by expert. `weight`: the experts' W stacked, [E x Y, X];
-        `ends_E`: exclusive end index of each expert's copies; `queue`: receives the operands of the weight gradient in
-        backward."""
+        """Return x Wᵀ, [N, Y], for N token copies `x_NX` sorted by expert, where W is the matrix of the copy's expert.
+        `weight`: the W of all E experts stacked, [E x Y, X]; `ends_E`: exclusive end index of each expert's copies;
+        `queue`: receives the operands of the weight gradient in backward."""
         context.save_for_backward(x_NX, weight, ends_E)
         context.weight, context.queue = weight, queue
         return torch.ops.meshwright.grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of `x_NX` (None for the weight); hand the operands of the weight gradient to the queue
-        that `forward` was given."""
+        """Return the gradient of `x_NX`, given that of the output, and None for the other inputs; hand the operands of
+        the weight gradient to the queue that `forward` was given."""
         x_NX, weight, ends_E = context.saved_tensors
         needs_x, needs_weight = context.needs_input_grad[:2]
         operators = torch.ops.meshwright

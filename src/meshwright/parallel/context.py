@@ -3,15 +3,13 @@
 Idea: ring attention keeps a rank's queries in place while KV blocks travel around the ring of ranks (Liu et al. 2023,
 arXiv:2310.01889). Under a causal mask, ranks with contiguous slices would have unequal work: a sequence is cut into 2
 cp chunks, and rank c holds c and 2 cp - 1 - c (zig-zag; as balanced as the stripes of Brandon et al. 2023,
-arXiv:2311.09431).
-Ulysses trades tokens for heads instead: between two all-to-alls each rank attends over whole sequences with N / cp of
-the heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.1); its ranks hold contiguous slices.
+arXiv:2311.09431). Ulysses trades tokens for heads instead: between two all-to-alls each rank attends over whole
+sequences with N / cp of the heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.1); ranks hold contiguous slices.
 Mathematics: partial results over some keys are merged by their log-sum-exps; backward recomputes probabilities from the
 log-sum-exp over all keys (Dao 2023, arXiv:2307.08691, algorithms 1 and 2).
 Communication: in each of cp - 1 ring steps a rank passes the KV block on; in backward the gradients of a block travel
 with it and return to its rank after cp steps. Ulysses: two all-to-alls forward, two backward.
 Overlap: a KV block is sent during the computation with the previous block, its gradient during that with the next.
-
 Every other gradient is a sum over `data`, which is dp x cp.
 
 Shapes: B sequences, C tokens of a sequence on this rank, S on all, N query heads, K key-value heads, G = N / K, D head
@@ -47,8 +45,8 @@ aten = torch.ops.aten
 
 
 def local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
-    """Return the sequence indices of the tokens that cp rank `rank` holds of an unsharded sequence: ascending, int64 [S
-    / cp]. `sequence`: S, number of tokens of the sequence, a multiple of cp (ring attention: of 2 cp)."""
+    """Return the sequence indices of the tokens that cp rank `rank` holds of an unsharded sequence: ascending, int64
+    [S / cp]. `layout`: gives cp and its method; `sequence`: S in tokens, a multiple of cp (ring attention: of 2 cp)."""
     ring = layout.cp_method == "ring"
     count, held = (2 * layout.cp, held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
     assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
@@ -85,8 +83,8 @@ class ContextParallel(ContextOperations):
 
 
 class RingAttention(ContextParallel):
-    """Ring attention: each cp rank keeps its two chunks of each sequence, and the ranks pass KV blocks around a
-    ring."""
+    """Ring attention over the context-parallel `axis`: each sequence is cut into 2 cp chunks, of which each of the cp
+    ranks holds two, and the ranks pass KV blocks around a ring."""
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, flash: bool = False
@@ -101,8 +99,8 @@ class RingAttention(ContextParallel):
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible
     ) -> torch.Tensor:
-        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. `visible`: the
-        mask that `visibility` returned."""
+        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks; each rank
+        passes its C tokens of every sequence. `visible`: mask that `visibility` returned."""
         assert not isinstance(visible, VarlenMask)
         arguments = q_BNSD, k_BKSD, v_BKSD, visible, self.axis.key
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -111,8 +109,8 @@ class RingAttention(ContextParallel):
 
 
 class UlyssesAttention(ContextParallel):
-    """DeepSpeed-Ulysses attention: each rank holds a contiguous slice of the tokens; for attention, all-to-alls give it
-    unsharded sequences of N / cp heads instead."""
+    """DeepSpeed-Ulysses attention over the context-parallel `axis`: each rank holds a contiguous slice of the tokens;
+    for attention, all-to-alls give it unsharded sequences of 1 / cp of the heads instead."""
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, flash: bool = False
@@ -125,9 +123,9 @@ class UlyssesAttention(ContextParallel):
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible
     ) -> torch.Tensor:
-        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. One all-to-all
-        gives each rank unsharded sequences of N / cp heads, a second one restores token slices. With more ranks than
-        key-value heads, several ranks get copies of a head. `visible`: the mask that `visibility` returned."""
+        """Return the causal attention [B, N, C, D] of this rank's C queries over the keys of all cp ranks. One
+        all-to-all gives each rank unsharded sequences of N / cp heads, a second one restores token slices. With more
+        ranks than key-value heads, several ranks get copies of a head. `visible`: mask that `visibility` returned."""
         axis, copies = self.axis, max(1, self.size // k_BKSD.shape[1])
         three = q_BNSD, k_BKSD.repeat_interleave(copies, dim=1), v_BKSD.repeat_interleave(copies, dim=1)
         by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
@@ -218,9 +216,10 @@ def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum
 
 
 class _SavedQueries(NamedTuple):
-    """Tensors of this rank's queries that the backward pass reads. `q`, `out`, `d_out`: queries, attention output and
-    its gradient, each [B, K, G, C, D]; `log_sum_BKGC`: log-sum-exps over all keys; `inner_BKGC`: sum over D of `out`
-    times `d_out`; `first_BC`: index of the first key that each query attends to (None: 0)."""
+    """Tensors of this rank's queries that ring attention's backward reads. `q`, `out`, `d_out`: queries, output and its
+    gradient, each [B, K, G, C, D] (K key-value heads, G query heads of each, C tokens); `log_sum_BKGC`: log-sum-exps
+    over all keys; `inner_BKGC`: sum over D of `out` times `d_out`; `first_BC`: index of the first key that each query
+    attends to (None: 0)."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -328,9 +327,9 @@ def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str
 def _compute_ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ring attention without autograd: keys and values pass from rank to rank. Return the output [B, N, C, D]
-    and each query's log-sum-exp [B, N, C] (letters: docstring of this module). `first_BC`: index of the first key that
-    each query attends to (None: 0). `key`: `Axis.key` of axis cp, which operators get in place of the axis."""
+    """Compute ring attention without autograd. Return the output [B, N, C, D] and each query's log-sum-exp [B, N, C]
+    for the C tokens on this rank. `first_BC`: index of the first key that each query attends to (None: 0). `key`:
+    string that identifies the cp axis (`Axis.key`), because custom operators accept no objects."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
@@ -353,7 +352,7 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of ring attention's queries, keys and values, in their shapes, given the output gradient
     `d_out_BNCD`. `saved_tensors`: queries, keys, values, output, log-sum-exps; `first_BC`: index of the first key that
-    each query attends to (None: 0); `key`: `Axis.key` of axis cp, for `find_axis`."""
+    each query attends to (None: 0); `key`: string that identifies the cp axis (`Axis.key`)."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
@@ -384,15 +383,16 @@ _backward.register_fake(lambda d_out, saved, *_: tuple(empty_bsnd(each) for each
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save the inputs and outputs of ring attention for backward (`setup_context` of
-    torch.library.register_autograd)."""
+    """Save the inputs (queries, keys, values, first visible keys, key of the cp axis) and outputs of ring attention for
+    backward: the `setup_context` function of torch.library.register_autograd."""
     q_BNCD, k_BKCD, v_BKCD, ctx.first_BC, ctx.key = inputs
     ctx.save_for_backward(q_BNCD, k_BKCD, v_BKCD, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward_formula(ctx: Any, d_out_BNCD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of ring attention's inputs (`backward` of torch.library.register_autograd)."""
+    """Return the gradients of ring attention's five inputs, None for the last two (mask, axis key), given the output's
+    gradient: the `backward` function of torch.library.register_autograd."""
     operator = torch.ops.meshwright.ring_attention_backward
     return (*operator(d_out_BNCD, list(ctx.saved_tensors), ctx.first_BC, ctx.key), None, None)
 

@@ -56,9 +56,10 @@ class AllToAllTokenDispatcher:
         self.expert_ranks, self.width_ranks = ep.size, etp.size
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Dispatched]:
-        """Send token copies `x_NH`, sorted by expert, to the ranks of their experts. `ends_E[e]`: index at which the
-        copies of expert e end (exclusive). Return three things: the received copies [R, H], sorted by local expert; the
-        exclusive end index of each local expert's copies (int32 [L]); and the state that `combine` needs."""
+        """Send token copies `x_NH`, one for each of a token's experts and sorted by expert, to the ranks of their
+        experts. `ends_E[e]`: index at which the copies of expert e end (exclusive). Return three things: the R received
+        copies [R, H], sorted by local expert; the exclusive end index of each local expert's copies (int32, one per
+        expert on this rank); and the state that `combine` needs."""
         routes = self._agree_on_routes(ends_E)
         x_RH = exchange(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
         x_RH = gather_rows(x_RH, self.etp, "experts.gather", routes.shared)
@@ -72,9 +73,9 @@ class AllToAllTokenDispatcher:
         return Permuted.apply(x_RH, order_R, inverse_R, None), ends_L, (routes, order_R, inverse_R)
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Sum the expert outputs `y_RH` over etp and send them back to the ranks of their tokens. Return the outputs
-        for this rank's token copies, [N, H], in the order of the `x_NH` that was dispatched. `dispatched`: third result
-        of `dispatch`."""
+        """Sum the expert outputs `y_RH` over the ranks that split each expert's width (etp) and send them back to the
+        ranks of their tokens. Return the outputs for this rank's token copies, [N, H], in the order of the `x_NH` that
+        was dispatched. `dispatched`: third result of `dispatch`."""
         routes, order_R, inverse_R = dispatched
         y_RH = Permuted.apply(y_RH, inverse_R, order_R, None)
         y_RH = reduce_scatter_rows(y_RH, self.etp, "experts.sum", routes.shared)
@@ -93,11 +94,13 @@ class AllToAllTokenDispatcher:
         return Routes(sent.tolist(), received.tolist(), shared.tolist(), counts_GPL)
 
     def _share_counts(self, counts: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """Exchange integer counts among the ranks of an axis; return [ranks, columns] with the row of sender i at index
-        i. `counts`: one row for each receiving rank (all-to-all), or a single row for all ranks (all-gather).
+        """Exchange integer counts among the ranks of an axis; return [ranks, columns], where row i is the one that rank
+        i sent to this rank. `counts`: one row for each receiving rank (all-to-all), or a single row for all ranks
+        (all-gather).
 
         A checksum column shows whether each row is intact, belongs to this call, and has the right sender and receiver:
-        with wrong sizes, ranks would hang or read data that was never sent. Raises RanksDisagree."""
+        with wrong sizes, ranks would hang or read data that was never sent. Raises RanksDisagree if a checksum is
+        wrong."""
         if axis.trivial:
             return counts
         # The number of this group's next call, equal on all of its ranks.

@@ -44,13 +44,16 @@ def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tenso
 
 
 def slice_entries(value_of: Callable[[ParameterEntry], torch.Tensor]) -> ReadSlice:
-    """Return a function that reads slices of parameter entries of which only whole values can be had. `value_of`:
-    returns an entry's unsharded value in its shape on disk (before any transposition); called once for consecutive
-    slices of an entry."""
+    """Return a function (entry, start, stop, columns) -> values that reads slices of parameter entries (checkpoint
+    tensors) through `value_of`, which can only read an entry as a whole. `value_of`: returns an entry's unsharded value
+    in its shape on disk (before any transposition). The last entry's value is cached: consecutive slices of one entry
+    call `value_of` once."""
     known: dict[str, torch.Tensor] = {}  # the last entry's value, flattened
 
     def read_slice(entry: ParameterEntry, start: int, stop: int, columns: tuple[int, int, int] | None) -> torch.Tensor:
-        """Return the values of a slice of `entry`."""
+        """Return the elements [start, stop) of `entry`, flattened row-major as the model stores it. `columns`: (first,
+        end, width): `start` and `stop` count only the elements of columns [first, end) of a matrix of `width` columns;
+        None: all."""
         if entry.name not in known:
             known.clear()
             value = value_of(entry)
@@ -138,8 +141,8 @@ class FlatLayout:
     padded: int
 
     def slices_within(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:
-        """Yield (slice, first, last) for each slice of a parameter entry that overlaps the buffer elements [low, high);
-        the overlap is the buffer elements [first, last)."""
+        """Yield (slice, first, last) for each slice of a parameter entry (checkpoint tensor) that overlaps the elements
+        [low, high) of the flat buffer; the overlap is the buffer elements [first, last)."""
         for part in self.slices:
             first, last = max(low, part.offset), min(high, part.offset + part.numel)
             if first < last:
@@ -159,13 +162,14 @@ class FlatLayout:
         return ranges
 
     def parameter_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return the model's parameters as views of an unsharded flat `buffer` [padded], in the order of `tensors` and
-        in this rank's shapes."""
+        """Return the model's parameters as views of `buffer`, an unsharded flat buffer (1-D, `self.padded` elements),
+        in the order of `self.tensors` and in the shapes that they have on this rank."""
         return [buffer[at.offset : at.offset + at.numel].view(at.shape) for at in self.tensors]
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
-        """Make the model's parameters views of an unsharded flat `buffer` [padded]; return these parameters in the
-        order of `tensors`.
+        """Make the parameters of `model` that this layout contains views of `buffer`, an unsharded flat buffer (1-D,
+        `self.padded` elements); return these parameters in the order of `self.tensors`. Parameters on the meta device
+        are replaced by new ones.
 
         The views are assigned through `.data` and so have their own version counters: an all-gather that refills the
         buffer must not look to autograd like an in-place change of saved tensors."""
@@ -185,15 +189,16 @@ class FlatLayout:
         return bound
 
     def fill(self, shard: torch.Tensor, start: int, read_slice: ReadSlice) -> None:
-        """Write parameter values into the 1-D `shard` of the buffer, whose first element is the buffer element `start`.
-        `read_slice`: function that returns the values of a slice of a parameter entry."""
+        """Write parameter values into the 1-D `shard` of the flat buffer, whose first element is the buffer element
+        `start`. `read_slice`: function (entry, first, last, columns) -> values that reads a slice of a parameter entry
+        (checkpoint tensor)."""
         for part, first, last in self.slices_within(start, start + shard.numel()):
             shift = part.begin - part.offset
             shard[first - start : last - start].copy_(read_slice(part.entry, first + shift, last + shift, part.columns))
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
-        """Write the current values of the model's parameters (before `bind`) into the 1-D `shard` of the buffer, whose
-        first element is the buffer element `start`."""
+        """Write the current values of the parameters of `model` (before `bind`) into the 1-D `shard` of the flat
+        buffer, whose first element is the buffer element `start`. Parameters on the meta device are skipped."""
         for placed in self.tensors:
             value, offset = model.get_parameter(placed.tensor.name).detach(), placed.offset
             first, last = max(start, offset), min(start + shard.numel(), offset + placed.numel)
@@ -215,9 +220,10 @@ def flat_layout(
     coordinates: Mapping[str, int] | None = None,
     buffer: BufferKind = "dense",
 ) -> FlatLayout:
-    """Return the layout of one flat buffer of the FSDP unit `name`. `buffer`: "dense" or "experts"; `layout`: parallel
-    layout (None: one device); `coordinates`: {axis: index} of this rank in it (None: rank 0); `shards`: number of ranks
-    over which ZeRO shards the buffer, which is padded to equal shards."""
+    """Return the layout of one flat buffer of the FSDP unit `name` on one rank. `table`: the model's parameter table;
+    `shards`: number of ranks over which ZeRO shards the buffer, which is padded to equal shards; `layout`: parallel
+    layout (None: one device); `coordinates`: {axis: index} of this rank in it (None: rank 0); `buffer`: "dense" or
+    "experts" (expert-parallel parameters)."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
     tensors, slices = [], []
@@ -235,9 +241,9 @@ def flat_layout(
 def _entry_slices(
     table: ParameterTable, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
 ) -> list[EntrySlice]:
-    """Return this rank's slices of a parameter entry (one tensor of a checkpoint) in the flat buffer. `coordinates`:
-    {axis: index} of this rank in `layout`; `placed`: position, in the buffer, of the model's parameter that contains
-    the entry (such as fused qkv)."""
+    """Return this rank's slices of a parameter entry (one tensor of a checkpoint) in the flat buffer. `table`: the
+    model's parameter table; `coordinates`: {axis: index} of this rank in `layout`; `placed`: position, in the buffer,
+    of the model's parameter that contains the entry (such as fused qkv)."""
     copies, partial = entry.replicas(layout), "tp" in entry.gradient_axes(layout)
     slices = []
     for box in table.local_slices(entry, layout, coordinates):
@@ -258,10 +264,11 @@ def _entry_slices(
 def cut_slices(
     flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int, position: int | None = None
 ) -> list[TensorSlice]:
-    """Return the checkpoint slices of the buffer elements [low, high), one for each parameter entry in that range, as
-    views of the 1-D `values`. `kind`: quantity in `values` ("master" ...); `start`: buffer element of the first element
-    of `values`; `position`: index of this rank on tp: of elements that several tp ranks hold, only an equal part is
-    returned on each of them; None: all elements are returned."""
+    """Return the checkpoint slices of the elements [low, high) of the flat buffer with layout `flat`, one for each
+    parameter entry (checkpoint tensor) in that range, as views of the 1-D `values`. `kind`: label of the quantity in
+    `values` ("master", "exp_avg", ...); `start`: buffer element of the first element of `values`; `position`: index of
+    this rank on tp; of elements that several tp ranks hold, each of them then gets only an equal part; None: all
+    elements are returned."""
     slices = []
     for part, first, last in flat.slices_within(low, high):
         if position is not None:
@@ -301,5 +308,5 @@ class GradientBufferPool:
             free.append(buffer)
 
     def idle(self) -> list[torch.Tensor]:
-        """Return the buffers that are free for reuse."""
+        """Return the buffers of the pool that are allocated but not acquired."""
         return [buffer for free in self._free.values() for buffer in free]

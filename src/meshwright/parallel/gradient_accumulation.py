@@ -65,8 +65,8 @@ class GradientAccumulator:
         self.begin_step({})
 
     def begin_step(self, passes: Mapping[str, int]) -> None:
-        """Discard the gradients of the last step. `passes`: number of backward passes that will go through each FSDP
-        unit in this step, by name."""
+        """Begin a training step: the next gradients overwrite those of the last step. `passes`: name of each FSDP unit
+        -> number of backward passes that will go through it in this step; missing names count as 0."""
         self._reducer.begin_step()
         self._passes = {name: passes.get(name, 0) for name in self._units}
         self._running: BackwardPass | None = None
@@ -127,7 +127,7 @@ class GradientAccumulator:
 
     def skip(self, units: Iterable[str]) -> None:
         """Declare that the FSDP units named `units` get no further gradients in the running pass. They count as
-        complete; each is reduced in its turn, after the incomplete units before it in the pass's fixed order."""
+        complete; each is reduced as soon as the units before it in the pass's fixed (backward) order are complete."""
         running = self._running
         assert running is not None
         for name in units:
@@ -151,8 +151,9 @@ class GradientAccumulator:
         self._mark_accumulated(running, parameter)
 
     def accumulate_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
-        """Add dyᵀ x, the gradient of a weight [Y, X], to its FSDP unit's buffer; where dtypes agree, the matrix product
-        itself accumulates into the buffer."""
+        """Add dyᵀ x, the gradient of the weight `parameter` [Y, X], to the buffer of its FSDP unit, for output gradient
+        `dy_NY` and input `x_NX` of N tokens. Where dtypes agree, the matrix product itself accumulates into the buffer.
+        In the first half of a split pass the gradient is only stored until `pause`."""
         running = self._running
         assert running is not None, "a gradient outside of a backward pass"
         unit = self._units[self._place[parameter][0]]
@@ -173,15 +174,15 @@ class GradientAccumulator:
     def _gradient_view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
         """Return (view, stale) for a parameter: the view of its elements in the gradient buffer of its FSDP unit; and
         True if the caller must overwrite their values, False if it must add to them. Gradients of the unit that were
-        stored before a pause are first added to the buffer."""
+        stored before a pause are first added to the buffer. `running`: state of the running pass."""
         name, index = self._place[parameter]
         for each in running.early.pop(name, ()):
             self.accumulate(*each)
         return self._reducer.unsharded(name).view(index)
 
     def _mark_accumulated(self, running: BackwardPass, parameter: nn.Parameter) -> None:
-        """Record that a parameter's gradient is in the buffer. If no other gradient of its FSDP unit is missing in this
-        pass, the unit is complete and can be reduced."""
+        """Record in `running`, the state of the running pass, that a parameter's gradient is in the buffer. If no other
+        gradient of its FSDP unit is missing in this pass, the unit is complete and can be reduced."""
         name, index = self._place[parameter]
         running.missing[name].discard(index)
         if not running.missing[name]:
@@ -189,8 +190,9 @@ class GradientAccumulator:
             self._end_units(running)
 
     def _end_units(self, running: BackwardPass) -> None:
-        """Reduce the units at the head of `running.order` for as long as they are complete. The fixed order makes the
-        collective calls of all ranks match."""
+        """Reduce the first FSDP units of `running.order` (the pass's incomplete units, in backward order) for as long
+        as all of their gradients are accumulated, and remove them from it. The fixed order makes the collective calls
+        of all ranks match."""
         while running.order and not running.missing[running.order[0]]:
             self._end_unit(running.order.pop(0))
 

@@ -38,14 +38,14 @@ def parallelize(
     master_dtype: torch.dtype = torch.float32,
     compile_backend: str | None = None,
 ) -> ParallelModel:
-    """Build this rank's part of a model: the modules of its pipeline stages with their ZeRO engine, and the pipeline
-    program, as `mesh.layout` selects them. Every rank calls it.
+    """Build this rank's part of the model of configuration `config`: the modules of its pipeline stages with their ZeRO
+    engine, and the pipeline program, as `mesh.layout` selects them. Every rank calls it.
 
-    `sequence`: number of tokens of a sequence, for which the FLOPs of pipeline stages are balanced; `seed`: initialises
-    the parameters (None: they are loaded into the master weights later); `parameter_dtype`: dtype of parameters and
-    compute; `master_dtype`: dtype of master weights and gradients; `compile_backend`: torch.compile backend for
-    transformer blocks and loss (None: they run eagerly). Raises UserError on every rank if ranks have different
-    pipeline programs."""
+    `mesh`: device mesh of this rank; `sequence`: number of tokens of a sequence, for which the FLOPs of pipeline stages
+    are balanced; `seed`: initialises the parameters (None: they are loaded into the master weights later);
+    `parameter_dtype`: dtype of parameters and compute; `master_dtype`: dtype of master weights and gradients;
+    `compile_backend`: torch.compile backend for transformer blocks and loss (None: they run eagerly). Raises UserError
+    on every rank if ranks have different pipeline programs."""
     layout, table = mesh.layout, parameter_table(config)
 
     # Pipeline: the program determines the number of stages, the partition those of this rank.

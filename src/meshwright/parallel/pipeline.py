@@ -41,8 +41,8 @@ class Compute(Protocol):
     history; the tensors that it returns may have one."""
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run one compute step of a micro-batch through a stage. `kind`: one of the four kinds below; `key`: (stage,
-        replica, micro-batch).
+        """Run one compute step of a micro-batch through a stage. `kind`: one of the four kinds below; `key`: indices
+        (stage, replica, micro-batch), where replica counts the model copies of a bidirectional schedule (else 0).
 
         Forward: `x` is the stage's input (first stage: None); return the output (last stage: keep the loss, return
         None). Backward: `x` is the gradient of the stage's output (last stage: None); compute the weight gradients and
@@ -52,7 +52,8 @@ class Compute(Protocol):
 
     def buffer(self, key: Key) -> torch.Tensor:
         """Return an uninitialised contiguous buffer, of the shape and dtype of a stage's input, in which that input or
-        its gradient is received. `key`: (stage, replica, micro-batch)."""
+        its gradient is received. `key`: indices (stage, replica, micro-batch), where replica counts the model copies of
+        a bidirectional schedule."""
 
 
 def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
@@ -79,10 +80,11 @@ def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One compute step of a pipeline program. `kind`: forward, backward, B or W pass. `key`: (stage, replica,
-    micro-batch). `reads`: activation or gradient of another stage that the step needs; `makes`: the one that it
-    computes for another stage; None: none. `answers`: values that this rank sent earlier, on which `reads` depends:
-    once `reads` has arrived, their receivers have used them, so that their memory can be released."""
+    """One compute step of a pipeline program on this rank. `kind`: forward, backward, B or W pass. `key`: indices
+    (stage, replica (model copy), micro-batch). `reads`: activation or gradient of another stage that the step needs;
+    `makes`: the one that it computes for another stage; each as (output or gradient, replica, stage, micro-batch);
+    None: none. `answers`: values that this rank sent earlier and on which `reads` depends: once `reads` has arrived,
+    their receivers have used them, so that their memory can be released."""
 
     kind: Kind
     key: Key
@@ -93,9 +95,10 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """One send or receive between pipeline ranks. `value`: which activation or gradient; `peer`: index of the other
-    rank on pp; `arrives`: True for a receive, False for a send. `enters`: (stage, replica, micro-batch) of the forward
-    whose input the value is, or is the gradient of. `site`, `name`: labels in traces and errors."""
+    """One send or receive between pipeline ranks. `value`: the activation or gradient, as (output or gradient, replica,
+    stage, micro-batch) of the stage that computes it; `peer`: index of the other rank on pp; `arrives`: True for a
+    receive, False for a send. `enters`: (stage, replica, micro-batch) of the forward step whose input, or input
+    gradient, is transferred. `site`, `name`: labels in traces and errors."""
 
     value: Value
     peer: int
@@ -115,8 +118,9 @@ class _Group:
 
 
 class Pipeline:
-    """Executor of a pipeline program on one rank of the mesh axis `axis` (pp). The constructor checks the program. If
-    the program has only compute steps, the sends and receives between stages are added first.
+    """Executor of a pipeline program (each rank's order of forwards, backwards and transfers) on one rank of the mesh
+    axis `axis` (pp). The constructor checks the program. If the program has only compute steps, the sends and receives
+    between stages are added first.
 
     Raises ProgramError for an invalid program."""
 
@@ -153,7 +157,8 @@ class Pipeline:
 
 class _PipelineExecution:
     """State of one execution of a pipeline program on a rank: the activations and gradients that were computed on this
-    rank and not used yet, those being received, and those being sent."""
+    rank and not used yet, those being received, and those being sent. `axis`: mesh axis pp; `compute`: executes the
+    compute steps."""
 
     def __init__(self, axis: Axis, compute: Compute) -> None:
         self.axis, self.compute = axis, compute
@@ -162,7 +167,7 @@ class _PipelineExecution:
         self.leaving: dict[Value, Handle] = {}  # each holds its tensor
 
     def execute(self, groups: list[_Group]) -> None:
-        """Execute groups of steps in order, then wait for all sends to complete."""
+        """Execute `groups` (of compute steps or of transfers) in order, then wait for all sends to complete."""
         for group in groups:
             if group.transfers:
                 self.post(group.transfers)
@@ -208,8 +213,8 @@ class _PipelineExecution:
 
 
 def _build_groups(program: PipelineProgram, rank: int) -> list[_Group]:
-    """Convert a pipeline program to the groups of compute steps and of transfers that pipeline rank `rank` executes, in
-    order."""
+    """Convert a pipeline program to the groups of compute steps and of transfers that pipeline rank `rank` executes;
+    return them in order."""
     s, last = program.steps, program.stages - 1
     answers = find_consumed_sends(program, rank)
     groups: list[_Group] = []

@@ -25,9 +25,9 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 
 class BackwardOrder(NamedTuple):
     """Facts about this rank's order of forwards and backwards in the pipeline program. `at_once`: the forwards, as
-    (stage, replica, micro-batch), that are immediately followed by their own backward; such a forward may compute the
-    gradient of the output head together with the loss. `queue`: queue in which split backward passes defer their
-    weight-gradient computations; None if only forwards run."""
+    (stage, replica (model copy), micro-batch), that are immediately followed by their own backward; such a forward may
+    compute the gradient of the output head together with the loss. `queue`: queue in which split backward passes defer
+    their weight-gradient computations; None if only forwards run."""
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None
@@ -40,11 +40,12 @@ class StageCompute:
     """Executor of the forwards and backwards of a rank's pipeline stages during one step or evaluation (implements
     `parallel.pipeline.Compute`).
 
-    `micro_batches`: all micro-batches of this rank; `targets`: number by which the summed loss is divided; `order`:
-    which forwards are immediately followed by their backward, and the queue of split backwards; `mark`: called with the
-    name of each phase when the phase ends ("forward", "backward", ...); `objective`: function (index of a micro-batch,
-    response log-probabilities) -> summed preference loss; None: next-token loss. Attribute `loss`: divided loss, summed
-    over the micro-batches whose last stage is on this rank (float64 scalar)."""
+    `model`: modules of the rank's stages; `engine`: ZeRO engine that owns their parameters; `micro_batches`: all
+    micro-batches of this rank; `targets`: number by which the summed loss is divided; `order`: which forwards are
+    immediately followed by their backward, and the queue of split backwards; `mark`: called with the name of each phase
+    when the phase ends ("forward", "backward", ...); `objective`: function (index of a micro-batch, response
+    log-probabilities) -> summed preference loss; None: next-token loss. Attribute `loss`: divided loss, summed over the
+    micro-batches whose last stage is on this rank (float64 scalar)."""
 
     def __init__(
         self,
@@ -65,10 +66,12 @@ class StageCompute:
         self._paused: dict[Key, BackwardPass] = {}
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run one compute step of kind `kind`: forward, backward, or the B (input gradient) or W (weight gradient) pass
-        of a split backward; `key`, `x` and the result are those of `Compute.run`. The last stage's forward adds its
-        loss to `loss`; the engine accumulates the parameter gradients; a B pass queues the weight-gradient computations
-        of linear layers."""
+        """Run one compute step of kind `kind` (forward, backward, or the B (input-gradient) or W (weight-gradient) pass
+        of a split backward) for `key`: (stage, replica (model copy), micro-batch). `x`: the stage's input in a forward,
+        the gradient of its output in a backward or B pass; None at the ends of the pipeline and in a W pass. Return the
+        stage's output or the gradient of its input, None likewise. The last stage's forward adds its loss to the
+        attribute `loss`; the engine accumulates the parameter gradients; a B pass queues the weight-gradient
+        computations of linear layers."""
         if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")  # the phase of waiting for another stage
         stage = self._stages[key[0]]
@@ -97,8 +100,8 @@ class StageCompute:
 
     def _forward(self, key: Key, stage: Stage, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run the forward of a micro-batch through `stage` and return the stage's output [B, S, H]; on the last stage,
-        add the loss to the attribute `loss` and return None. `key`: (stage, replica, micro-batch); `x`: the stage's
-        input (first stage: None)."""
+        add the loss to the attribute `loss` and return None. `key`: indices (stage, replica (model copy), micro-batch);
+        `x`: the stage's input (first stage: None)."""
         units, micro_batch = self.engine.prefetchers[stage.index], key[2]
         units.keeps_last = at_once = key in self._at_once
         if x is not None:
@@ -118,7 +121,8 @@ class StageCompute:
 
     def buffer(self, key: Key) -> torch.Tensor:
         """Return an uninitialised buffer [B, S, H] in which the input of a stage, or its gradient, is received; S
-        counts this tp rank's token slice with sequence parallelism. `key`: (stage, replica, micro-batch)."""
+        counts only this tp rank's token slice with sequence parallelism. `key`: indices (stage, replica (model copy),
+        micro-batch)."""
         tokens_BS, mesh = self._micro_batches[key[2]][0], self.engine.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
@@ -161,7 +165,7 @@ class _OutputRoot(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *empty: torch.Tensor) -> Any:
-        """Return the output gradient set by `_set_output_gradient`."""
+        """Return the output gradient set by `_set_output_gradient`. `empty`: gradient of the empty root; ignored."""
         gradient, context.gradient = context.gradient, None
         return gradient
 

@@ -79,8 +79,9 @@ class ForwardBackward:
         return self._run_forwards(micro_batches, targets, self._objective(micro_batches))
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
-        """Run the forwards of preference micro-batches and return {micro-batch index: response log-probabilities [B, D]
-        in nats} for those whose last stage is on this rank. `micro_batches`: at most as many as a step has."""
+        """Run the forwards of preference micro-batches and return {micro-batch index: log-probabilities [B, D] (nats)
+        of the D responses of each sequence} for those whose last stage is on this rank. `micro_batches`: at most as
+        many as a step has."""
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
@@ -103,8 +104,9 @@ class ForwardBackward:
         return compute.loss
 
     def _objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
-        """Return a function (index of a micro-batch, response log-probabilities [B, D]) -> summed preference loss,
-        which also adds the micro-batch's metrics to the attribute `figures`; None for next-token training."""
+        """Return a function (index of a micro-batch, log-probabilities [B, D] of the D responses of each sequence) ->
+        summed preference loss, which also adds the micro-batch's metrics to the attribute `figures`; None for
+        next-token training. `micro_batches`: those that the indices refer to."""
         preference = self.preference
         if preference is None:
             return None
@@ -134,8 +136,9 @@ def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> TermCount:
 
 
 def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -> TermCount:
-    """Sum `counts` (integer scalars, one per micro-batch of this rank) over this rank and all ranks of the mesh axis
-    `data`, of which `copies` hold the same; return the sum, at least 1. Collective."""
+    """Return the sum of `counts` (integer scalars, one per micro-batch of this rank) over micro-batches and over all
+    ranks of the mesh axis `data` (dp x cp), divided by `copies`, the number of ranks that hold the same; at least 1.
+    Collective."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for count in counts:
         total += count
@@ -152,9 +155,9 @@ def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.
 
 
 def _count_passes(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
-    """Analyse the order of compute steps on one pipeline rank. Return {stage: number of backward passes through it};
-    the forwards, as (stage, replica, micro-batch), that are immediately followed by their own backward; and True if any
-    backward is split into B and W passes."""
+    """Analyse the order of compute steps on the pipeline rank `rank`. Return {stage: number of backward passes through
+    it}; the forwards, as (stage, replica (model copy), micro-batch), that are immediately followed by their own
+    backward; and True if any backward is split into B and W passes."""
     s = program.steps
     here = [at for at in s.of_rank(rank) if s.kind[at] in COMPUTING]
     passes: Counter[int] = Counter()

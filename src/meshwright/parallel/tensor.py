@@ -41,39 +41,39 @@ class TensorParallel(TensorOperations):
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
         """Return the input of a column-parallel product, [B, S, H] on every rank: `x_BSH` itself or, with sequence
-        parallelism, the all-gather of the ranks' token slices `x_BSH` [B, S / size, H]. `site`: label of the call in
+        parallelism, the all-gather of the tp ranks' token slices `x_BSH` [B, S / tp, H]. `site`: label of the call in
         traces."""
         return (gather_from if self.sequence_parallel else copy_to)(x_BSH, self.axis, site)
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum over ranks of `x_BSH`, each rank's partial result of a row-parallel product: [B, S, H] or,
-        with sequence parallelism, this rank's token slice of that sum, [B, S / size, H]. `site`: label of the call in
+        """Return the sum over the tp ranks of `x_BSH`, each rank's partial result of a row-parallel product: [B, S, H]
+        or, with sequence parallelism, this rank's token slice of that sum, [B, S / tp, H]. `site`: label of the call in
         traces."""
         return (reduce_scatter_to if self.sequence_parallel else reduce_from)(x_BSH, self.axis, site)
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of `x` (any shape) over the ranks; backward passes the gradient through unchanged. `site`:
+        """Return the sum of `x` (any shape) over the tp ranks; backward passes the gradient through unchanged. `site`:
         label of the call in traces."""
         return reduce_from(x, self.axis, site)
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
-        """Return the ranks' `x` concatenated along dim `dim`. Backward sums the gradient over the ranks and returns
+        """Return the tp ranks' `x` concatenated along dim `dim`. Backward sums the gradient over the ranks and returns
         this rank's slice of the sum. `site`: label of the call in traces."""
         return gather_from(x, self.axis, site, dim)
 
     def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return this rank's token slice [B, S / size, H] of an `x_BSH` that is equal on all ranks. `site`: label of
+        """Return this rank's token slice [B, S / tp, H] of an `x_BSH` that is equal on all tp ranks. `site`: label of
         the call in traces."""
         return split_to(x_BSH, self.axis, site)
 
     def join_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the concatenation [B, S, H] of the ranks' token slices `x_BSH` [B, S / size, H]: the inverse of
+        """Return the concatenation [B, S, H] of the tp ranks' token slices `x_BSH` [B, S / tp, H]: the inverse of
         `split_tokens`. `site`: label of the call in traces."""
         return join_from(x_BSH, self.axis, site)
 
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> None:
-        """Replace `x` by its sum (op="max": its maximum) over the ranks, in place and without autograd. `site`: label
-        of the call in traces."""
+        """Replace `x` by its sum (op="max": its maximum) over the tp ranks, in place and without autograd. `site`:
+        label of the call in traces."""
         all_reduce(x, self.axis, site, op)
 
 
@@ -99,7 +99,8 @@ class PartialGradients:
         ]
 
     def all_reduce(self) -> None:
-        """Replace the partial gradients by their sums over tp, in place."""
+        """Replace this rank's partial gradients by their sums over the tp ranks that hold the same parameters, in
+        place."""
         in_flight = []
         for axis, site, views in self._groups:
             together = torch.cat(views)

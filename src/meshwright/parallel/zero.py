@@ -75,6 +75,9 @@ class ShardingAxes:
 
 class FsdpUnit:
     """Flat buffers of one FSDP unit on one rank, all 1-D; [start, stop) are the elements of this rank's shard.
+    Arguments: `flat`: layout of the flat buffer; `zero`: ZeRO stage, 0 to 3; `axes`: mesh axes over which the unit is
+    sharded and its gradient summed; `parameter_dtype`, `master_dtype`: dtypes of parameters and of master weights.
+    Attributes:
 
     parameters          unsharded, in the parameter dtype; the model's parameters are views of it. Under ZeRO-3 it has
                         memory only from `unshard` to `reshard`, which resizes the storage to 0 bytes: tensors saved
@@ -148,7 +151,7 @@ class FsdpUnit:
         self.is_unsharded = True
 
     def reshard(self) -> None:
-        """Free the memory of the unsharded parameters (ZeRO-3 only)."""
+        """Free the memory of the unsharded parameters (ZeRO-3 only); an all-gather in flight is first waited for."""
         if self.pending_all_gather is not None:
             self.unshard()
         if self.is_unsharded:
@@ -201,7 +204,8 @@ class GradientReducer:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Discard the gradients of the last step."""
+        """Begin a training step: the first reduction of each unit overwrites the gradient of the last step. Asserts
+        that no reduction is in flight."""
         assert not self._in_flight, "the previous step is not finished"
         self._open: dict[str, UnshardedGradient] = {}
         self._replica_sums: list[Handle] = []
@@ -209,8 +213,8 @@ class GradientReducer:
         """The units whose gradient shard is that of the last step."""
 
     def unsharded(self, name: str) -> UnshardedGradient:
-        """Return the unsharded gradient of the FSDP unit `name`, into which backward accumulates; its buffer is
-        acquired if necessary."""
+        """Return the unsharded gradient of the FSDP unit `name`, into which backward accumulates. Its buffer is taken
+        from the pool if the unit has none."""
         if name not in self._open:
             unit = self._units[name]
             buffer = unit.unsharded_gradient
@@ -260,7 +264,8 @@ class GradientReducer:
             self._replica_sums.append(all_reduce(unit.gradient, unit.axes.replica, REPLICA_SITE, async_op=True))
 
     def finish(self) -> None:
-        """Wait for all reductions, then all-reduce the gradients of units that several pipeline ranks hold."""
+        """Wait for all reductions in flight, set the gradients of units without a backward pass to 0, then all-reduce
+        the gradients of units that several pipeline ranks hold."""
         while self._in_flight:
             self._wait_for_oldest()
         for handle in self._replica_sums:
@@ -281,10 +286,10 @@ class GradientReducer:
 
 
 class ParameterPrefetcher(Units):
-    """Hooks that the model calls before and after each FSDP unit of one pipeline stage: they all-gather the next unit
-    while a unit computes and, under ZeRO-3, reshard a unit after use.
+    """Hooks that the model calls before and after each FSDP unit (embedding, layer, head) of one pipeline stage: they
+    all-gather the next unit's parameters while a unit computes and, under ZeRO-3, reshard a unit after use.
 
-    `units`: unit names in forward order; `needs`: unit name -> FSDP units whose parameters it uses. Attribute
+    `units`: unit names in forward order; `needs`: unit name -> flat buffers whose parameters it uses. Attribute
     `keeps_last`: True if the last unit stays unsharded after forward, because its backward follows immediately."""
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
@@ -301,16 +306,17 @@ class ParameterPrefetcher(Units):
             later.update(map(id, self._sharded[name]))
 
     def enter(self, name: str, x: Any) -> Any:
-        """Unshard unit `name` before its forward pass and start the all-gather of the next unit. Return the unit's
-        input `x`, wrapped such that the unit is resharded at the end of its backward."""
+        """Unshard the FSDP unit `name` before its forward pass and start the all-gather of the next unit. Return the
+        unit's input `x`; under ZeRO-3 it is wrapped such that the unit is resharded at the end of its backward."""
         self._unshard(name, self._next.get(name))
         if self._sharded[name] and isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
             return _BackwardHook.apply(x, partial(self._leave_backward, name))
         return x
 
     def leave(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Reshard unit `name` after its forward pass, unless backward begins with this unit. Return the unit's output
-        `x`, wrapped such that the unit is unsharded at the beginning of its backward."""
+        """Reshard the FSDP unit `name` after its forward pass, unless backward begins with this unit. Return the unit's
+        output `x`, wrapped such that the unit is unsharded at the beginning of its backward. Below ZeRO-3 only return
+        `x`."""
         if not self._sharded[name]:
             return x
         with_backward = x.requires_grad and torch.is_grad_enabled()
@@ -320,12 +326,13 @@ class ParameterPrefetcher(Units):
         return _BackwardHook.apply(x, partial(self._enter_backward, name)) if with_backward else x
 
     def reshard(self) -> None:
-        """Reshard all units at the end of a pass through the stage."""
+        """Reshard all FSDP units of the stage at the end of a pass through it (ZeRO-3; otherwise do nothing)."""
         for name in self._sharded:
             self._leave_backward(name)
 
     def _unshard(self, name: str, prefetched: str | None) -> None:
-        """Unshard the unit `name` and start the all-gather of the unit `prefetched`."""
+        """Unshard the parameters that the FSDP unit `name` uses (wait for their all-gathers), and start the all-gathers
+        for the unit `prefetched` (None: for none)."""
         for each in (name, prefetched):
             for unit in () if each is None else self._sharded[each]:
                 unit.start_all_gather()
@@ -340,7 +347,7 @@ class ParameterPrefetcher(Units):
             self._unshard(name, None if before in LOOKED_UP else before)
 
     def _leave_backward(self, name: str) -> None:
-        """Reshard the FSDP unit `name` after its backward pass."""
+        """Reshard the parameters of the FSDP unit `name` after its backward pass."""
         for unit in self._sharded[name]:
             unit.reshard()
 

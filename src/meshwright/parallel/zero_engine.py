@@ -36,9 +36,10 @@ class ZeroEngine:
     load values into the model: load them into the master weights (`master_slices(owned=False)`, then
     `all_gather_parameters`).
 
-    table: the model's parameter table. seed: initialises the parameters; None: keep the values that the model has (not
-    on the meta device). partition: assigns FSDP units to pipeline stages, and stages to ranks (each rank holds only the
-    units of its own stages); None: one stage."""
+    table: the model's parameter table. mesh: device mesh of this rank, whose layout gives the ZeRO stage. seed:
+    initialises the parameters; None: keep the values that the model has (not on the meta device). parameter_dtype:
+    dtype of parameters and compute. master_dtype: dtype of master weights and gradients. partition: assigns FSDP units
+    to pipeline stages, and stages to ranks (each rank holds only the units of its own stages); None: one stage."""
 
     prefetcher_class: type[Any] = ParameterPrefetcher
 
@@ -132,7 +133,7 @@ class ZeroEngine:
         self.gradients.begin_step(passes)
 
     def zero_gradients(self) -> None:
-        """Discard the gradients: the next backward overwrites them."""
+        """Discard the gradients: the next backward pass overwrites them instead of adding to them."""
         self.gradients.begin_step({})
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -149,8 +150,8 @@ class ZeroEngine:
         return self.gradients.start(self._unit_names(stage), split)
 
     def pause_pass(self, stage: Stage, deferred: Collection[nn.Parameter]) -> None:
-        """Pause a split pass after its input gradients. `deferred`: parameters whose weight gradients are added
-        later, by `gradients.resume` and `gradients.accumulate`."""
+        """Pause a split backward pass through `stage` after its input gradients. `deferred`: parameters whose weight
+        gradients are added later, by `gradients.resume` and `gradients.accumulate`."""
         self.gradients.pause(deferred)
         self.prefetchers[stage.index].reshard()
 
@@ -179,12 +180,13 @@ class ZeroEngine:
         return total
 
     def initialise(self, seed: int) -> None:
-        """Initialise the parameters from `seed`; values depend on (seed, parameter name) alone."""
+        """Initialise the parameters in place from `seed`; the values depend on (seed, parameter name) alone, not on the
+        parallel layout."""
         self.load(partial(initial_slice, seed=seed))
 
     def load(self, read_slice: ReadSlice) -> None:
-        """Load parameter values into master weights and parameters. `read_slice`: returns the values of a slice of a
-        parameter entry (one tensor of a checkpoint)."""
+        """Load parameter values into master weights and parameters. `read_slice`: function (entry, start, stop,
+        columns) -> values that reads a slice of a parameter entry (one tensor of a checkpoint)."""
         for unit in self._units.values():
             unit.flat.fill(unit.master, unit.start, read_slice)
         self.all_gather_parameters()
@@ -247,8 +249,8 @@ class ZeroEngine:
         return sizes
 
     def predicted_bytes(self) -> dict[str, int]:
-        """Return the planner's prediction of `memory` between steps, computed from the parameter table: bytes by
-        kind."""
+        """Return the planner's prediction of `memory` between steps, computed from the parameter table: bytes of
+        "parameters", "masters", "gradients" and "gradient_buffers" on this rank."""
         sizes = dict.fromkeys(("parameters", "masters", "gradients", "gradient_buffers"), 0)
         flats = flats_of(self.table, self.mesh.layout, list(self._units_of))
         parameter, master = (str(each).removeprefix("torch.") for each in (self.parameter_dtype, self.master_dtype))

@@ -31,7 +31,7 @@ HELD_SITE = "module.units"
 
 class ModulePrefetcher:
     """ZeRO-3 prefetcher for the FSDP units of a user-defined module: it all-gathers, prefetches and reshards them.
-    `units`: their names in declaration order; `needs`: unit name -> its flat buffers.
+    `units`: their names in declaration order; `needs`: unit name -> list of its flat buffers (always one).
 
     Attribute `held`: names of the units that stay unsharded from the start of forward to the end of backward. The first
     passes detect these units: their parameters are used outside of the unit's submodule, or the submodule is called
@@ -97,8 +97,8 @@ class ModulePrefetcher:
     @contextmanager
     def backward(self, gradients: GradientAccumulator) -> Iterator[None]:
         """Context manager around the backward pass of a micro-batch, in which FSDP units are all-gathered before use
-        (ZeRO-3). `gradients`: the accumulator of parameter gradients; it is told which units the forward did not
-        use."""
+        (ZeRO-3). `gradients`: accumulator of the parameter gradients, in which units that the forward did not use are
+        marked to get none."""
         if not self.sharded:
             yield
             return
@@ -122,7 +122,7 @@ class ModulePrefetcher:
             self._start_all_gathers_through(self._next_unit(name))
 
     def reshard(self) -> None:
-        """Reshard all FSDP units at the end of a pass."""
+        """Reshard all FSDP units at the end of a pass (ZeRO-3; otherwise do nothing)."""
         if self.sharded:
             for unit in self._units.values():
                 unit.reshard()
@@ -139,14 +139,14 @@ class ModulePrefetcher:
         self._start_all_gathers_through(self._next_unit(name))
 
     def _stays_unsharded(self, name: str) -> bool:
-        """Return True if the FSDP unit `name` stays unsharded from forward to backward: it is in `held`, or is the last
-        unit, with which backward begins."""
+        """Return True if the FSDP unit `name` stays unsharded from forward to backward: it is in `self.held` (units
+        that stay so during whole passes), or it is the last unit, with which backward begins."""
         others = [each for each in self._order if each not in self.held]
         return name in self.held or (self._keeps_last and others[-1:] == [name])
 
     def _next_unit(self, name: str) -> str | None:
-        """Return the name of the FSDP unit that follows `name` in the running pass, skipping units in `held`; None
-        after the last."""
+        """Return the name of the FSDP unit that follows `name` in the running pass, skipping units in `self.held`
+        (those that stay unsharded during whole passes); None after the last."""
         here = self._order.index(name)
         after = reversed(self._order[:here]) if self._backward else self._order[here + 1 :]
         return next((each for each in after if each not in self.held), None)
@@ -158,16 +158,16 @@ class ModulePrefetcher:
             self._units[self._to_gather.popleft()].start_all_gather()
 
     def _start_remaining_all_gathers(self) -> None:
-        """Start all remaining all-gathers of the pass."""
+        """Start all all-gathers that the running pass has not started yet, in their fixed order."""
         if self._to_gather:
             self._start_all_gathers_through(self._to_gather[-1])
 
     # --- the units that are held
 
     def _before_forward(self, name: str, module: nn.Module, inputs: Any) -> None:
-        """Forward pre-hook of the submodule that is FSDP unit `name`: unshard the unit. A unit that is entered a second
-        time in a forward pass is marked to stay unsharded during whole passes, from the next pass on. `inputs` is
-        ignored."""
+        """Forward pre-hook of the submodule `module` that is FSDP unit `name`: unshard the unit. A unit that is entered
+        a second time in a forward pass is marked to stay unsharded during whole passes, from the next pass on. `inputs`
+        is ignored."""
         unit = self._units[name]
         self._entered.add(name)
         expected = unit.is_unsharded or unit.pending_all_gather is not None or name in self._to_gather
@@ -176,8 +176,8 @@ class ModulePrefetcher:
         self._unshard(name)
 
     def _after_forward(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Forward hook of the submodule that is FSDP unit `name`: reshard the unit. If `outputs` contain one of its
-        parameters, mark the unit instead to stay unsharded during whole passes."""
+        """Forward hook of the submodule `module` that is FSDP unit `name`: reshard the unit. If `outputs` contain one
+        of its parameters, mark the unit instead to stay unsharded during whole passes. `inputs` is ignored."""
         if self._backward:  # recomputed: its backward follows
             return
         for each in tree_leaves(outputs):
@@ -195,9 +195,9 @@ class ModulePrefetcher:
             self._unshard(name)
 
     def _agree_on_held(self, axis: Axis) -> bool:
-        """Add to `held`, on all ranks, the FSDP units that any rank has marked to stay unsharded during whole passes;
-        reshard all units. Return True if any rank entered a unit in this pass, so that the marks are final. Collective
-        over `axis`."""
+        """Add to `self.held`, on all ranks, the FSDP units that any rank has marked to stay unsharded during whole
+        passes; reshard all units. Return True if any rank entered a unit in this pass, so that the marks are final.
+        Collective over `axis`."""
         found = [*(int(name in self._found) for name in self._order), len(self._entered)]
         flags = torch.tensor(found, device=next(iter(self._units.values())).parameters.device)
         all_reduce(flags, axis, HELD_SITE)
@@ -239,7 +239,8 @@ class _SavedView(NamedTuple):
 
 
 class _ParameterUses(TorchFunctionMode):
-    """Torch function mode that calls the function `use` with every parameter whose values a torch function reads."""
+    """Torch function mode that calls the function `use` with every `nn.Parameter` argument of a torch function that
+    reads the parameter's values, before that function runs."""
 
     def __init__(self, use: Callable[[torch.Tensor], None]) -> None:
         super().__init__()

@@ -83,7 +83,8 @@ def kept_values(module: nn.Module, *, saved: bool) -> dict[str, torch.Tensor]:
 
 
 def check_values(module: nn.Module) -> None:
-    """Raise UserError for the first parameter or buffer that cannot be trained or saved."""
+    """Raise UserError for the first parameter or buffer of `module` that cannot be trained or saved: a lazy one that is
+    not initialised, one on the meta device, complex or not strided, or a trained parameter without elements."""
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(value, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
             raise UserError(f"{name} is not initialised yet (a lazy module): run the module once where it is built")
@@ -117,8 +118,9 @@ def _find_units(
 
 
 def _is_unit_by_size(module: nn.Module, total: int, listed: bool) -> bool:
-    """Return True if a module is large enough to be an FSDP unit and is not a large container of smaller units.
-    `total`: number of elements of all trained parameters; `listed`: True if the module's parent is a ModuleList."""
+    """Return True if a module is large enough to be an FSDP unit (1/32 of all trained parameters; in a ModuleList any
+    size) and is not a large container of smaller units. `total`: number of elements of all trained parameters;
+    `listed`: True if the module's parent is a ModuleList."""
     size = sum(each.numel() for each in module.parameters() if each.requires_grad)
     lists = any(isinstance(inner, (nn.ModuleList, nn.Sequential)) and len(inner) > 1 for inner in module.modules())
     if listed:
