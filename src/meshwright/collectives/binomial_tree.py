@@ -26,7 +26,7 @@ from meshwright.program.order import Integers
 def list_tree_levels(n: int) -> list[tuple[Integers, Integers]]:
     """Return the edges of a binomial tree over positions 0 to n - 1 with root 0, level by level from the root down.
 
-    Each level is a pair of arrays (parents, children).
+    Each level is a pair of arrays (parents, children) with one entry per edge.
     """
     near = [(np.arange(0, n - distance, 2 * distance), distance) for distance in reversed(list_powers_of_two(n))]
     return [(position, position + distance) for position, distance in near]
@@ -35,8 +35,8 @@ def list_tree_levels(n: int) -> list[tuple[Integers, Integers]]:
 def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
     """Generate the rounds of a binomial-tree broadcast: add each round's sends to `program`, then yield.
 
-    ranks: [..., n], ranks of each of several independent groups. root: position of the source among the n. first,
-    count: first slot (buffer for one chunk) and number of slots to send.
+    ranks: [..., n], ranks of each of several independent groups. root: position of the source among the n ranks of a
+    group. first, count: first slot (buffer for one chunk) and number of slots to send.
     """
     ranks = np.roll(ranks, -root, -1)
     for near, far in list_tree_levels(ranks.shape[-1]):
@@ -47,8 +47,8 @@ def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: in
 def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
     """Generate the rounds of a binomial-tree reduce: add each round's sends to `program`, then yield.
 
-    ranks: [..., n], ranks of each of several independent groups. root: position of the destination among the n. first,
-    count: first slot (buffer for one chunk) and number of slots to reduce.
+    ranks: [..., n], ranks of each of several independent groups. root: position of the destination among the n ranks of
+    a group. first, count: first slot (buffer for one chunk) and number of slots to reduce.
     """
     ranks = np.roll(ranks, -root, -1)
     for near, far in reversed(list_tree_levels(ranks.shape[-1])):
@@ -91,7 +91,8 @@ def _list_subtrees(n: int, root: int) -> Iterator[tuple[Integers, Integers, Inte
 
 
 def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
-    """Generate the program of the binomial-tree broadcast from rank `root`. Best for small vectors.
+    """Generate the program (steps of every rank) of the binomial-tree broadcast from rank `root`. Best for small
+    vectors.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     One segment: L rounds; the root sends L S bytes; time L (alpha + S beta).
@@ -106,7 +107,7 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
 
 
 def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
-    """Generate the program of the binomial-tree reduce to rank `root`. Best for small vectors.
+    """Generate the program (steps of every rank) of the binomial-tree reduce to rank `root`. Best for small vectors.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     One segment: L rounds; S bytes per rank; time L (alpha + S beta).
@@ -120,7 +121,8 @@ def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
 
 
 def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
-    """Generate the program of the binomial-tree all-reduce: reduce to rank 0, then broadcast. Best for small vectors.
+    """Generate the program (steps of every rank) of the binomial-tree all-reduce: reduce to rank 0, then broadcast.
+    Best for small vectors.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     One segment: 2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S beta).
@@ -137,7 +139,7 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
 
 
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the program of the binomial-tree scatter from rank `root`.
+    """Generate the program (steps of every rank) of the binomial-tree scatter from rank `root`.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     L rounds; the root sends (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
@@ -147,7 +149,7 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the program of the binomial-tree gather to rank `root`.
+    """Generate the program (steps of every rank) of the binomial-tree gather to rank `root`.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     L rounds; the root receives (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
@@ -157,15 +159,16 @@ def gather(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def barrier(ranks: int) -> CollectiveProgram:
-    """Generate the program of the binomial-tree barrier: signals up the tree to rank 0, then down. 2L rounds; time 2L
-    alpha.
+    """Generate the program (steps of every rank) of the binomial-tree barrier: signals up the tree to rank 0, then
+    down. 2L rounds; time 2L alpha.
 
     Symbols: n ranks; a message without data takes alpha seconds; L is log2 n, rounded up.
     """
     program = Builder("barrier", "binomial-tree", ranks, chunks=1)
 
     def signals() -> Rounds:
-        """Yield once per round of signals up the tree to rank 0, then down."""
+        """Generate the rounds of the barrier: add to the program one round of signals per tree level, first up the tree
+        to rank 0, then down, and yield after each round."""
         for near, far in reversed(list_tree_levels(ranks)):
             program.signal(far, near)
             yield

@@ -17,7 +17,7 @@ from meshwright.program.order import Integers
 
 def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: float, root: int = 0) -> float:
     """Return a lower bound on the seconds that any program needs for a collective operation on a vector of
-    `total_bytes`.
+    `total_bytes` bytes.
 
     operation: name such as "all-reduce". root: source or destination rank of a rooted operation. The result is the
     larger of two bounds. Latency bound: the latency from a rank to the farthest rank that needs its data. Bandwidth
@@ -36,8 +36,11 @@ def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: f
 
 
 def _compute_latency_bound(operation: str, network: Network, root: int) -> float:
-    """Return a lower bound in seconds of an operation's time: the latency from a rank to the farthest rank that needs
-    its data. root: source or destination rank."""
+    """Return a lower bound in seconds of the time of a collective operation: the latency from a rank to the farthest
+    rank that needs its data.
+
+    operation: name such as "all-reduce". root: source or destination rank of a rooted operation.
+    """
     if operation == "send-receive":
         return float(network.compute_distances(root)[find_receiver(network.ranks, root)])
     if operation in ("broadcast", "scatter"):
@@ -63,10 +66,10 @@ class _Traffic:
 
 def _compute_cut_seconds(operation: str, network: Network, block: Integers, root: int) -> float:
     """Return the least time, in seconds per byte of the vector, that the links between blocks of ranks need to carry
-    the traffic that the operation requires between the blocks.
+    the traffic that a collective operation requires between the blocks; 0.0 for a single block.
 
-    block: [vertices], block number of each rank, then of each switch; -1: switch outside every block. root: source or
-    destination rank.
+    operation: name such as "all-reduce". block: [vertices], block number of each rank, then of each switch; -1: switch
+    outside every block. root: source or destination rank of a rooted operation.
     """
     blocks = int(block.max()) + 1
     if blocks < 2:
@@ -85,10 +88,11 @@ def _compute_cut_seconds(operation: str, network: Network, block: Integers, root
 
 
 def _compute_required_traffic(operation: str, block: Integers, blocks: int, root: int) -> _Traffic:
-    """Return the least traffic between blocks of ranks (such as nodes) that an operation requires, as multiples of the
-    vector's bytes.
+    """Return the least traffic between blocks of ranks (such as nodes) that a collective operation requires, as
+    multiples of the vector's bytes.
 
-    block: [ranks], block number of each rank. blocks: number of blocks, k. root: source or destination rank.
+    operation: name such as "all-reduce". block: [ranks], block number of each rank. blocks: number of blocks, k. root:
+    source or destination rank.
     Total traffic between the blocks: a reduction sends each chunk k-1 times, once from every block except the one where
     the sum ends; a broadcast also sends each chunk k-1 times. An all-reduce sends each chunk 2(k-1) times, because
     gossip among k parties takes 2(k-1) directed messages (F. Harary, A. Schwenk, The communication problem on graphs

@@ -14,8 +14,8 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the program of the Bruck all-gather: in each round, a rank that has the blocks (1/n of the vector) of d
-    ranks sends them to the rank d before it.
+    """Generate the program (steps of every rank) of the Bruck all-gather: in each round, a rank that has the blocks
+    (1/n of the vector) of d ranks sends them to the rank d before it.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     L rounds; (n-1)/n S bytes per rank; time L alpha + (n-1)/n S beta. Blocks are stored at their final slots (buffers
@@ -32,8 +32,8 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def all_to_all(ranks: int) -> CollectiveProgram:
-    """Generate the program of the Bruck all-to-all: a block for the rank at distance i travels in hops of 1, 2, 4 ...,
-    the binary digits of i.
+    """Generate the program (steps of every rank) of the Bruck all-to-all: a block for the rank at distance i travels in
+    hops of 1, 2, 4 ..., the binary digits of i.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     L rounds, in each of which a rank sends one message; at most L S/2 bytes per rank; time L alpha + L S/2 beta. Blocks

@@ -14,8 +14,8 @@ from meshwright.program.order import Integers
 
 
 def chain_rounds(program: Builder, path: Integers, reduce: bool = False) -> Rounds:
-    """Generate the rounds that move all chunks along a path of ranks: add each round's sends to `program`, then yield.
-    Chunk c takes hop h in round c + h.
+    """Generate the rounds that move all chunks of the vector along a path of ranks: add each round's sends to
+    `program`, then yield. Chunk c takes hop h in round c + h.
 
     path: all ranks, in order of the path. reduce: True if each rank adds its own data to the chunks that pass.
     """
@@ -28,8 +28,8 @@ def chain_rounds(program: Builder, path: Integers, reduce: bool = False) -> Roun
 
 
 def broadcast(ranks: int, root: int = 0, segments: int | None = None) -> CollectiveProgram:
-    """Generate the program of the chain (pipelined ring) broadcast from rank `root`. Best for large vectors, in many
-    segments.
+    """Generate the program (steps of every rank) of the chain (pipelined ring) broadcast from rank `root`. Best for
+    large vectors, in many segments.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments
     (default n - 1).
@@ -40,8 +40,8 @@ def broadcast(ranks: int, root: int = 0, segments: int | None = None) -> Collect
 
 
 def reduce(ranks: int, root: int = 0, segments: int | None = None) -> CollectiveProgram:
-    """Generate the program of the chain (pipelined ring) reduce to rank `root`: segments travel around the ring, and
-    each rank adds its own data to them.
+    """Generate the program (steps of every rank) of the chain (pipelined ring) reduce to rank `root`: segments travel
+    around the ring, and each rank adds its own data to them.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments
     (default n - 1).

@@ -46,7 +46,8 @@ class Settings:
 class Candidate:
     """A collective algorithm with its options (`settings`), and its time for one size of the vector.
 
-    seconds: simulated time. closed_form_seconds: time by the algorithm's formula, None if it has none.
+    algorithm: name, such as "ring". seconds: simulated time. closed_form_seconds: time by the algorithm's formula, None
+    if it has none.
     """
 
     algorithm: str
@@ -77,10 +78,12 @@ class Choice:
 
 @dataclass
 class Chooser:
-    """Finds the fastest algorithm of one collective operation on one network by simulation; caches generated programs.
+    """Chooser of the fastest algorithm of one collective operation on one network, by simulation; caches generated
+    programs.
 
-    operation: such as "all-reduce". root: source or destination rank. reduce_bytes_per_second: rate of local reductions
-    (default: infinite). requested: options given by the user, which take precedence over those that fit the network.
+    operation: such as "all-reduce". network: network that the programs run on. root: source or destination rank.
+    reduce_bytes_per_second: rate of local reductions (default: infinite). requested: options given by the user, which
+    take precedence over those that fit the network.
     _simulators: (algorithm, options) -> simulator. _refused: algorithm -> reason why it does not accept the number of
     ranks. _settings: algorithm -> its options on this network.
     """
@@ -109,11 +112,11 @@ class Chooser:
         return tuple(name for name in self._settings if name not in self._refused)
 
     def choose(self, total_bytes: float) -> Choice:
-        """Simulate the operation's algorithms for a vector of `total_bytes` and return them ranked by time. Algorithms
-        of equal time keep the order in which `ALGORITHMS` lists them.
+        """Simulate the operation's algorithms for a vector of `total_bytes` bytes and return them ranked by time.
+        Algorithms of equal time keep the order in which the table `ALGORITHMS` lists them.
 
-        An algorithm whose simulation is expensive is left out if its closed-form time is much longer than the best time
-        so far. Raises UserError if no algorithm accepts the number of ranks.
+        An algorithm whose simulation is expensive is left out if its closed-form time (by formula) is much longer than
+        the best time so far. Raises UserError if no algorithm accepts the number of ranks.
         """
         found: list[Candidate] = []
         left_out: list[str] = []
@@ -137,12 +140,12 @@ class Chooser:
         return Choice(tuple(found), dict(self._refused), tuple(left_out), self._explain_choice(found, total_bytes))
 
     def find_candidate(self, algorithm: str, total_bytes: float, near: float = 0.0) -> Candidate | None:
-        """Return an algorithm with its best options and its simulated time for a vector of `total_bytes`; None if it
-        does not accept the network's number of ranks.
+        """Return an algorithm with its best options and its simulated time for a vector of `total_bytes` bytes; None if
+        it does not accept the network's number of ranks.
 
-        A pipelined algorithm is simulated with k segments, the number with the lowest closed-form time. near: if that
-        simulation takes at most `near` seconds of simulated time, k/2 and then 2k segments are simulated too, until one
-        is faster than k. 0: only k segments are simulated.
+        A pipelined algorithm is simulated with k segments, the number for which its formula gives the lowest time.
+        near: if that simulated time is at most `near` seconds, k/2 and then 2k segments are simulated too, until one is
+        faster than k. 0: only k segments are simulated.
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)
@@ -155,8 +158,8 @@ class Chooser:
         return best
 
     def _simulate_candidate(self, algorithm: str, settings: Settings, total_bytes: float) -> Candidate | None:
-        """Simulate an algorithm with the options `settings` for a vector of `total_bytes`; return it with its time,
-        None if it does not accept the network's number of ranks."""
+        """Simulate an algorithm with the options `settings` for a vector of `total_bytes` bytes; return it with its
+        time, or None if it does not accept the network's number of ranks."""
         simulator = self._get_simulator(algorithm, settings)
         if simulator is None:
             return None
@@ -164,13 +167,14 @@ class Chooser:
         return Candidate(algorithm, settings, simulator.run(total_bytes).seconds, form)
 
     def compute_closed_form(self, algorithm: str, total_bytes: float) -> float:
-        """Return the seconds of an algorithm for a vector of `total_bytes` by its closed form (formula), with the
+        """Return the seconds of an algorithm for a vector of `total_bytes` bytes by its closed form (formula), with the
         options for which this time is lowest; infinite if the algorithm has no formula."""
         form = self._compute_form(algorithm, self._list_settings(algorithm, total_bytes)[0], total_bytes)
         return float("inf") if form is None else form
 
     def compute_lower_bound(self, total_bytes: float) -> float:
-        """Return a lower bound in seconds of the time of any program on this network for a vector of `total_bytes`."""
+        """Return a lower bound in seconds of the time that any program for this operation needs on this network for a
+        vector of `total_bytes` bytes."""
         return compute_lower_bound_seconds(self.operation, self.network, total_bytes, self.root)
 
     def resolve_settings(self, algorithm: str) -> Settings:
@@ -188,8 +192,8 @@ class Chooser:
         )
 
     def _list_settings(self, algorithm: str, total_bytes: float) -> list[Settings]:
-        """Return the options of an algorithm to try for a vector of `total_bytes`, those with the lowest closed-form
-        time first.
+        """Return the options of an algorithm to try for a vector of `total_bytes` bytes; first come those for which its
+        formula gives the lowest time.
 
         For a pipelined algorithm without a requested number of segments: the best power of two k, then k/2 and 2k
         segments. For any other algorithm: a single entry.
@@ -204,15 +208,16 @@ class Chooser:
         return [tried[best], *tried[max(0, best - 1) : best], *tried[best + 1 : best + 2]]
 
     def _compute_form(self, algorithm: str, settings: Settings, total_bytes: float) -> float | None:
-        """Return the seconds of an algorithm for a vector of `total_bytes` by its closed form (formula), with the
-        options `settings`; None if it has none, or none for this number of ranks."""
+        """Return the seconds of an algorithm for a vector of `total_bytes` bytes by its closed form (formula), with the
+        options `settings`; None if it has no formula, or none for this number of ranks."""
         try:
             return compute_closed_form_seconds(self.operation, algorithm, self.network, total_bytes, **asdict(settings))
         except UserError:  # the generator reports it with more detail
             return None
 
     def generate_program(self, algorithm: str, settings: Settings) -> CollectiveProgram:
-        """Generate the program of an algorithm with the options `settings` for the network's number of ranks."""
+        """Generate the program (steps of every rank) of an algorithm with the options `settings` for the network's
+        number of ranks."""
         return generate(self.operation, algorithm, self.network.ranks, root=self.root, **asdict(settings))
 
     def _get_simulator(self, algorithm: str, settings: Settings) -> CollectiveSimulator | None:
@@ -234,7 +239,7 @@ class Chooser:
         """Return a sentence on why the fastest algorithm is the fastest: its time, the share of latency in this time,
         and the second-fastest algorithm.
 
-        ranking: candidates, fastest first. total_bytes: size of the vector.
+        ranking: candidates, fastest first. total_bytes: size of the vector in bytes.
         """
         best = ranking[0]
         simulator = self._get_simulator(best.algorithm, best.settings)

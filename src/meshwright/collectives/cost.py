@@ -37,7 +37,7 @@ class Tier:
         return self.alpha + max(waits, default=0.0)
 
     def time_rounds(self, count: float, size: float) -> float:
-        """Return the seconds of `count` messages of `size` bytes each over one link, one after the other."""
+        """Return the seconds that `count` messages of `size` bytes each take over one link, one after the other."""
         return count * (self.alpha + size * self.beta)
 
 
@@ -197,7 +197,7 @@ def _binomial_tree_form(rounds_of_tree: int) -> Form:
     switch, the messages that a rank sends in one round, up to one per level of the tree, share its link."""
 
     def form(c: Inputs) -> float:
-        """Return the seconds for inputs `c`."""
+        """Return the seconds of the algorithm for the inputs `c` (ranks, vector size, links, segments)."""
         k = c.segments or 1
         at_once = 1 if c.cables else min(k, c.levels)
         return c.link.time_rounds(rounds_of_tree * c.levels + k - 1, at_once * c.size / k)
@@ -217,7 +217,7 @@ def _chain_form(c: Inputs) -> float:
 
 
 def _double_tree_all_reduce_form(c: Inputs) -> float:
-    """Compute the seconds of the double-binary-tree all-reduce. c: ranks, vector size, links, segments."""
+    """Compute the seconds of the double-binary-tree all-reduce. c: ranks, vector size, links and segments."""
     height, k = c.ranks.bit_length() - 1, c.segments or 8
     return (2 * height + k - 1) * c.link.time_concurrent(
         [c.size / (2 * k)] * 4
@@ -235,8 +235,8 @@ def _double_tree_form(c: Inputs) -> float:
 
 
 def _hierarchical_all_reduce_form(c: Inputs) -> float:
-    """Compute the seconds of the hierarchical all-reduce (trees inside nodes, a ring between nodes) by closed form. c:
-    ranks, ranks per node, vector size, links."""
+    """Compute the seconds of the hierarchical all-reduce (trees inside nodes, ring between). c: ranks, ranks per node,
+    vector size, links."""
     nodes, each = c.get_node_shape()
     inside = c.inner.time_rounds(2 * (each - 1).bit_length(), c.size)
     return inside + c.link.time_rounds(2 * (nodes - 1), c.size / nodes)
@@ -247,7 +247,7 @@ def _hierarchical_form(phases: int) -> Form:
     and between nodes. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
 
     def form(c: Inputs) -> float:
-        """Return the seconds for inputs `c`."""
+        """Return the seconds of the algorithm for the inputs `c` (ranks, ranks per node, vector size, links)."""
         nodes, each = c.get_node_shape()
         return phases * (c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.share))
 
@@ -255,13 +255,13 @@ def _hierarchical_form(phases: int) -> Form:
 
 
 def _hierarchical_tree_form(c: Inputs) -> float:
-    """Compute the seconds of a hierarchical broadcast or reduce. c: ranks, ranks per node, vector size, links."""
+    """Compute the seconds of a hierarchical broadcast or reduce. c: ranks, ranks per node, vector size and links."""
     nodes, each = c.get_node_shape()
     return c.link.time_rounds((nodes - 1).bit_length(), c.size) + c.inner.time_rounds((each - 1).bit_length(), c.size)
 
 
 def _hierarchical_all_to_all_form(c: Inputs) -> float:
-    """Compute the seconds of the hierarchical all-to-all. c: ranks, ranks per node, vector size, links."""
+    """Compute the seconds of the hierarchical all-to-all. c: ranks, ranks per node, vector size and links."""
     nodes, each = c.get_node_shape()
     return c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.size / nodes)
 
@@ -279,7 +279,7 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     """
 
     def form(c: Inputs) -> float:
-        """Return the seconds for inputs `c`."""
+        """Return the seconds of the algorithm for the inputs `c` (ranks, sides of the grid, vector size, links)."""
         shape = resolve_sides("torus", c.ranks, c.dims, dimensions)
         ways = [2 if side > 2 else 1 for side in shape]
         rounds = _compute_axis_bytes(shape, c.size, turns)
@@ -292,12 +292,14 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form (function from `Inputs` to seconds) of a mesh algorithm, which runs one axis after the
-    other. Arguments as of `_torus_form`: phases (1 or 2), number of axes, and turns (True if part i of the vector
-    begins with axis i)."""
+    """Return the closed form (function from `Inputs` to seconds) of a mesh algorithm that runs one axis after another.
+
+    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have no
+    `dims`. turns: True if part i of the vector begins with axis i; False if all of it begins with axis 0.
+    """
 
     def form(c: Inputs) -> float:
-        """Return the seconds for inputs `c`."""
+        """Return the seconds of the algorithm for the inputs `c` (ranks, sides of the grid, vector size, links)."""
         rounds = _compute_axis_bytes(resolve_sides("mesh", c.ranks, c.dims, dimensions), c.size, turns)
         return phases * sum(c.link.time_rounds(1, max(sizes) if c.cables else 2 * sum(sizes)) for sizes in rounds)
 

@@ -14,8 +14,8 @@ _CLOSE = 1.02  # relative precision of a crossover
 
 @dataclass(frozen=True)
 class Crossover:
-    """Point at which the fastest algorithm changes: for vectors smaller than `size` bytes algorithm `before` is the
-    fastest, from `size` bytes on algorithm `after`."""
+    """Vector size at which the fastest algorithm changes: for vectors smaller than `size` bytes algorithm `before` is
+    the fastest, from `size` bytes on algorithm `after`."""
 
     size: int
     before: str
@@ -26,8 +26,9 @@ class Crossover:
 class Curves:
     """Simulated times of all algorithms of one operation on one network, for several sizes of the vector.
 
-    chooser: simulator of the algorithms. sizes: sizes in bytes, ascending. seconds: algorithm -> seconds at each size,
-    infinite where it was not simulated. bound: lower bound of the seconds at each size.
+    chooser: simulator of the operation's algorithms on the network. sizes: sizes in bytes, ascending. seconds:
+    algorithm -> seconds at each size, infinite where it was not simulated. bound: lower bound of the seconds at each
+    size.
     """
 
     chooser: Chooser
@@ -62,8 +63,9 @@ class Curves:
 
     @classmethod
     def simulate_promising(cls, chooser: Chooser, most: float = LARGEST) -> Curves:
-        """Simulate algorithms at sizes from 1 KiB to `most` bytes, without those whose closed-form time is far from the
-        best. Enough to find the sizes at which the fastest algorithm changes.
+        """Return the simulated times of the algorithms at sizes from 1 KiB to `most` bytes, where algorithms whose
+        closed-form time (by formula) is far from the best are not simulated. The result is enough to find the sizes at
+        which the fastest algorithm changes.
 
         chooser: simulator of the operation's algorithms on the network.
         """
@@ -76,7 +78,8 @@ class Curves:
         return _find_fastest({name: seconds[index] for name, seconds in self.seconds.items()})
 
     def find_crossovers(self) -> list[Crossover]:
-        """Return the sizes at which the fastest algorithm changes, found by bisection between adjacent sizes."""
+        """Return the vector sizes at which the fastest algorithm changes, ascending, found by bisection between
+        adjacent sizes of the curves."""
         found: list[Crossover] = []
         for index in range(len(self.sizes) - 1):
             ends = (self.sizes[index], self.find_fastest(index)), (self.sizes[index + 1], self.find_fastest(index + 1))
@@ -90,10 +93,10 @@ class Curves:
         return found
 
     def _bisect(self, low: tuple[float, str], high: tuple[float, str], names: set[str]) -> list[Crossover]:
-        """Return the crossovers between two sizes of the vector, found by bisection.
+        """Return the crossovers (changes of the fastest algorithm) between two sizes of the vector, found by bisection.
 
-        low, high: (size in bytes, name of the fastest algorithm at that size). names: algorithms to simulate in
-            between.
+        low, high: (size in bytes, name of the fastest algorithm at that size). names: algorithms to simulate at sizes
+        in between.
         """
         if low[1] == high[1]:
             return []

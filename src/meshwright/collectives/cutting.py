@@ -18,11 +18,12 @@ OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool) -> list[tuple[int, int]]:
-    """Split a vector into segments, on which a collective program runs one after another; return [(index of the
-    segment's first element, elements per chunk)].
+    """Split a vector into segments, on which a collective program runs one after another; return for each segment
+    (index of its first element, elements per chunk).
 
-    Only for operations in which ranks own no share of the vector, such as broadcast. program: gives the number of
-    chunks per segment. numel: elements of the vector. itemsize: bytes of an element. whole: True for a single segment.
+    To be used only for operations in which ranks own no share of the vector, such as broadcast. program: gives the
+    number of chunks per segment. numel: elements of the vector. itemsize: bytes of an element. whole: True for a single
+    segment.
     """
     chunks = program.chunks
     wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize
@@ -33,8 +34,8 @@ def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole:
 
 
 def find_first_chunks(program: CollectiveProgram) -> list[int]:
-    """Return the first chunk that each rank owns, as a list `first` of ranks + 1 indices: rank r owns the chunks
-    first[r] to first[r + 1] - 1 of the vector."""
+    """Return the index of the first chunk that each rank owns, as a list `first` of length ranks + 1: rank r owns the
+    chunks first[r] to first[r + 1] - 1 of the vector."""
     owner = program.find_owner(np.arange(program.chunks))
     first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
     return first
@@ -56,7 +57,8 @@ def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
 
 
 def compute_sent_bytes(checked: CheckedCollective, rank: int, numel: int, itemsize: int, whole: bool = False) -> int:
-    """Return the bytes that one rank sends when a program runs on a vector of `numel` elements, padding included.
+    """Return the bytes that one rank sends when a collective program runs on a vector of `numel` elements, padding
+    included.
 
     checked: the verified program. rank: rank of the program, from 0. itemsize: bytes of an element. whole: True if the
     vector is not split into segments.

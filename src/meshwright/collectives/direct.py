@@ -9,7 +9,8 @@ from meshwright.program.contract import find_receiver
 
 
 def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the program of a send from rank `root` to the last of `ranks` ranks (to rank 0 if the root is the last).
+    """Generate the program (steps of every rank) of a send from rank `root` to the last of `ranks` ranks (to rank 0 if
+    the root is the last).
 
     Symbols: S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     1 round; S bytes; time alpha + S beta.
@@ -21,7 +22,8 @@ def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the program of the linear scatter: rank `root` sends to all ranks at once. Best for large vectors.
+    """Generate the program (steps of every rank) of the linear scatter: rank `root` sends to all ranks at once. Best
+    for large vectors.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     1 round of n-1 messages; the root sends (n-1)/n S bytes. Time: alpha + (n-1)/n S beta if a rank can have many
@@ -34,7 +36,7 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the program of the linear gather: all ranks send to rank `root` at once.
+    """Generate the program (steps of every rank) of the linear gather: all ranks send to rank `root` at once.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     1 round of n-1 messages; S/n bytes per rank. Time: alpha + (n-1)/n S beta if a rank can have many messages in

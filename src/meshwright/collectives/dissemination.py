@@ -12,7 +12,8 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def barrier(ranks: int) -> CollectiveProgram:
-    """Generate the program of the dissemination barrier: each rank signals the ranks at distance 1, 2, 4 ...
+    """Generate the program (steps of every rank) of the dissemination barrier: each rank signals the ranks at distance
+    1, 2, 4 ...
 
     Symbols: n ranks; a message without data takes alpha seconds.
     log2 n rounds, rounded up, for any n; time rounds x alpha.

@@ -37,9 +37,10 @@ def compute_in_order_parents(n: int) -> Integers:
 
 
 def build_two_trees(ranks: Integers, root: int | None = None) -> tuple[Tree, Tree]:
-    """Build the in-order binary tree over `ranks`, and a second tree whose inner nodes are leaves of the first.
+    """Build the in-order binary tree over `ranks`, and a second tree whose inner nodes are leaves of the first; return
+    both.
 
-    ranks: in the order of the first tree's nodes. root: rank that is the parent of both trees' top nodes, None for
+    ranks: [n], in the order of the first tree's nodes. root: rank that is the parent of both trees' top nodes, None for
     none. A tree is returned as levels of edges from the root down, with a pair of arrays (parents, children) per level.
     The second tree takes the ranks in reverse order if their number is even, else shifted by one node.
     """
@@ -80,8 +81,8 @@ def broadcast_down(program: Builder, tree: Tree, chunk: int) -> Rounds:
 
 
 def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
-    """Generate the program of the double-binary-tree all-reduce: each segment is reduced up a tree and broadcast down
-    again.
+    """Generate the program (steps of every rank) of the double-binary-tree all-reduce: each segment is reduced up a
+    tree and broadcast down again.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is log2 n, rounded
     down; k segments.
@@ -97,7 +98,8 @@ def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
 
 
 def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
-    """Generate the program of the double-binary-tree broadcast: rank `root` sends into both trees over the other ranks.
+    """Generate the program (steps of every rank) of the double-binary-tree broadcast: rank `root` sends into both trees
+    over the other ranks.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is the height of a
     tree over n-1 ranks; k segments.
@@ -109,7 +111,8 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram
 
 
 def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
-    """Generate the program of the double-binary-tree reduce to rank `root`, the reverse of `broadcast`.
+    """Generate the program (steps of every rank) of the double-binary-tree reduce to rank `root`, the reverse of
+    `broadcast`.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is the height of a
     tree over n-1 ranks; k segments.

@@ -9,8 +9,8 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def all_reduce(ranks: int) -> CollectiveProgram:
-    """Generate the program of the halving-doubling all-reduce, in which the number of active ranks halves, then doubles
-    again.
+    """Generate the program (steps of every rank) of the halving-doubling all-reduce, in which the number of active
+    ranks halves, then doubles again.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     In each round the upper half of the active ranks adds its vectors to the lower half's and waits, until one rank has
@@ -27,7 +27,8 @@ def all_reduce(ranks: int) -> CollectiveProgram:
         ranks = half
 
     def up_and_down() -> Rounds:
-        """Yield once per round up the tree, then down."""
+        """Generate the rounds of the all-reduce, first up the tree of rank pairs, then down: add each round's sends to
+        the program, then yield."""
         for lower, upper in pairs:
             program.transfer(upper, lower, 0, reduce=True)
             yield

@@ -16,8 +16,8 @@ from meshwright.program.order import Integers
 
 
 def all_reduce(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program of the hierarchical all-reduce: reduce to the first rank inside each node, all-reduce
-    between the nodes' first ranks, broadcast inside each node.
+    """Generate the program (steps of every rank) of the hierarchical all-reduce: reduce to the first rank inside each
+    node, all-reduce between the nodes' first ranks, broadcast inside each node.
 
     Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
@@ -39,8 +39,8 @@ def all_reduce(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 
 def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program of the BlueConnect all-reduce: reduce-scatter inside each node, all-reduce between nodes
-    among the ranks with the same local rank, all-gather inside each node.
+    """Generate the program (steps of every rank) of the BlueConnect all-reduce: reduce-scatter inside each node,
+    all-reduce between nodes among the ranks with the same local rank, all-gather inside each node.
 
     Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
@@ -62,8 +62,8 @@ def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectivePro
 
 
 def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program of the hierarchical reduce-scatter: inside each node, then between nodes, among the ranks
-    with the same local rank. Both phases use rings.
+    """Generate the program (steps of every rank) of the hierarchical reduce-scatter: inside each node, then between
+    nodes, among the ranks with the same local rank. Both phases use rings.
 
     Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
@@ -80,8 +80,8 @@ def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 
 def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program of the hierarchical all-gather: between nodes, among the ranks with the same local rank,
-    then inside each node. Both phases use rings.
+    """Generate the program (steps of every rank) of the hierarchical all-gather: between nodes, among the ranks with
+    the same local rank, then inside each node. Both phases use rings.
 
     Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
@@ -99,8 +99,8 @@ def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 
 def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program of the hierarchical broadcast from rank `root`: to one rank of every node, then inside each
-    node.
+    """Generate the program (steps of every rank) of the hierarchical broadcast from rank `root`: to one rank of every
+    node, then inside each node.
 
     Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
@@ -117,8 +117,8 @@ def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> Collectiv
 
 
 def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program of the hierarchical reduce to rank `root`: to one rank of every node, then
-    between these ranks.
+    """Generate the program (steps of every rank) of the hierarchical reduce to rank `root`: to one rank of every node,
+    then between these ranks.
 
     Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
@@ -135,8 +135,8 @@ def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectivePr
 
 
 def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program of the hierarchical all-to-all: first inside each node, then between nodes, among the
-    ranks with the same local rank.
+    """Generate the program (steps of every rank) of the hierarchical all-to-all: first inside each node, then between
+    nodes, among the ranks with the same local rank.
 
     Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
@@ -153,17 +153,19 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
     rank = nodes[..., None]  # [k, g, 1]
 
     def reorder_blocks(source: int, rows: int, columns: int) -> Rounds:
-        """Yield the round in which every rank copies its blocks from [rows, columns] order to [columns, rows] order.
+        """Generate the round in which every rank copies its blocks (data for one rank, one slot each) from [rows,
+        columns] order to [columns, rows] order: add the copies to the program, then yield.
 
-        source: first slot read; the blocks are written to the scratch slots from `ready` on.
+        source: first slot read; the blocks are written to the scratch slots from `ready` on. rows, columns: numbers
+        whose product is the number of ranks.
         """
         place = np.arange(ranks)
         program.copy(rank, source + place, ready + place % columns * rows + place // columns)
         yield
 
     def copy_slots(source: Integers, into: Integers, count: int) -> Rounds:
-        """Yield the round in which every rank copies `count` slots. source, into: [k, g], first slot read and written,
-        by rank."""
+        """Generate the round in which every rank copies `count` slots (buffers for one chunk): add the copies to the
+        program, then yield. source, into: [nodes, ranks per node], first slot read and written on each rank."""
         program.copy(nodes, source, into, count)
         yield
 

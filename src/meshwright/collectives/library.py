@@ -113,8 +113,8 @@ def list_options(operation: str, algorithm: str) -> tuple[str, ...]:
 
 
 def find_generator(operation: str, algorithm: str) -> Generator:
-    """Return the function that generates the program of an algorithm, given by name or alias. operation: such as
-    "all-reduce". Raises UserError for unknown names."""
+    """Return the function that generates the program of an algorithm. operation: such as "all-reduce". algorithm: name
+    or alias. Raises UserError for unknown names and for "auto"."""
     if operation not in OPERATIONS:
         raise UserError(unknown("operation", operation, OPERATIONS))
     known = ALGORITHMS[operation]

@@ -23,7 +23,7 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
     Each block is summed from both ends of the line towards its owner, the farthest block first.
 
     ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each
-    rank ends with. count: slots of a block.
+    rank ends with. count: number of consecutive slots in a block.
     """
     n = ranks.shape[-1]
     for step in range(n - 1):
@@ -39,7 +39,7 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
     block runs from its owner to both ends of the line.
 
     ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each
-    rank starts with. count: slots of a block.
+    rank starts with. count: number of consecutive slots in a block.
     """
     n = ranks.shape[-1]
     for step in range(n - 1):
@@ -50,7 +50,8 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
 
 
 def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the program of the mesh all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse.
+    """Generate the program (steps of every rank) of the mesh all-reduce: reduce-scatter along each axis in turn, then
+    all-gather in reverse.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     Best for large vectors on a mesh. With d axes, the vector has d parts, and part i starts with axis i. dims: sides of
@@ -64,7 +65,8 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     program = Builder("all-reduce", name, ranks, chunks=len(shape) * ranks)
 
     def run_part(start: int) -> Rounds:
-        """Yield once per round for the part of the vector whose reduce-scatter begins along axis number `start`."""
+        """Generate the rounds for the part of the vector whose reduce-scatter begins along axis number `start`: add
+        each round's sends to the program, then yield."""
         steps = list_axis_phases(np.arange(ranks).reshape(shape), [*axes[start:], *axes[:start]], first=start * ranks)
         return run_in_sequence(
             *(reduce_scatter_rounds(program, *step) for step in steps),
@@ -75,7 +77,7 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
 
 
 def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the program of the mesh reduce-scatter: one axis after the other.
+    """Generate the program (steps of every rank) of the mesh reduce-scatter: one axis after the other.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
@@ -89,7 +91,8 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
 
 
 def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the program of the mesh all-gather: one axis after the other, the reverse of the mesh reduce-scatter.
+    """Generate the program (steps of every rank) of the mesh all-gather: one axis after the other, the reverse of the
+    mesh reduce-scatter.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;

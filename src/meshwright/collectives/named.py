@@ -56,7 +56,7 @@ class NamedProgram:
         return costs
 
     def choose_program(self, total_bytes: float) -> CheckedCollective:
-        """Return the program with the lowest estimated time for a vector of `total_bytes`."""
+        """Return the program with the lowest estimated time for a vector of `total_bytes` bytes."""
         seconds = [constant + total_bytes * byte for constant, byte in self._costs]
         return self.programs[seconds.index(min(seconds))]
 
@@ -67,10 +67,11 @@ def load_named_programs(
     """Load and verify the collective programs that a recipe (job file) selects; return {(axis name, operation such as
     "all_reduce"): program}. Operations not in the result use torch.distributed.
 
-    layout: gives the number of ranks of the data, shard and replica axes. A program is used on every one of these axes
-    whose number of ranks it accepts. Raises UserError if a program does not accept the axis on which its operation
-    moves gradients or parameters in this layout. where: function from a key such as `collectives.all_reduce` to the
-    beginning of the error message, such as file and line.
+    collectives: table of the recipe, with an algorithm, "auto", "native" or "@FILE" for each operation. layout: gives
+    the number of ranks of the data, shard and replica axes. A program is used on every one of these axes whose number
+    of ranks it accepts. where: function from a key such as `collectives.all_reduce` to the beginning of the error
+    message, such as file and line. Raises UserError if a program does not accept the axis on which its operation moves
+    gradients or parameters in this layout.
     """
     found: dict[tuple[str, str], NamedProgram] = {}
     sizes = {axis: layout.group_size(axis) for axis in AXES}
@@ -121,8 +122,8 @@ def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str)
 
 
 def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, NamedProgram]:
-    """Generate the program of an algorithm for each axis whose number of ranks it accepts; return {axis name: program}.
-    Axes of one rank are left out.
+    """Generate the program (steps of every rank) of an algorithm for each axis whose number of ranks it accepts; return
+    {axis name: program}. Axes of one rank are left out.
 
     operation: such as "all-reduce". sizes: axis name -> number of ranks. main: axis on which this operation moves
     gradients or parameters; raises UserError if the algorithm does not accept the main axis's number of ranks.

@@ -85,14 +85,17 @@ def build_torus(dims: Sequence[int], latency: float = LATENCY, bandwidth: float 
 
 
 def build_mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a grid of any dimension without wrap-around cables. dims: its sides, such as (4, 4). latency, bandwidth: of
-    a cable in seconds, and in bytes per second in each direction."""
+    """Build a grid of any dimension without wrap-around cables. dims: its sides, such as (4, 4). latency: seconds of a
+    cable. bandwidth: bytes per second of a cable, in each direction."""
     return _build_grid(f"mesh:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=False)
 
 
 def _build_grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, around: bool) -> Network:
-    """Build a torus (around=True) or a mesh network. name: name of the network. dims: sides of the grid. latency,
-    bandwidth: of each cable, in seconds and bytes per second."""
+    """Build a torus or a mesh network.
+
+    name: name of the network. dims: sides of the grid. latency, bandwidth: of each cable, in seconds, and in bytes per
+    second in each direction. around: True for a torus (wrap-around cables), False for a mesh.
+    """
     ranks = math.prod(dims)
     rank = np.arange(ranks)
     strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
@@ -110,7 +113,8 @@ def _build_grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: flo
             link_to.append((rank + ((place + step) % size - place) * stride)[has])
 
     def find_routes(source: Integers, target: Integers) -> Routes:
-        """Return the routes between pairs of ranks, source[i] to target[i], in dimension order."""
+        """Return the routes of messages from rank source[i] to rank target[i], for each i, one dimension of the grid
+        after the other. source, target: [pairs]."""
         hops: list[Integers] = []
         here = source.copy()
         for axis in reversed(range(len(dims))):
@@ -177,7 +181,7 @@ def build_nodes(
     leave, enter, out, into = np.split(np.arange(2 * ranks + 2 * ports), [ranks, 2 * ranks, 2 * ranks + ports])
 
     def find_routes(source: Integers, target: Integers) -> Routes:
-        """Return the routes between pairs of ranks, source[i] to target[i]."""
+        """Return the routes of messages from rank source[i] to rank target[i], for each i. source, target: [pairs]."""
         across = node[source] != node[target]
         gate = port_of[source]  # rank or adapter at which the message leaves the node
         to_gate = np.full(len(source), shared)
@@ -249,7 +253,7 @@ def build_spine_leaf(
     trunk = bandwidth * ranks_per_leaf / oversubscription / spines
 
     def find_routes(source: Integers, target: Integers) -> Routes:
-        """Return the routes between pairs of ranks, source[i] to target[i]."""
+        """Return the routes of messages from rank source[i] to rank target[i], for each i. source, target: [pairs]."""
         across, none = leaf[source] != leaf[target], np.full(len(source), -1)
         spine = target % spines
         up = 2 * ranks + leaf[source] * spines + spine

@@ -19,7 +19,8 @@ _COLOURS = ("blue", "orange", "green", "purple", "red", "teal", "yellow", "pink"
 
 
 def draw_picture(report: CollectiveReport) -> str:
-    """Return an SVG chart of simulated time over size for all algorithms of the report's operation on its network.
+    """Return an SVG chart of simulated time over vector size for all algorithms of the report's operation on its
+    network.
 
     Raises UserError for a barrier, which has no size.
     """
@@ -39,9 +40,9 @@ def draw_crossovers(
     """Return an SVG chart of simulated time over vector size, both logarithmic; a band below shows the fastest
     algorithm. Algorithms that are the fastest at some size are in colour, the others thin, the lower bound dashed.
 
-    crossovers: sizes at which the fastest algorithm changes. requested: size in bytes to mark, None for no mark. named:
-    (algorithm that the user chose, its seconds at the requested size), drawn as a dot; the algorithm's curve is
-    emphasized. A program from a file has a dot only, no curve.
+    curves: simulated times of all algorithms. crossovers: sizes at which the fastest algorithm changes. requested: size
+    in bytes to mark, None for no mark. named: (algorithm that the user chose, its seconds at the requested size), drawn
+    as a dot; the algorithm's curve is emphasized; None for neither. A program from a file has a dot only, no curve.
     """
     names = [curves.find_fastest(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}
@@ -73,7 +74,8 @@ def draw_crossovers(
 
 
 def _list_curve_points(curves: Curves, name: str) -> list[tuple[float, float]]:
-    """Return the (bytes, seconds) points of the curve of algorithm `name`, without sizes at which it was skipped."""
+    """Return the points (vector size in bytes, seconds) of the curve of algorithm `name`, without sizes at which it was
+    not simulated."""
     pairs = zip(curves.sizes, curves.seconds[name], strict=True)
     return [pair for pair in pairs if math.isfinite(pair[1])]
 
@@ -95,8 +97,11 @@ def _make_bytes_axis(sizes: list[float]) -> Axis:
 
 
 def _make_bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str]) -> list[Band]:
-    """Return the ranges of sizes in which each algorithm is the fastest, as bands below the x axis of a chart.
-    crossovers: sizes at which the fastest algorithm changes. colours: algorithm -> style-sheet colour."""
+    """Return the ranges of vector sizes in which each algorithm is the fastest, as bands below the x axis of a chart.
+
+    curves: simulated times of all algorithms. crossovers: sizes at which the fastest algorithm changes. colours:
+    algorithm -> style-sheet colour.
+    """
     ends = [(float(one.size), one.before, format_bytes(one.size)) for one in crossovers]
     ends.append((curves.sizes[-1], crossovers[-1].after if crossovers else curves.find_fastest(0), ""))
     starts = [curves.sizes[0], *(one.size for one in crossovers)]
@@ -107,8 +112,8 @@ def _make_bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, 
 
 
 def draw_page(report: CollectiveReport, picture: str) -> str:
-    """Return an HTML page of a report. picture: SVG chart of time over size to show on it. Buffers too large to draw
-    are replaced by a note."""
+    """Return the HTML page of a report. picture: SVG chart of time over vector size to show on the page. If the buffers
+    (one per chunk of the vector and rank) are too many to draw, a note says so."""
     program = report.checked.program
     try:
         subject = f"{program.operation} {program.algorithm}, {program.ranks} ranks"

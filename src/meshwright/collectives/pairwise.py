@@ -18,7 +18,7 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
     each rank sends to one other rank the block that the receiver will own.
 
     ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer for one chunk)
-    of the block that each rank ends with. count: slots of a block.
+    of the block that each rank ends with. count: number of consecutive slots in a block.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], own[..., partner], count, reduce=True)
@@ -30,7 +30,7 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
     each rank sends its block to one other rank.
 
     ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer for one chunk)
-    of the block that each rank starts with. count: slots of a block.
+    of the block that each rank starts with. count: number of consecutive slots in a block.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], own, count)
@@ -38,12 +38,12 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
 
 
 def all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into: Integers, count: int) -> Rounds:
-    """Generate the rounds of a pairwise all-to-all: add each round's sends to `program`, then yield (nothing). In each
-    round, each rank sends to one other rank of its group the block for that rank.
+    """Generate the rounds of a pairwise all-to-all: add each round's sends to `program`, then yield. In each round,
+    each rank sends to one other rank of its group the block for that rank.
 
     A block is `count` consecutive slots (buffers for one chunk), given by its first. ranks: [..., n], ranks of each of
-    several independent groups of n. blocks: [n], the sender's block for each rank of its group. into: [..., n], where
-    the receiver stores the block from each rank.
+    several independent groups of n. blocks: [n], the sender's block for each rank of its group. into: [..., n], block
+    of the receiver in which the data of each rank of its group are stored.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], blocks[partner], count, into)
@@ -62,7 +62,7 @@ def merge_rounds(rounds: Rounds) -> Rounds:
     """Run a round generator to its end, so that all of its sends form a single round; yield once. No send may depend on
     another.
 
-    rounds: generator that adds one round's sends to a program before each yield.
+    rounds: generator that adds one round's sends to a program under construction before each yield.
     """
     for _ in rounds:
         pass
@@ -70,8 +70,8 @@ def merge_rounds(rounds: Rounds) -> Rounds:
 
 
 def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
-    """Generate the program of the all-pairs all-reduce: every rank reduces one block (1/n of the vector) and sends the
-    result to all other ranks.
+    """Generate the program (steps of every rank) of the all-pairs all-reduce: every rank reduces one block (1/n of the
+    vector) and sends the result to all other ranks.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     Best for small vectors inside a machine, where all pairs have good links. 2 rounds; 2(n-1)/n S bytes per rank in
@@ -87,7 +87,8 @@ def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
 
 
 def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the program of the all-pairs reduce-scatter. Best for small vectors inside a machine.
+    """Generate the program (steps of every rank) of the all-pairs reduce-scatter. Best for small vectors inside a
+    machine.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
@@ -97,7 +98,7 @@ def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
 
 
 def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the program of the all-pairs all-gather. Best for small vectors inside a machine.
+    """Generate the program (steps of every rank) of the all-pairs all-gather. Best for small vectors inside a machine.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
@@ -107,7 +108,8 @@ def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
 
 
 def reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the program of the pairwise reduce-scatter: blocks (1/n of the vector each) go directly to their owners.
+    """Generate the program (steps of every rank) of the pairwise reduce-scatter: blocks (1/n of the vector each) go
+    directly to their owners.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     Best for large vectors if all pairs of ranks are near (as within a node). n-1 rounds; (n-1)/n S bytes per rank; time
@@ -118,8 +120,8 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the program of the pairwise all-gather: blocks (1/n of the vector each) go directly from their owners to
-    all ranks.
+    """Generate the program (steps of every rank) of the pairwise all-gather: blocks (1/n of the vector each) go
+    directly from their owners to all ranks.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     Best for large vectors if all pairs of ranks are near (as within a node). n-1 rounds; (n-1)/n S bytes per rank; time
@@ -130,7 +132,8 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def all_to_all(ranks: int) -> CollectiveProgram:
-    """Generate the program of the pairwise all-to-all: one partner in each round. Best for large vectors.
+    """Generate the program (steps of every rank) of the pairwise all-to-all: one partner in each round. Best for large
+    vectors.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     n-1 rounds; (n-1)/n S bytes per rank, each sent once; time (n-1) alpha + (n-1)/n S beta.
@@ -140,7 +143,8 @@ def all_to_all(ranks: int) -> CollectiveProgram:
 
 
 def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
-    """Generate the program of the all-pairs all-to-all: every rank sends its messages to all other ranks at once.
+    """Generate the program (steps of every rank) of the all-pairs all-to-all: every rank sends its messages to all
+    other ranks at once.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.

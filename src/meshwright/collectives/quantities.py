@@ -57,7 +57,8 @@ def is_rate(text: str) -> bool:
 def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str) -> float:
     """Parse a number with a unit, such as `64MiB`; return the number multiplied by the unit's factor.
 
-    units: name -> factor. where: prefix of errors. right: description of valid text, for errors. Raises UserError.
+    units: unit name -> factor, such as {"MiB": 2**20}. where: prefix of errors. right: description of valid text, for
+    errors. Raises UserError for text that is not a number with one of these units, and for numbers from 1e300 on.
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,3})?\s*([^0-9\s.]*)", text.strip())
     unit = found[3] if found else ""
@@ -83,8 +84,8 @@ def format_seconds(value: float) -> str:
 
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
     """Return `value` as text in the largest unit that is not greater than the value, with three significant digits; a
-    number of 1,000 to a million units is written with all digits before the decimal point. units: name -> factor,
-    ascending."""
+    number of 1,000 to a million units is written with all digits before the decimal point. units: unit name -> factor,
+    ascending, such as {"ms": 0.001, "s": 1}."""
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or abs(value) >= pair[1]][-1]
     scaled = value / float(factor)
     return f"{scaled:,.0f} {unit}" if 1000 <= abs(scaled) < 1e6 else f"{scaled:.3g} {unit}"
@@ -102,7 +103,7 @@ def format_exact_seconds(value: float) -> str:
 
 
 def _format_exact(value: float, units: dict[str, Decimal]) -> str:
-    """Return `value` as text without rounding, in the unit that takes the fewest characters. units: name -> factor,
-    such as {"ms": 0.001}."""
+    """Return `value` as text without rounding, in the unit that takes the fewest characters. units: unit name ->
+    factor, such as {"ms": 0.001}."""
     number = Decimal(repr(value))
     return min((f"{(number / factor).normalize():f}{unit}" for unit, factor in units.items()), key=len)

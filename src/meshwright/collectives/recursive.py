@@ -64,10 +64,10 @@ def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
 
 def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
     """Generate the first round of an algorithm for a number of ranks that is not a power of two: each extra rank
-    (beyond the largest power of two) sends its vector to a core rank, which adds it to its own. No round for a power of
-    two.
+    (beyond the largest power of two) sends its vector to a core rank, which adds it to its own. Yields once; not at all
+    for a power of two.
 
-    program: receives the sends. ranks: all ranks of the algorithm, in order.
+    program: program under construction, to which the sends are added. ranks: all ranks of the algorithm, in order.
     """
     extra, stand_in, _ = split_extra_ranks(ranks)
     if extra.size:
@@ -77,9 +77,9 @@ def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
 
 def unfold_rounds(program: Builder, ranks: Integers) -> Rounds:
     """Generate the last round of an algorithm for a number of ranks that is not a power of two: each extra rank (beyond
-    the largest power of two) receives the full result from its core rank. No round for a power of two.
+    the largest power of two) receives the full result from its core rank. Yields once; not at all for a power of two.
 
-    program: receives the sends. ranks: all ranks of the algorithm, in order.
+    program: program under construction, to which the sends are added. ranks: all ranks of the algorithm, in order.
     """
     extra, stand_in, _ = split_extra_ranks(ranks)
     if extra.size:
@@ -88,8 +88,8 @@ def unfold_rounds(program: Builder, ranks: Integers) -> Rounds:
 
 
 def rabenseifner(ranks: int) -> CollectiveProgram:
-    """Generate the program of the Rabenseifner all-reduce: recursive-halving reduce-scatter, recursive-doubling
-    all-gather.
+    """Generate the program (steps of every rank) of the Rabenseifner all-reduce: recursive-halving reduce-scatter,
+    recursive-doubling all-gather.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     Best for medium and large vectors: as few bytes as a ring in far fewer rounds, but between distant ranks, whose
@@ -113,7 +113,8 @@ def rabenseifner(ranks: int) -> CollectiveProgram:
 
 
 def butterfly(ranks: int) -> CollectiveProgram:
-    """Generate the program of the butterfly all-reduce (recursive doubling): partners exchange and add whole vectors.
+    """Generate the program (steps of every rank) of the butterfly all-reduce (recursive doubling): partners exchange
+    and add whole vectors.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     Best for small vectors: fewest rounds. If n is a power of two: log2 n rounds; S log2 n bytes per rank; time
@@ -126,7 +127,8 @@ def butterfly(ranks: int) -> CollectiveProgram:
     _, _, core = split_extra_ranks(everyone)
 
     def exchange() -> Rounds:
-        """Yield once per round: partners at distance 1, 2, 4 ... exchange and add vectors."""
+        """Generate the rounds in which partners at distance 1, 2, 4 ... exchange vectors and add them: add each round's
+        sends to the program, then yield."""
         position = np.arange(len(core))
         for distance in list_powers_of_two(len(core)):
             program.transfer(core, core[position ^ distance], 0, reduce=True)
@@ -137,7 +139,10 @@ def butterfly(ranks: int) -> CollectiveProgram:
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
     """Generate the rounds of a reduce-scatter by recursive halving for any number of ranks: add each round's sends to
-    `program`, then yield. The rank at position p of `ranks` ends with slot p (buffer for one chunk)."""
+    `program`, then yield.
+
+    ranks: [n], ranks of the algorithm, in order; the rank at position p ends with slot p (buffer for one chunk).
+    """
     extra, stand_in, core = split_extra_ranks(ranks)
     return run_in_sequence(
         fold_rounds(program, ranks),
@@ -147,7 +152,8 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
 
 
 def reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the program of the reduce-scatter by recursive halving. Best for small and medium vectors.
+    """Generate the program (steps of every rank) of the reduce-scatter by recursive halving. Best for small and medium
+    vectors.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     If n is a power of two: log2 n rounds; (n-1)/n S bytes per rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2
@@ -158,7 +164,8 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the program of the recursive-doubling all-gather. Best for small and medium vectors.
+    """Generate the program (steps of every rank) of the recursive-doubling all-gather. Best for small and medium
+    vectors.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     If n is a power of two: log2 n rounds; (n-1)/n S bytes per rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2
@@ -170,7 +177,8 @@ def all_gather(ranks: int) -> CollectiveProgram:
     extra, stand_in, core = split_extra_ranks(everyone)
 
     def fill_up() -> Rounds:
-        """Yield the round that sends the extra ranks the shares of all other ranks."""
+        """Generate the round that sends to the extra ranks (beyond the largest power of two) the shares of all other
+        ranks: add the sends to the program, then yield."""
         program.transfer(stand_in, extra, 0, count=extra)
         program.transfer(stand_in, extra, extra + 1, count=ranks - extra - 1)
         yield
@@ -183,20 +191,19 @@ def _compute_share_bounds(ranks: Integers) -> Integers:
     """Return the bounds of the ranges of slots (buffers for one chunk) that the core ranks own: [2^k + 1]; the i-th
     core rank owns the slots bounds[i] to bounds[i + 1] - 1.
 
-    ranks: all ranks of the algorithm, in order. Core ranks are 2^k ranks, the largest power of two; a core rank that
-    acts for one of the other ranks owns that rank's slot too.
+    ranks: all ranks of the algorithm, in order. The 2^k core ranks (2^k: largest power of two up to the number of
+    ranks) run the algorithm; a core rank that acts for one of the other ranks owns that rank's slot too.
     """
     n, extra = ranks.shape[-1], split_extra_ranks(ranks)[0].shape[-1]
     return np.concatenate([np.arange(0, 2 * extra, 2), np.arange(2 * extra, n + 1)])
 
 
 def _transfer_extra_shares(program: Builder, source: Integers, target: Integers) -> Rounds:
-    """Generate one round that sends the share of each extra rank. If the number of ranks is not a power of two, the
-    first ranks up to the largest power of two run the algorithm (core ranks); each extra rank is represented by one of
-    them. The round is added to `program`, then the generator yields. The share of pair i is slot 2 i (a slot is the
-    buffer for one chunk).
+    """Generate one round that moves the share of each extra rank (beyond the largest power of two) to or from the core
+    rank that runs the algorithm on its behalf: add the sends to `program`, then yield.
 
-    source, target: [pairs], sending and receiving ranks: the extra ranks and their core ranks, or the reverse.
+    source, target: [pairs], sending and receiving ranks: the extra ranks and their core ranks, or the reverse. The
+    share of pair i is slot 2 i (a slot is the buffer for one chunk).
     """
     program.transfer(source, target, 2 * np.arange(source.shape[-1]))
     yield

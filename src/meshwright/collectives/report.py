@@ -51,7 +51,7 @@ class CollectiveReport:
 
     @property
     def lower_bound_seconds(self) -> float:
-        """Lower bound in seconds of the time of any program for this operation, size and network."""
+        """Lower bound in seconds of the time that any program needs for this operation, vector size and network."""
         return self.chooser.compute_lower_bound(self.total_bytes)
 
     def to_json_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class CollectiveReport:
         return to_json_dict(document)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the figures of the report (times, bytes, bounds) as pairs of texts (label, value), for printing."""
+        """Return the numbers of the report (times, bytes, bounds) for printing, as pairs of texts (label, value)."""
         timing = self.timing
         least, most = float(timing.bytes_sent.min()), float(timing.bytes_sent.max())
         if round(least) == round(most):
@@ -129,7 +129,8 @@ class CollectiveReport:
         return rows
 
     def title(self) -> str:
-        """Return one line of text: operation, algorithm, options, number of ranks, size and network."""
+        """Return one line of text on the report: operation, algorithm, options, number of ranks, vector size and
+        network."""
         program = self.checked.program
         options = self.settings.describe()
         return (
@@ -151,8 +152,8 @@ RANKING_HEAD = ("algorithm", "settings", "simulated", "closed form")
 
 
 def list_ranking_rows(choice: Choice) -> list[tuple[str, str, str, str]]:
-    """Return a ranking of algorithms as table rows of text, fastest first; the columns are those of `RANKING_HEAD`.
-    Missing values are empty cells."""
+    """Return a ranking of algorithms as table rows of text, fastest first. Columns, as in `RANKING_HEAD`: algorithm,
+    options, simulated time, time by formula; missing values are empty cells."""
     return [
         (
             one.algorithm,
@@ -218,8 +219,9 @@ def collective(
     report.
 
     operation: such as "all-reduce". algorithm: a name, `auto` (choose the fastest), or `@FILE` (load). ranks: number of
-    ranks (None for a file). total_bytes: size of the full vector. topology_text: network, such as `torus:4x4`. options:
-    of algorithm, operation and network. Raises UserError for invalid arguments, ProgramError for an incorrect program.
+    ranks (None for a file). total_bytes: size of the full vector (None for a barrier). topology_text: network, such as
+    `torus:4x4`. options: options of the algorithm, the operation and the network. Raises UserError for invalid
+    arguments, ProgramError for an incorrect program.
     """
     root, reduction = options.root, options.reduction
     requested = Settings(options.segments, options.groups, options.dims)

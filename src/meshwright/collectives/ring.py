@@ -18,7 +18,7 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
     each block travels once around the ring and ends at its owner.
 
     ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer for one chunk)
-    of the block that each rank ends with. count: slots of a block.
+    of the block that each rank ends with. count: number of consecutive slots in a block.
     """
     for step in range(1, ranks.shape[-1]):
         program.transfer(ranks, np.roll(ranks, -1, -1), np.roll(own, step, -1), count, reduce=True)
@@ -30,7 +30,7 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
     once around the ring from its owner.
 
     ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer for one chunk)
-    of the block that each rank starts with. count: slots of a block.
+    of the block that each rank starts with. count: number of consecutive slots in a block.
     """
     for step in range(ranks.shape[-1] - 1):
         program.transfer(ranks, np.roll(ranks, -1, -1), np.roll(own, step, -1), count)
@@ -38,7 +38,8 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
 
 
 def all_reduce(ranks: int) -> CollectiveProgram:
-    """Generate the program of the ring all-reduce: reduce-scatter, then all-gather. Best for large vectors.
+    """Generate the program (steps of every rank) of the ring all-reduce: reduce-scatter, then all-gather. Best for
+    large vectors.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     2(n-1) rounds; 2(n-1)/n S bytes per rank, fewest of all algorithms; time 2(n-1) alpha + 2(n-1)/n S beta.
@@ -51,7 +52,7 @@ def all_reduce(ranks: int) -> CollectiveProgram:
 
 
 def reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the program of the ring reduce-scatter. Best for large vectors.
+    """Generate the program (steps of every rank) of the ring reduce-scatter. Best for large vectors.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
@@ -61,7 +62,7 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the program of the ring all-gather. Best for large vectors.
+    """Generate the program (steps of every rank) of the ring all-gather. Best for large vectors.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
@@ -71,8 +72,8 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
-    """Generate the program of the bidirectional-ring all-reduce: one half of every block (1/n of the vector) in each
-    direction.
+    """Generate the program (steps of every rank) of the bidirectional-ring all-reduce: one half of every block (1/n of
+    the vector) in each direction.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     For full-duplex links. 2(n-1) rounds; 2(n-1)/n S bytes per rank, half of them over each of its two links; time
@@ -88,8 +89,8 @@ def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
 
 
 def bidirectional_reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the program of the bidirectional-ring reduce-scatter: one half of every block (1/n of the vector) in
-    each direction.
+    """Generate the program (steps of every rank) of the bidirectional-ring reduce-scatter: one half of every block (1/n
+    of the vector) in each direction.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
@@ -101,8 +102,8 @@ def bidirectional_reduce_scatter(ranks: int) -> CollectiveProgram:
 
 
 def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the program of the bidirectional-ring all-gather: one half of every block (1/n of the vector) in each
-    direction.
+    """Generate the program (steps of every rank) of the bidirectional-ring all-gather: one half of every block (1/n of
+    the vector) in each direction.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
@@ -115,7 +116,7 @@ def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
 
 def _split_directions(ranks: int) -> tuple[tuple[Integers, Integers], tuple[Integers, Integers]]:
     """Return two pairs, one for each direction of a bidirectional ring: (ranks in the order of that direction, first
-    slot of the half block that each of these ranks owns). One direction has the first half of every block, the other
-    the second. A slot is the buffer for one chunk."""
+    slot of the half block that each of these ranks owns). A block is a rank's 1/n of the vector, stored in two slots
+    (buffers for one chunk): one direction has the first half of every block, the other the second."""
     everyone = np.arange(ranks)
     return (everyone, 2 * everyone), (everyone[::-1], 2 * everyone[::-1] + 1)

@@ -57,7 +57,7 @@ def run_in_sequence(*parts: Rounds) -> Rounds:
 
 def _write_next_round(part: Rounds) -> bool:
     """Advance the round generator `part` to its next `yield`, which adds the sends of one round to the program. Return
-    False; True if the generator had no more rounds, and nothing was added."""
+    True if the generator had ended and nothing was added, else False."""
     return next(part, part) is part
 
 

@@ -15,7 +15,8 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def broadcast(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the program of the van de Geijn broadcast from rank `root`: binomial-tree scatter, then ring all-gather.
+    """Generate the program (steps of every rank) of the van de Geijn broadcast from rank `root`: binomial-tree scatter,
+    then ring all-gather.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     L + n-1 rounds; the root sends 2(n-1)/n S bytes, the others less; time (L + n-1) alpha + 2(n-1)/n S beta.
@@ -28,12 +29,12 @@ def broadcast(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def reduce(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the program of the Rabenseifner reduce to rank `root`: recursive-halving reduce-scatter, binomial-tree
-    gather.
+    """Generate the program (steps of every rank) of the Rabenseifner reduce to rank `root`: recursive-halving
+    reduce-scatter, then binomial-tree gather.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    If n is a power of two: 2L rounds; time 2L alpha + 2(n-1)/n S beta. Otherwise 2 more rounds: the ranks beyond
-    the largest power of two send their vectors to neighbours before the halving and receive their shares after it.
+    If n is a power of two: 2L rounds; time 2L alpha + 2(n-1)/n S beta. Otherwise 2 more rounds: the ranks beyond the
+    largest power of two send their vectors to neighbours before the halving and receive their shares after it.
     """
     program = Builder("reduce", "reduce-scatter-gather", ranks, ranks, root)
     return build_from_rounds(

@@ -103,8 +103,8 @@ def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidt
 def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
     """Parse the settings in a topology's text, such as `25GB/s,1us`.
 
-    text: of the whole topology. name: name of the topology, for errors. kind: settings that it accepts. Raises
-    UserError for an unknown or invalid setting.
+    text: text of the whole topology, such as `torus:4x4,25GB/s,1us`. name: name of the topology, for errors. kind:
+    settings that this topology accepts. Raises UserError for an unknown or invalid setting.
     """
     settings = _Settings({}, {}, {}, set())
     tier = kind.tiers[0] if len(kind.tiers) == 1 else ""
@@ -169,8 +169,11 @@ def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
 
 
 def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a network of nodes joined by an outer network. sides: (number of nodes, ranks per node). settings: latency
-    and bandwidth of inner and outer links, number of adapters, and flags such as `rails`."""
+    """Build a network of nodes joined by an outer network.
+
+    sides: (number of nodes, ranks per node). settings: latency and bandwidth of inner and outer links, number of
+    adapters, and flags such as `rails`. Raises UserError for a number of adapters that is not allowed.
+    """
     inner, outer = ((settings.latency[tier], settings.bandwidth[tier]) for tier in ("inner", "outer"))
     adapters = _get_whole_number(settings, "adapters")
     if adapters is not None and settings.flags:
@@ -181,8 +184,8 @@ def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
 
 
 def _build_spine_leaf(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a spine-leaf network. sides: (leaves, ranks per leaf). settings: latency, bandwidth, oversubscription,
-    spines."""
+    """Build a spine-leaf network: leaf switches with ranks, joined by spine switches. sides: (leaves, ranks per leaf).
+    settings: latency, bandwidth, oversubscription and number of spines."""
     oversubscription, spines = settings.numbers.get("oversubscription", 1.0), _get_whole_number(settings, "spines") or 1
     return networks.build_spine_leaf(
         sides[0], sides[1], settings.latency["link"], settings.bandwidth["link"], oversubscription, spines

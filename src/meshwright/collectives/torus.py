@@ -20,7 +20,8 @@ from meshwright.program.order import Integers
 
 
 def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the program of the torus all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse.
+    """Generate the program (steps of every rank) of the torus all-reduce: reduce-scatter along each axis in turn, then
+    all-gather in reverse.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     With d axes, the vector has 2d parts: for each axis, two parts that start with this axis, one in each direction.
@@ -35,9 +36,9 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     grid = np.arange(ranks).reshape(shape)
 
     def run_part(start: int, way: int) -> Rounds:
-        """Yield once per round for the part of the vector whose reduce-scatter begins along axis number `start`.
+        """Generate the rounds for one part of the vector: add each round's sends to the program, then yield.
 
-        way: 1 or -1, direction of the rings.
+        start: number of the axis along which the part's reduce-scatter begins. way: 1 or -1, direction of the rings.
         """
         order = [*axes[start:], *axes[:start]]
         steps = list_axis_phases(grid, order, first=(2 * start + (way < 0)) * ranks)
@@ -51,8 +52,8 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
 
 
 def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the program of the torus reduce-scatter: one axis after the other in both directions, in contiguous
-    blocks.
+    """Generate the program (steps of every rank) of the torus reduce-scatter: one axis after the other in both
+    directions, in contiguous blocks.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
@@ -68,7 +69,8 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
 
 
 def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the program of the torus all-gather: one axis after the other, the reverse of the torus reduce-scatter.
+    """Generate the program (steps of every rank) of the torus all-gather: one axis after the other, the reverse of the
+    torus reduce-scatter.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
@@ -90,11 +92,11 @@ def _run_both_directions(
     own: Integers,
     count: int,
 ) -> Rounds:
-    """Generate the rounds of a ring algorithm run in both directions at once, each for one half of every block: add
-    each round's sends to `program`, then yield.
+    """Generate the rounds of a ring algorithm run in both directions at once, each for one half of every block
+    (consecutive slots): add each round's sends to `program`, then yield.
 
     rounds: `ring.reduce_scatter_rounds` or `ring.all_gather_rounds`. lines: [..., n], ranks of each ring. own: [...,
-    n], first slot (buffer for one chunk) of each rank's block. count: slots of a block.
+    n], first slot (buffer for one chunk) of the block that each rank owns. count: number of slots in a block, even.
     """
     half = count // 2
     backwards = own[..., ::-1] + half

@@ -33,10 +33,9 @@ def linear_axis(
 ) -> Axis:
     """Return a linear axis from `low` to `high` with ticks at round numbers.
 
-    title: text beside the axis. below, above: space added at the low and the high end, as a fraction of the range.
-    most: maximum number of intervals between ticks. If `low` equals `high`, the axis is as long as their absolute
-    value, at least 1: with `above`, `below` and `above` are fractions of this length; without, the axis ends this much
-    higher.
+    title: text beside the axis. below, above: space added at the low and the high end, as a fraction of the range
+    `high` - `low`. most: maximum number of intervals between ticks. If `low` equals `high`, fractions are of the
+    absolute value of `high` (at least 1), and `above` counts as 1 if it is 0.
     """
     span = high - low or max(1.0, abs(high))
     low, high = low - below * span, (high if high > low or above else low + span) + above * span
@@ -47,8 +46,9 @@ def log_axis(values: Sequence[float], title: str, show: Callable[[float], str], 
     """Return a logarithmic axis that contains all `values` (each above 0) and some space beyond them at both ends: 4%
     of the range on the logarithmic scale, more if the range is narrow.
 
-    title: title of the axis. unit: number by which `values` are divided for display (1e9 shows bytes as GB); ticks lie
-    at round numbers of the displayed quantity. show: formats a tick's label, given the displayed number.
+    title: text beside the axis. unit: number by which `values` are divided for display (1e9 shows bytes as GB); ticks
+    lie at round numbers of the displayed quantity. show: function that formats a tick's label, given the displayed
+    number.
     """
     low, high = min(values), max(values)
     air = max(1.02, (high / low) ** 0.04, 1.5 * low / high)

@@ -24,10 +24,10 @@ def draw_stacked_bars(
 ) -> Markup:
     """Return an SVG chart of horizontal stacked bars, one for each entry of `rows`.
 
-    rows: (name of the bar, {part: size of its segment in data units}). colours: part -> style-sheet colour, such as
-    "blue". show: formats a size as text, for totals and on hover. label: description of the picture for screen readers.
-    limit: (size, text) of a vertical line to compare the bars with. If the limit is far above the longest bar, a text
-    below the bars names it and the longest bar's percentage of it; no line is drawn.
+    rows: (name of the bar, {name of a segment: its size in data units}). colours: name of a segment -> style-sheet
+    colour, such as "blue". show: formats a size as text, for totals and on hover. label: description of the picture for
+    screen readers. limit: (size, text) of a vertical line to compare the bars with; None for no line. If the limit is
+    far above the longest bar, a text below the bars names it and the longest bar's percentage of it; no line is drawn.
     """
     picture = Picture()
     totals = [sum(parts.values()) for _, parts in rows]
@@ -62,7 +62,8 @@ def draw_stacked_bars(
 
 
 def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str) -> Markup:
-    """Return an SVG chart of vertical bars in clusters: above each of `names`, one bar for each entry of `groups`.
+    """Return an SVG chart of vertical bars in clusters: one cluster above each name of `names` on the x axis, with one
+    bar for each entry of `groups`.
 
     groups: (group name, style-sheet colour such as "blue", bar height in data units at each of `names`). title: title
     of the x axis.

@@ -67,8 +67,9 @@ def _format_cost(checked: CheckedCollective) -> str:
 
 
 def _make_legend(program: CollectiveProgram) -> list[Markup]:
-    """Return the legend's entries, which explain the colours, frames and stripes of cells, and the arrows. If `program`
-    reduces, one entry says that a cell's colour is stronger the more ranks have contributed to it."""
+    """Return the legend's entries as HTML: they explain the colours, frames and stripes of cells (drawn slots), and the
+    arrows. If the operation of `program` reduces, one entry says that a cell's colour is stronger the more ranks have
+    contributed to it."""
     keys = [
         ("background:hsl(var(--part) / .35)", "a chunk"),
         ("background:hsl(var(--whole) / .42)", "final content"),
@@ -83,8 +84,8 @@ def _make_legend(program: CollectiveProgram) -> list[Markup]:
 
 
 def _make_origin_stripes(origins: tuple[int, ...], ranks: int, width: int) -> Markup:
-    """Return SVG stripes, one per rank, to draw in the lower part of a cell: coloured if the cell contains data of that
-    rank, else grey.
+    """Return SVG stripes, one per rank, to draw in the lower part of a cell (drawn slot): coloured if the cell contains
+    data of that rank, else grey.
 
     origins: ranks whose data the cell contains. ranks: number of ranks. width: width of the cell in pixels. The stripes
     have an id, so that all cells with the same origins can refer to one drawing.
@@ -128,6 +129,8 @@ class _FramePicture:
     cell_width: int
 
     def __post_init__(self) -> None:
+        """Compute the layout in pixels: width, height, top of each slot's row, and the lane in which each long arrow
+        runs."""
         self.ranks, self.slots = len(self.frame.cells), len(self.frame.cells[0])
         titles = [format_slot_title(self.program, slot) for slot in range(self.slots)]
         self.left = 16 + max(round(text_width(title, 11, monospace=True)) for title in titles)
@@ -151,7 +154,7 @@ class _FramePicture:
         self.height = y + 6
 
     def draw(self, width: int) -> Markup:
-        """Return the picture as SVG. width: in pixels."""
+        """Return the picture as SVG. width: width of the SVG picture in pixels."""
         picture = Picture()
         for slot, top in enumerate(self.top):
             picture.text(self.left - 8, top + _CELL / 2 + 4, format_slot_title(self.program, slot), class_="side")
@@ -184,8 +187,9 @@ class _FramePicture:
             picture.add("use", href=f"#{_make_stripes_id(cell.origins)}", x=x, y=y)
 
     def _draw_arrow(self, picture: Picture, number: int, arrow: Arrow) -> None:
-        """Draw one send into `picture`, as an arrow from slots (buffers for one chunk) of one rank to slots of another.
-        number: index of the arrow in `self.frame.arrows`. arrow: the send."""
+        """Draw one send into `picture`, as an arrow from slots (buffers for one chunk) of one rank to slots of another;
+        a local copy is an arrow on one rank. number: index of the arrow in `self.frame.arrows`. arrow: the send or
+        copy."""
         right = arrow.target >= arrow.source
         side = 1 if right else -1
         within = arrow.source == arrow.target

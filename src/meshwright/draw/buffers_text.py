@@ -26,15 +26,17 @@ def draw_buffers_text(checked: CheckedCollective) -> str:
 
 
 def _format_arrows(program: CollectiveProgram, frame: Frame) -> list[str]:
-    """Return the sends of the round that led to `frame` as lines of text, wrapped to `_WIDTH` characters."""
+    """Return the sends and local copies of the round that led to the snapshot `frame` as lines of text, wrapped to
+    `_WIDTH` (110) characters."""
     words = [_describe_arrow(program, arrow).replace(" ", "\0") for arrow in frame.arrows]
     lines = textwrap.wrap("   ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ")
     return [line.replace("\0", " ") for line in lines]
 
 
 def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
-    """Describe one send of a collective program as text: `0 → 1 data[2]` (rank 0 sends the chunk in data[2] to rank 1),
-    `0 → 1 adds data[2]`, `2 copies data[0] into scratch[0]` (on one rank), or `0 → 1` for a signal without data."""
+    """Describe one send or local copy of a collective program as text: `0 → 1 data[2]` (rank 0 sends the chunk in
+    data[2] to rank 1), `0 → 1 adds data[2]`, `2 copies data[0] into scratch[0]` (on one rank), or `0 → 1` for a signal
+    without data."""
     here, there = (program.format_slots(slot, arrow.count) for slot in (arrow.slot, arrow.into))
     if arrow.source == arrow.target:
         return f"{arrow.source} {'adds' if arrow.adds else 'copies'} {here} {'to' if arrow.adds else 'into'} {there}"
@@ -57,7 +59,7 @@ def _format_cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
 
 
 def _format_cell(cell: Cell) -> str:
-    """Format the content of a slot (buffer for one chunk) as text: `[a0]` if written in this round, else ` a0 `; `·` if
-    empty."""
+    """Format the content of a slot (buffer for one chunk) as text: `[a0]` if written in this round, else ` a0 `; `·`
+    instead of `a0` if the slot is empty."""
     text = cell.label or "·"
     return f"[{text}]" if cell.fresh else f" {text} "

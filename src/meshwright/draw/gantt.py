@@ -60,10 +60,10 @@ def draw_svg(timeline: Timeline, width: int = 1200, alone: bool = True, until: f
 
 
 def draw_overview(timeline: Timeline, width: int = 1200) -> Markup:
-    """Return a Gantt chart of a program with very many steps as SVG, with low rows and without labels.
+    """Return a Gantt chart of a timeline with very many steps as SVG, with low rows and without labels.
 
-    width: in pixels; the height is about 800 pixels at most. All steps of one colour are one SVG path, so that 100,000
-    steps can be shown.
+    timeline: steps with start and end, on one track per rank. width: in pixels; the height is at most about 800 pixels,
+    more only for over 200 tracks. All steps of one colour are one SVG path, so that 100,000 steps can be shown.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     pitch = max(4, min(ROW + GAP, 800 // max(1, len(timeline.tracks))))
@@ -86,8 +86,9 @@ def draw_overview(timeline: Timeline, width: int = 1200) -> Markup:
 
 
 def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = "") -> str:
-    """Return an HTML page with the Gantt chart of a timeline, the paragraph `summary`, and a table. If the chart is
-    wider than the page, an overview of the same steps without labels stands above it.
+    """Return an HTML page with the Gantt chart of a timeline (steps with start and end, on one track per rank), the
+    paragraph `summary`, and a table. If the chart is wider than the page, an overview of the same steps without labels
+    stands above it.
 
     rows: cells of the table, header first; empty: no table.
     """
@@ -104,7 +105,7 @@ def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = 
 
 
 def _choose_colour(span: Span) -> tuple[str, bool]:
-    """Return (CSS colour of a step, True if a label on it must be dark to be legible)."""
+    """Return (CSS colour in which the step `span` is drawn, True if a label on it must be dark to be legible)."""
     hue, saturation, lightness = COLOURS[span.kind][span.mirrored]
     lightness = round(lightness + 24 * span.shade)
     return f"hsl({hue} {saturation}% {lightness}%)", lightness > 58
@@ -114,8 +115,9 @@ class _Chart:
     """Gantt chart under construction; its methods append to the SVG `picture`. A track (a rank) is one row of the
     chart.
 
-    spans: steps to draw. width: of the whole picture in pixels. pitch: pixels from one track's row to the next. left: x
-    coordinate of time 0 in pixels. plot: length of the time axis in pixels.
+    timeline: tracks, steps and levels to draw. spans: those of its steps that are drawn. width: of the whole picture in
+    pixels. pitch: pixels from one track's row to the next. left (attribute): x coordinate of time 0 in pixels. plot
+    (attribute): length of the time axis in pixels.
     """
 
     def __init__(self, timeline: Timeline, spans: Sequence[Span], width: float, pitch: int) -> None:
@@ -164,7 +166,8 @@ class _Chart:
         return named + [(level_name, {"class_": "level"})] * bool(level_name)
 
     def draw_row(self, track: int, name: str, height: int) -> None:
-        """Draw the background of one row and its name. track: index of the row. height: in pixels."""
+        """Draw the background of one row and its name. track: index of the row. name: text at the left, empty for none.
+        height: of the background in pixels."""
         if name:
             self.picture.text(MARGIN, self.y(track) + height // 2 + 4, name)
         self.picture.add("rect", class_="row", x=self.left, y=self.y(track), width=self.plot, height=height)

@@ -11,8 +11,8 @@ MOST_COLUMNS = 200_000
 
 
 def draw_text(timeline: Timeline, width: int = 100) -> str:
-    """Return the Gantt chart of a timeline as text: one line for each track (a rank), in sections of the time axis of
-    at most `width` characters.
+    """Return the Gantt chart of a timeline as text: one line for each track (a rank), in sections of the time axis such
+    that lines have at most `width` characters (at least 20 for the chart itself).
 
     A step is drawn as its label, padded with dashes to its duration (F3: forward of micro-batch 3; f3: of the rank's
     second model chunk; F3': of the second replica). Idle time is blank; overlapping steps have a line each.

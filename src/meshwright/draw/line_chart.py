@@ -39,8 +39,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Vertical line in a chart at x = `x`, with the text `words` beside it. y: y value at which a dot is drawn on the
-    line, None for no dot."""
+    """Vertical line in a chart at the x value `x`, with the text `words` beside it. y: y value at which a dot is drawn
+    on the line, None for no dot."""
 
     x: float
     words: str
@@ -78,6 +78,7 @@ class Plot:
     top: float = 14.0
 
     def __post_init__(self) -> None:
+        """Create the SVG picture and draw the tick labels, grid lines and title of the axes."""
         self.picture = Picture()
         self.left = 20 + max((text_width(label) for _, label in self.y_axis.ticks), default=0.0)
         self._columns = max(2, int(self.right - self.left))  # of pixels
@@ -107,7 +108,8 @@ class Plot:
         return self.bottom - self.y_axis.compute_fraction(value) * (self.bottom - self.top)
 
     def draw_line(self, series: Series) -> None:
-        """Draw a series as a line through its finite points, downsampled to the chart's resolution."""
+        """Draw a series as a line through its finite points, downsampled to the chart's resolution. The points are
+        marked by dots if the series asks for that and has at most `MOST_MARKED` (40), or if there is only one."""
         places = [
             (self.x(x), self.y(y))
             for x, y in downsample([point for point in series.points if math.isfinite(point[1])], self._columns)
@@ -134,7 +136,7 @@ class Plot:
 
     def draw_names(self, series: Sequence[Series]) -> None:
         """Write the name of each series to the right of its last point; names of lines that end close together are
-        moved apart. A series that ends before the right edge of the plot gets no name (hovering shows it)."""
+        moved apart. A series that ends before the right edge of the plot gets no name."""
         ends = sorted(
             (self.y(one.points[-1][1]), index)
             for index, one in enumerate(series)
@@ -170,8 +172,9 @@ class Plot:
             self.picture.parts.append(element("g", area, self._draw_tip(places[at], texts), class_="hit"))
 
     def _draw_tip(self, x: float, texts: Sequence[str]) -> Markup:
-        """Return a box with lines of text on the side of `x` that has more space, which the style sheet hides until its
-        column is pointed at. A <title> instead would not show on a touch screen."""
+        """Return a box with lines of text, for values shown on hover, on the side of the x coordinate `x` (in pixels)
+        that has more space. The style sheet hides the box until its column of the chart is pointed at. A <title>
+        instead would not show on a touch screen."""
         width = max(text_width(words) for words in texts) + 12
         left = x + 8 if x <= (self.left + self.right) / 2 else x - 8 - width
         left = min(max(left, 2.0), max(2.0, self.right - width))  # inside the picture
@@ -217,6 +220,7 @@ def draw_lines(
     entries = [(one.name, {"style": f"fill:{paint(one.colour)}"}) for one in series if len(series) > 1 or legend]
 
     def draw(width: int) -> Markup:
+        """Return the chart as an SVG picture `width` pixels wide, with its legend below."""
         plot = Plot(x_axis, y_axis, right=width - 16, bottom=height - (44 if not x_axis.title else 48))
         for one in series:
             plot.draw_line(one)

@@ -25,7 +25,7 @@ Content: TypeAlias = "str | Iterable[Content] | None"
 
 
 def escape_text(text: str) -> Markup:
-    """Return `text` escaped for use inside an element or a quoted attribute.
+    """Return `text` escaped for use inside an HTML or SVG element or a quoted attribute.
 
     Control characters, which XML forbids, become their symbols (U+2400 on); lone surrogates, noncharacters and
     bidirectional overrides become U+FFFD.
@@ -68,8 +68,8 @@ def format_number(value: float, digits: int = 2) -> str:
 
 
 def _replace_invisible(found: re.Match[str]) -> str:
-    """Return the visible replacement of a matched control or bidirectional character: its symbol (U+2400 on) or
-    U+FFFD."""
+    """Return the visible replacement of the character that a regular expression matched: for an ASCII control character
+    its symbol (U+2400 on), for any other U+FFFD."""
     code = ord(found[0])
     if unicodedata.category(found[0]) == "Cc" and code < 0x80:
         return chr(0x2421 if code == 0x7F else 0x2400 + code)

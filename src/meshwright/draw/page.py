@@ -14,8 +14,9 @@ _QUANTITY = re.compile(r"[-–+<]?[\d.,]+( ?[^\W\d_]{0,3}|%)( / [\d.,]+)?|[-–]
 
 
 def page(title: str, *parts: Content, narrow: bool = False) -> str:
-    """Return a complete HTML page, for light and dark mode, whose body consists of `parts`. title: title of the browser
-    tab only; a heading must be among `parts`. narrow: True for the style sheet's narrow text column."""
+    """Return a complete HTML page, for light and dark mode, whose body consists of `parts` (texts and markup). title:
+    title of the browser tab only; a heading must be among `parts`. narrow: True for the style sheet's narrow text
+    column."""
     style = picture_style() + (files("meshwright.draw") / "page.css").read_text(encoding="utf-8")
     head = (
         element("meta", charset="utf-8"),
@@ -30,7 +31,8 @@ def page(title: str, *parts: Content, narrow: bool = False) -> str:
 
 
 def _box_picture(part: Content) -> Content:
-    """Wrap an SVG picture in a box that scrolls horizontally on a narrow screen; return other content unchanged."""
+    """Wrap `part` in an HTML box that scrolls horizontally on a narrow screen if it is an SVG picture; return other
+    content unchanged."""
     return element("div", part, class_="chart") if isinstance(part, Markup) and part.startswith("<svg") else part
 
 
@@ -70,7 +72,7 @@ def paragraph(*words: Content, muted: bool = False) -> Markup:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> Markup:
-    """Return a chart's legend as HTML. entries: (text, style-sheet colour of its symbol, such as "blue")."""
+    """Return a chart's legend as HTML. entries: (text, style-sheet colour of its colour sample, such as "blue")."""
     swatches = ((element("i", style=f"background:{paint(colour)}"), words) for words, colour in entries)
     return element("p", join([element("span", swatch) for swatch in swatches], " "), class_="muted key")
 

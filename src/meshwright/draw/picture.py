@@ -23,20 +23,21 @@ class Picture:
         self.parts.append(element(name, element("title", title) if title else None, **attributes))
 
     def text(self, x: float, y: float, words: str, anchor: str | None = None, **attributes: str | float | None) -> None:
-        """Append the text `words` at (x, y) to the picture. anchor: part of the text that lies at x: None (start),
-        "middle" or "end". attributes: further SVG attributes, as for `add`."""
+        """Append the text `words` at (x, y), in pixels, to the picture. anchor: part of the text that lies at x: None
+        (start), "middle" or "end". attributes: further SVG attributes (`class_` stands for class, an underscore for a
+        hyphen)."""
         self.parts.append(element("text", words, x=x, y=y, text_anchor=anchor, **attributes))
 
     def line(self, start: tuple[float, float], end: tuple[float, float], kind: str, title: str = "") -> None:
-        """Append a straight line to the picture, from `start` (x, y) to `end` (x, y). kind: CSS class in the style
-        sheet, such as "grid". title: text shown on hover."""
+        """Append a straight line to the picture, from `start` (x, y) to `end` (x, y), in pixels. kind: CSS class in the
+        style sheet, such as "grid". title: text shown on hover."""
         self.add("line", title=title, x1=start[0], y1=start[1], x2=end[0], y2=end[1], class_=kind)
 
     def legend(self, entries: Iterable[tuple[str, dict[str, str]]], left: float, right: float, y: float) -> float:
         """Append a legend between x = `left` and `right`, wrapped into lines from y = `y` on; return the y of its last
-        line.
+        line. All coordinates are in pixels.
 
-        entries: (text, SVG attributes of the swatch).
+        entries: (text, SVG attributes of its colour sample, such as {"style": "fill:red"}).
         """
         x = left
         for words, paint in entries:
@@ -49,10 +50,10 @@ class Picture:
         return y
 
     def svg(self, width: float, height: float, label: str, *, alone: bool = False) -> Markup:
-        """Return the complete <svg> element of `width` x `height` pixels.
+        """Return the complete <svg> element of `width` x `height` pixels, with all elements added so far.
 
         label: description for screen readers. alone: True to include style sheet and XML namespace, for a file of its
-            own.
+        own.
         """
         own = {"xmlns": "http://www.w3.org/2000/svg"} if alone else {}
         style = element("style", picture_style()) if alone else None

@@ -10,13 +10,13 @@ _WIDE = dict.fromkeys("mMwW@%—→", 0.9)
 
 
 def text_width(text: str, size: float = 12.0, monospace: bool = False) -> float:
-    """Return the estimated width of `text` in pixels at a font size of `size` pixels. monospace: True for a font whose
-    characters are all equally wide."""
+    """Return the estimated width of `text` in pixels at a font size of `size` pixels, for labels in charts. monospace:
+    True for a font whose characters are all equally wide."""
     return size * sum(0.61 if monospace and ord(one) < 128 else _character_width(one) for one in text)
 
 
 def _character_width(one: str) -> float:
-    """Return the estimated width of one character, in multiples of the font size."""
+    """Return the estimated width of the single character `one` in a sans-serif font, in multiples of the font size."""
     if unicodedata.east_asian_width(one) in ("W", "F"):
         return 1.0
     if unicodedata.combining(one):

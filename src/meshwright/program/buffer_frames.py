@@ -96,8 +96,9 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
     arrows: list[Arrow] = []
 
     def append_frame(level: int) -> None:
-        """Append the frame for dependency level `level`, which has just run, if it has transfers or local steps to
-        draw."""
+        """Collect the transfers and local steps of dependency level `level`, which has just been executed. Append a
+        frame (snapshot of all buffers to draw) if some are collected and the level is one of the last two of its round,
+        that of the last local steps or that of the transfers."""
         turn, place = divmod(level, width)
         for step in np.flatnonzero(s.has_kind(LOCAL) & (order.level[s.group_index] == level)).tolist():
             arrows.append(_make_arrow(program, step, step))
@@ -123,8 +124,9 @@ def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder,
     """Renumber the dependency levels of a collective program so that all transfers of one round have the same level.
     Each transfer or local step depends on lower levels only.
 
-    Returns (posting order with the new levels, number of levels per round). The last level of a round has its
-    transfers; the levels before it have the local copies and reductions that precede these transfers.
+    checked: verified program with its dependency levels. Returns (posting order with the new levels, number of levels
+    per round). The last level of a round has its transfers; the levels before it have the local copies and reductions
+    that precede these transfers.
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)
@@ -154,9 +156,11 @@ def _make_arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
 def _make_cells(
     program: CollectiveProgram, memory: contract.Memory, fresh: set[tuple[int, int]]
 ) -> tuple[tuple[Cell, ...], ...]:
-    """Return the cells to draw for all slots of all ranks, indexed by rank, then by slot.
+    """Return the cells (contents of slots, as drawn) of all ranks, indexed by rank, then by slot. A slot is the buffer
+    for one chunk of the vector.
 
-    memory: chunk and contributing ranks of every slot. fresh: (rank, slot) pairs written since the last frame.
+    program: the collective program. memory: chunk and contributing ranks of every slot. fresh: (rank, slot) pairs
+    written since the last frame.
     """
     need = contract.build_required_slots(program)
     everyone = tuple(range(program.ranks))
@@ -168,7 +172,7 @@ def _make_cells(
     }
 
     def make_cell(rank: int, slot: int) -> Cell:
-        """Return the cell that draws slot number `slot` of rank `rank`."""
+        """Return the cell that draws the content of slot number `slot` (buffer for one chunk) of rank `rank`."""
         chunk = int(memory.chunk[rank, slot])
         origins = tuple(memory.list_contributors(rank, slot))
         whole = promised.get((rank, slot)) == (chunk, origins)
@@ -187,8 +191,8 @@ def sums_contributions(program: CollectiveProgram) -> bool:
 
 
 def format_slot_label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> str:
-    """Return the text drawn in a slot that holds chunk `chunk` (-1: empty text) with contributions of the ranks
-    `origins`.
+    """Return the text drawn in a slot (buffer for one chunk) that holds chunk number `chunk` (-1: empty text) with
+    contributions of the ranks `origins`.
 
     Ranks are letters: `a0` is rank 0's part of chunk 0, `a0+b0` a sum, `a…e0` a sum over consecutive ranks, `Σ0` the
     sum over all ranks, and `8 parts of 0` a sum too long to write out. For a barrier, the ranks from which a signal has
@@ -220,8 +224,8 @@ def format_slot_title(program: CollectiveProgram, slot: int) -> str:
 
 
 def format_legend(program: CollectiveProgram) -> str:
-    """Return the sentence below a drawing that explains its labels: `a is rank 0, d rank 3; a0 is rank 0's part of
-    chunk 0`."""
+    """Return the sentence that explains the labels of a drawing of the program's buffers: `a is rank 0, d rank 3; a0 is
+    rank 0's part of chunk 0.`"""
     ranks = f"{LETTERS[0]} is rank 0" + (
         f", {LETTERS[program.ranks - 1]} rank {program.ranks - 1}" * (program.ranks > 1)
     )

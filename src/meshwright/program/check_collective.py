@@ -30,8 +30,9 @@ _MAX_SLOTS_MOVED = 10**8  # summed over steps: a few GiB and a minute
 class CheckedCollective(MatchedCollective):
     """Verified collective program, with its matched sends and receives and an order in which they can run.
 
-    level: [transfers], dependency level of each transfer, which depends on lower levels only. order: order in which
-    groups (steps that a rank posts together) can be posted.
+    program: steps of all ranks. sends, receives: [transfers], step indices of the two ends of each transfer. level:
+    [transfers], dependency level of each transfer, which depends on lower levels only. order: order in which groups
+    (steps that a rank posts together) can be posted.
     """
 
     level: Integers
@@ -44,7 +45,8 @@ class CheckedCollective(MatchedCollective):
         return self.order.depth
 
     def bytes_sent(self, total_bytes: float) -> NDArray[np.float64]:
-        """Return the bytes that each rank sends if the operation's vector has `total_bytes` bytes, indexed by rank."""
+        """Return the bytes that each rank sends, indexed by rank. total_bytes: size in bytes of the operation's full
+        vector."""
         s = self.program.steps
         slots = np.bincount(s.rank[self.sends], weights=s.count[self.sends], minlength=self.program.ranks)
         return np.asarray(slots * (total_bytes / self.program.chunks), np.float64)
@@ -89,8 +91,8 @@ def _check_steps(program: CollectiveProgram) -> None:
     empty = s.has_kind((Kind.SIGNAL, Kind.WAIT))
 
     def beyond(first: Integers) -> Mask:
-        """Return a mask [steps]: True if slots first .. first + count do not lie within one of data, output and
-        scratch.
+        """Return a mask [steps]: True for each step whose `count` slots (buffers for one chunk) from `first` on do not
+        all lie within one of the buffers data, output and scratch; False for signals and waits.
 
         first: [steps], first slot that each step uses.
         """

@@ -78,8 +78,8 @@ def check_pipeline(program: PipelineProgram) -> CheckedPipeline:
 
 
 def _check_placement(program: PipelineProgram) -> None:
-    """Raise `ProgramError` unless each rank has equally many stages of a replica, and replicas have equally many
-    stages."""
+    """Raise `ProgramError` unless the schedule has at least one rank, micro-batch and stage, each stage is on an
+    existing rank, all replicas have equally many stages, and all ranks hold equally many stages of each replica."""
     ranks, stages = program.ranks, program.stages if program.placement else 0
     if ranks < 1 or program.micro_batches < 1 or stages < 1:
         counts = f"{ranks} ranks, {program.micro_batches} micro-batches, {stages} stages"
@@ -90,8 +90,9 @@ def _check_placement(program: PipelineProgram) -> None:
 
 
 def _check_steps(program: PipelineProgram) -> None:
-    """Raise `ProgramError` for the first step whose kind, rank, stage, replica or micro-batch is out of range, or that
-    runs on another rank than its stage."""
+    """Raise `ProgramError` for the first step whose kind, rank, stage, replica (copy of the model), micro-batch or
+    component is out of range, that runs on another rank than its stage, or that transfers beyond the first or last
+    stage."""
     p, s = program, program.steps
 
     program.refuse((s.kind < 0) | (s.kind >= len(Kind)), "there is no step of kind {kind}")
@@ -139,8 +140,8 @@ def _check_groups(program: PipelineProgram) -> None:
 
 
 def _check_micro_batches(program: PipelineProgram) -> None:
-    """Raise `ProgramError` unless each micro-batch runs once forward and once backward through each stage of one
-    replica."""
+    """Raise `ProgramError` unless each micro-batch runs once forward and once backward (whole, split into input and
+    weight gradient, or in layer components) through each stage of one replica (copy of the model)."""
     p, s = program, program.steps
     computing = np.flatnonzero(s.has_kind(COMPUTING))
     entered = np.unique(s.micro_batch[computing])
@@ -159,16 +160,16 @@ def _check_micro_batches(program: PipelineProgram) -> None:
     def find_first(kinds: tuple[Kind, ...], where: Mask) -> tuple[int, int, int, int]:
         """Return (replica, stage, micro-batch, step index) of the first True in `where`.
 
-        where: mask [replicas, stages, micro-batches]. The step is the first of one of `kinds` at that place, -1 if
-            there is none.
+        where: mask [replicas, stages, micro-batches]. The step index is that of the first step of one of `kinds` for
+        this replica, stage and micro-batch, -1 if there is none.
         """
         replica, stage, micro_batch = (int(index[0]) for index in np.nonzero(where))
         there = (s.replica == replica) & (s.stage == stage) & (s.micro_batch == micro_batch) & s.has_kind(kinds)
         return replica, stage, micro_batch, int(np.argmax(there)) if there.any() else -1
 
     def refuse(bad: Mask, kinds: tuple[Kind, ...], reason: str) -> None:
-        """Raise `ProgramError` with `reason` if `bad` has a True entry; the error names the first step there of one of
-        `kinds`.
+        """Raise `ProgramError` with message `reason` if `bad` has a True entry. The error names the first step of one
+        of `kinds` for the replica, stage and micro-batch of the first True entry.
 
         bad: mask [replicas, stages, micro-batches].
         """
@@ -176,8 +177,8 @@ def _check_micro_batches(program: PipelineProgram) -> None:
             raise program.make_error(find_first(kinds, bad)[3], reason)
 
     def refuse_missing(bad: Mask, kind: Kind) -> None:
-        """Raise `ProgramError` if `bad` has a True entry: the rank of that stage has no step of `kind` for that
-        micro-batch.
+        """Raise `ProgramError` if `bad` has a True entry; the message says that the rank of that stage has no step of
+        kind `kind` for that micro-batch.
 
         bad: mask [replicas, stages, micro-batches].
         """
@@ -215,7 +216,8 @@ def _check_micro_batches(program: PipelineProgram) -> None:
 
 
 def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, verb: str) -> None:
-    """Raise `ProgramError` if two steps do the same work; the error names the later one.
+    """Raise `ProgramError` if two steps do the same work, such as sending the same value; the error names the later
+    one.
 
     steps: step indices. number: [steps], key of each step's work, equal for two steps that do the same work. verb:
     participle for the error message, such as `sent`.
@@ -256,10 +258,12 @@ def _check_transfers(flow: Dataflow) -> None:
 
 
 def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers]:
-    """Match explicit sends with receives in message order between each pair of ranks, and order all groups.
+    """Match explicit sends with receives in message order between each pair of ranks, and order all groups (steps that
+    a rank runs together).
 
     Returns (send steps, receive steps, groups), all as indices: receives[i] receives what sends[i] sends, and the
-    groups are in an order in which all can run even if each send waits for its receive.
+    groups are in an order in which all can run even if each send waits for its receive. Raises `ProgramError` for a
+    send or receive without a counterpart, different values at both ends, and a deadlock.
     """
     s = program.steps
     is_send, is_receive = s.has_kind(SENDING), s.has_kind(ARRIVING)
@@ -278,8 +282,9 @@ def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers
 
 
 def _check_updates(program: PipelineProgram) -> None:
-    """Raise `ProgramError` unless exactly one update applies each weight gradient, this update comes after the step
-    that computes the gradient, and all stages of a replica are updated after the same micro-batches."""
+    """Raise `ProgramError` unless exactly one update (optimizer step) applies each weight gradient, this update comes
+    after the step that computes the gradient, and all stages of a replica (copy of the model) are updated after the
+    same micro-batches."""
     s = program.steps
     replicas, stages = program.replicas, program.stages
     final = np.flatnonzero(s.has_kind((Kind.BACKWARD, Kind.WEIGHT_GRADIENT)))

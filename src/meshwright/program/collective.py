@@ -25,11 +25,12 @@ from meshwright.program.order import Integers
 class Kind(IntEnum):
     """Kind of a step of a collective program: what one rank does with its slots (buffers of one chunk each).
 
-    SEND and RECEIVE transfer slots; REDUCE receives and adds to its slots. COPY and COMBINE (add) are local, in groups
-    without transfers. SIGNAL and WAIT are a send and a receive without data.
-    The steps of a group run at the same time: each reads slot values from before the group, and writes become visible
-        after it. A slot that a receive or a copy writes may be used by no other step of the group. Several reductions
-        may target one slot, which sends of the group may read; they send the value from before the group.
+    SEND and RECEIVE transfer slots; REDUCE receives and adds to its slots. COPY and COMBINE (add) are local. SIGNAL and
+    WAIT are a send and a receive without data.
+    Steps form groups: a rank posts the steps of a group together and waits for all of them before the next group. A
+    group has either local steps or transfers. Each step reads slot values from before the group; writes become visible
+    after it. A slot that a receive or a copy writes may be used by no other step of the group. Several reductions may
+    target one slot, which sends of the group may read; they send the value from before the group.
     The order of steps within a group decides only which messages match (between two ranks, the n-th send with the n-th
     receive) and the rounding order of reductions into one slot.
     """
@@ -65,11 +66,13 @@ MAX_CHUNKS = 1 << 25  # summed over ranks
 
 @dataclass(frozen=True, eq=False)
 class Steps(StepColumns):
-    """Steps of a collective program as columns [steps], sorted by rank, then by group (numbered from 0 on each rank).
+    """Steps of a collective program as columns [steps], sorted by rank, then by group.
 
-    A slot is a buffer for one chunk of the vector. slot: first slot read (send) or written (all others). count: number
-        of slots; 0 for signal and wait. peer: other rank of a transfer; -1 for local steps. source: first slot read by
-        a local step; -1 for transfers.
+    rank: rank that runs the step. group: number of the step's group, from 0 on each rank; a rank posts the steps of a
+    group together. kind: a `Kind`, such as SEND.
+    slot: first slot (buffer for one chunk of the vector) read (send) or written (all others). count: number of
+    consecutive slots; 0 for signal and wait. peer: other rank of a transfer; -1 for local steps. source: first slot
+    read by a local step; -1 for transfers.
     """
 
     slot: Integers  # first slot read (send) or written (all others)
@@ -79,11 +82,11 @@ class Steps(StepColumns):
 
     @classmethod
     def from_unsorted(cls, **columns: ArrayLike) -> Steps:
-        """Build the columns from steps of all ranks in any order: sorts them by rank and group, and numbers each rank's
-        groups from 0.
+        """Return the steps of all ranks, given in any order, sorted by rank and group, with the groups (steps that a
+        rank posts together) of each rank renumbered from 0.
 
-        columns: one array [steps] for each field of `Steps`. Group numbers may have gaps; they only need to increase in
-        the order in which a rank runs its groups. Steps of one group keep their order.
+        columns: one array [steps] for each field of `Steps`, by name. Group numbers may have gaps; they only need to
+        increase in the order in which a rank runs its groups. Steps of one group keep their order.
         """
         arrays = {name: np.asarray(column, np.int64) for name, column in columns.items()}
         order = np.lexsort((arrays["group"], arrays["rank"]))  # stable: steps of a group stay as written
@@ -140,8 +143,9 @@ class CollectiveProgram(StepProgram):
         return self.first_scratch + self.scratch
 
     def find_owner(self, chunk: ArrayLike) -> Integers:
-        """Return the owner rank of each chunk number in `chunk`, in the same shape. Every rank owns a contiguous,
-        nearly equal range of the vector's chunks, in rank order."""
+        """Return the owner rank of each chunk number in `chunk`, in the same shape: the rank that holds the chunk in
+        operations such as reduce-scatter or all-gather. Every rank owns a contiguous, nearly equal range of the
+        vector's chunks, in rank order."""
         return np.asarray(chunk, np.int64) * self.ranks // self.chunks
 
     def format_slots(self, slot: int, count: int = 1) -> str:
@@ -181,10 +185,10 @@ class CollectiveProgram(StepProgram):
 
 @dataclass(frozen=True)
 class MatchedCollective:
-    """Collective program with each send matched to its receive. It need not be verified; the simulator accepts it all
-    the same.
+    """Collective program with each send matched to its receive. It can be simulated, but has not been verified to
+    compute the operation.
 
-    sends, receives: [transfers], indices of the send and receive step of each transfer.
+    program: steps of all ranks. sends, receives: [transfers], indices of the send and receive step of each transfer.
     """
 
     program: CollectiveProgram
@@ -209,9 +213,9 @@ class Builder:
             program.transfer(rank, (rank + 1) % ranks, chunk=(rank - step) % ranks, reduce=True)
     return program.build()
 
-    operation, algorithm: names. chunks: number of equal chunks of the vector. root: source or destination rank.
-        scratch: number of temporary slots (one chunk each) per rank. Raises UserError if the program exceeds MAX_STEPS
-        or MAX_CHUNKS.
+    operation, algorithm: names. ranks: number of ranks. chunks: number of equal chunks of the vector. root: source or
+    destination rank of a rooted operation. scratch: number of temporary slots (one chunk each) per rank. Raises
+    UserError if the program exceeds MAX_STEPS steps, or MAX_CHUNKS chunks summed over ranks.
     """
 
     operation: str
@@ -232,8 +236,8 @@ class Builder:
             )
 
     def _make_size_error(self, why: str) -> UserError:
-        """Return the error for a program that exceeds a size limit; `why` is the part of its message about the
-        limit."""
+        """Return the `UserError` for a program that exceeds a size limit. why: last part of the message, which names
+        the limit."""
         return UserError(f"{self.algorithm} {self.operation} on {self.ranks:,} ranks is too large a program: {why}")
 
     @contextmanager
@@ -255,11 +259,11 @@ class Builder:
         into: ArrayLike | None = None,
         reduce: bool = False,
     ) -> None:
-        """Add a send of the slots [chunk, chunk + count) on rank `source`, and its receive on rank `target`; arrays are
-        broadcast against each other and add one transfer per entry.
+        """Add a send of the slots (buffers for one chunk each) [chunk, chunk + count) on rank `source`, and its receive
+        on rank `target`; arrays are broadcast against each other and add one transfer per entry.
 
-        into: first slot written on the target (default: `chunk`). reduce: add to those slots instead of overwriting
-        them. Transfers from a rank to itself and transfers of 0 slots are dropped.
+        count: number of slots. into: first slot written on the target (None: `chunk`). reduce: True to add to those
+        slots instead of overwriting them. Transfers from a rank to itself and transfers of 0 slots are dropped.
         """
         columns = _broadcast_columns(source, target, chunk, count, chunk if into is None else into)
         source, target, chunk, count, into = columns[:, (columns[0] != columns[1]) & (columns[3] > 0)]
@@ -267,8 +271,8 @@ class Builder:
         self._append_steps(target, Kind.REDUCE if reduce else Kind.RECEIVE, into, count, source, -1)
 
     def signal(self, source: ArrayLike, target: ArrayLike) -> None:
-        """Add a signal (message without data) from rank `source` to rank `target`, which waits for it; arrays add one
-        signal per entry."""
+        """Add a signal (message without data) from rank `source` to rank `target`, which waits for it; arrays are
+        broadcast against each other and add one signal per entry."""
         source, target = _broadcast_columns(source, target)
         self._append_steps(source, Kind.SIGNAL, 0, 0, target, -1)
         self._append_steps(target, Kind.WAIT, 0, 0, source, -1)
@@ -277,9 +281,9 @@ class Builder:
         self, rank: ArrayLike, source: ArrayLike, into: ArrayLike, count: ArrayLike = 1, combine: bool = False
     ) -> None:
         """Add a copy of the slots (buffers for one chunk) [source, source + count) to the slots from `into` on, within
-        rank `rank`; arrays add one copy per entry.
+        rank `rank`; arrays are broadcast against each other and add one copy per entry.
 
-        combine: add to the target slots instead of overwriting them.
+        count: number of slots. combine: True to add to the target slots instead of overwriting them.
         """
         self._append_steps(rank, Kind.COMBINE if combine else Kind.COPY, into, count, -1, source)
 

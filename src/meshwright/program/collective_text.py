@@ -120,11 +120,12 @@ class _Parser(ProgramParser):
         )
 
     def is_step(self, word: str) -> bool:
-        """Return True if `word` is the verb of a step."""
+        """Return True if `word` is the first word of a step, such as `send`."""
         return word in _STEPS
 
     def store_header(self, name: str, words: Sequence[str]) -> None:
-        """Store the value of the header line `name`, given the words after the name."""
+        """Store the value of the header line `name`, such as `ranks`. words: the words after the name. Raises
+        `UserError` for an unknown operation or an invalid number."""
         if name == "collective":
             self.operation, self.algorithm = words[0], " ".join(words[1:])
             if self.operation not in OPERATIONS:
@@ -155,7 +156,7 @@ class _Parser(ProgramParser):
 
     def _parse_step_words(self, words: Sequence[str]) -> tuple[int, int, int, int, int]:
         """Parse the words of one step into (kind, first slot, number of slots, peer rank, source slot), where a slot is
-        a buffer for one chunk; -1 for unused fields."""
+        a buffer for one chunk; -1 for unused fields. Raises `UserError` for an invalid step."""
         if not words:
             raise self.make_error('a step is missing before or after "|"')
         if words[0] not in _STEPS:
@@ -180,7 +181,7 @@ class _Parser(ProgramParser):
 
     def _parse_slots(self, word: str) -> tuple[int, int]:
         """Parse a range of slots (buffers for one chunk each) such as `data[3]` or `data[0:4]` into (first slot number,
-        number of slots)."""
+        number of slots). Raises `UserError` for an invalid range."""
         found = _SLOTS.fullmatch(word)
         if not found:
             raise self.make_error(f'"{word}" should be slots such as data[3] or data[0:4]')

@@ -61,12 +61,14 @@ class StepColumns:
 
 
 class StepProgram:
-    """Base class of collective and pipeline programs: the steps of all ranks, and errors that name one of them."""
+    """Base class of collective and pipeline programs: the steps of all ranks, and methods that describe a step in error
+    messages."""
 
     steps: StepColumns
 
     def describe(self, step: int) -> str:
-        """Return the text of the step with index `step`, also for a step with invalid values."""
+        """Return the text of the step with index `step`, such as `send data[3] to 1` or `2F5`; also for a step with
+        invalid values."""
         raise NotImplementedError
 
     def locate(self, step: int) -> str:
@@ -75,11 +77,12 @@ class StepProgram:
         return f"rank {self.steps.rank[step]}, step {self.steps.group[step]} ({self.describe(step)})"
 
     def make_error(self, step: int, reason: str) -> ProgramError:
-        """Return a `ProgramError` with message `reason` that names rank and text of the step with index `step`."""
+        """Return a `ProgramError` about the step with index `step`; its message names the step's rank and text, then
+        `reason`."""
         return ProgramError(int(self.steps.rank[step]), int(self.steps.group[step]), self.describe(step), reason)
 
     def refuse(self, bad: Mask, reason: str) -> None:
-        """Raise `ProgramError` for the first step for which `bad` [steps] is True, if any.
+        """Raise `ProgramError` about the first step for which `bad` [steps] is True; do nothing if there is none.
 
         reason: message; names of step columns in braces, such as `{rank}`, are replaced by the values of that step.
         """

@@ -20,9 +20,9 @@ _MAX_MEMORY = 4 << 30  # bytes of all contribution sets during a check
 def check_header(operation: str, ranks: int, chunks: int, root: int, scratch: int, reduction: str, where: str) -> None:
     """Raise `UserError` if a header field of a collective program is invalid, or the program is too large to check.
 
-    operation, reduction: names such as `all-reduce`, `sum`. chunks: number of chunks of the vector. root: source or
-    destination rank. scratch: number of temporary slots (buffers for one chunk) per rank. where: prefix of the message,
-    such as the file's name.
+    operation, reduction: names such as `all-reduce`, `sum`. ranks: number of ranks. chunks: number of chunks of the
+    vector. root: source or destination rank. scratch: number of temporary slots (buffers for one chunk) per rank.
+    where: prefix of the message, such as the file's name.
     """
     if operation not in OPERATIONS:
         raise UserError(f"{where}: {unknown('operation', operation, OPERATIONS)}")
@@ -62,7 +62,8 @@ class Memory:
 
 
 def list_ranks(words: NDArray[np.uint64]) -> list[int]:
-    """Return the ranks in a bit set: `words` [ceil(ranks / 64)], where bit r % 64 of word r // 64 stands for rank r."""
+    """Return the ranks in a bit set, ascending. words: [ceil(ranks / 64)], where bit r % 64 of word r // 64 stands for
+    rank r."""
     return [64 * word + bit for word, bits in enumerate(words.tolist()) for bit in range(64) if bits >> bit & 1]
 
 
@@ -112,10 +113,10 @@ def build_initial_memory(program: CollectiveProgram) -> Memory:
 
 @dataclass(frozen=True)
 class RequiredSlots:
-    """Slot contents that an operation requires at its end, as columns with one entry per slot.
+    """Slot contents that an operation requires at its end, as columns with one entry per slot (buffer for one chunk).
 
     rank, slot: rank, and slot number on it. chunk: chunk of the vector that the slot must hold. origin: rank whose
-        contribution it must be, or `ALL` for the sum over all ranks.
+    contribution it must be, or `ALL` (-1) for the sum over all ranks.
     """
 
     rank: Integers

@@ -46,19 +46,19 @@ class SlotMoves:
     writer: Integers  # index of the step that writes
 
     def select(self, index: Integers | Mask | slice) -> SlotMoves:
-        """Return the slot moves (one entry per column) that an index array, a mask or a slice selects."""
+        """Return the entries of all columns that `index` (index array, mask or slice) selects, as a new `SlotMoves`."""
         return SlotMoves(**{name: column[index] for name, column in vars(self).items()})
 
 
 def build_transfer_moves(
     program: CollectiveProgram, sends: Integers, receives: Integers, order: PostingOrder, read_level: Integers
 ) -> SlotMoves:
-    """Return the moves of single slots (buffers for one chunk) by all transfers, sorted by read level and, within a
-    level, overwriting moves before reductions.
+    """Split all transfers into moves of single slots (buffers for one chunk) and return these, sorted by read level
+    and, within a level, overwriting moves before reductions.
 
     sends, receives: [transfers], step indices of the two ends. order: dependency level of each group (steps that a rank
-    posts together). read_level: [transfers], level at which each transfer runs. Each signal of a barrier is a move of
-    its single slot.
+    posts together). read_level: [transfers], dependency level at which each transfer runs. Each signal of a barrier is
+    a move of its single slot.
     """
     s, slots = program.steps, program.slots
     barrier = program.operation == "barrier"
@@ -87,7 +87,7 @@ def build_transfer_moves(
 
 
 def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) -> Integers:
-    """Return, for each reduction among the moves, the number of earlier reductions of its group (steps that a rank
+    """Return, for each slot move that is a reduction, the number of earlier reductions of its group (steps that a rank
     posts together) into its target slot (buffer for one chunk); 0 for other moves: [moves].
 
     group: [moves], index of the group of the step that writes. target: [moves], slot written. reduces: [moves], True
@@ -102,8 +102,8 @@ def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) 
 
 
 def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMoves:
-    """Return the moves of single slots (buffers for one chunk) by local copies and combines (additions of a slot to
-    another of the same rank), sorted by level and, within a level, copies before combines.
+    """Split all local copies and combines (additions of a slot to another of the same rank) into moves of single slots
+    (buffers for one chunk) and return these, sorted by level and, within a level, copies before combines.
 
     order: dependency level of each group (steps that a rank posts together) of the program.
     """
@@ -131,7 +131,8 @@ class ContributionTracker:
     """Symbolic execution of a collective program: tracks chunk number and contributing ranks of every slot (buffer of
     one chunk) of every rank.
 
-    memory: contents of all slots after the moves that `run` has executed so far.
+    program: steps of all ranks. memory (attribute): contents of all slots after the moves that `run` has executed so
+    far; at first, the input that the operation assumes.
     """
 
     def __init__(self, program: CollectiveProgram) -> None:
@@ -172,8 +173,8 @@ class ContributionTracker:
                 watch(level)
 
     def _read_slots(self, moves: SlotMoves) -> tuple[Chunks, Sets]:
-        """Return chunk number [moves] and set of contributing ranks [moves, 64-bit words] in the source slot of each
-        move.
+        """Return chunk number [moves] and set of contributing ranks [moves, 64-bit words] in the source slot (buffer
+        for one chunk) of each move.
 
         Raises `ProgramError` for an empty slot.
         """
@@ -186,10 +187,11 @@ class ContributionTracker:
         return chunk, self._sets[moves.source]
 
     def _apply_copies(self, moves: SlotMoves) -> tuple[SlotMoves, Chunks, Sets]:
-        """Read the source slots of all moves, and perform the moves that overwrite their target slot in `memory`.
+        """Read the source slots (buffers for one chunk) of all moves, and perform the moves that overwrite their target
+        slot in `memory`.
 
-        Returns the other moves, which are reductions, with the chunk numbers [moves] and sets of contributing ranks
-        [moves, 64-bit words] that they have read.
+        Returns three values for the other moves, which are reductions not yet applied: the moves, the chunk numbers
+        [moves] and the sets of contributing ranks [moves, 64-bit words] that they have read.
         """
         chunk, sets = self._read_slots(moves)
         reduces = int(np.searchsorted(moves.reduces, True))  # overwriting moves come first
@@ -197,10 +199,11 @@ class ContributionTracker:
         return moves.select(slice(reduces, None)), chunk[reduces:], sets[reduces:]
 
     def _apply_reductions(self, moves: SlotMoves, chunk: Chunks, sets: Sets) -> None:
-        """Add the contributions that the moves `moves` have read to their target slots; reductions into one slot run in
-        turn.
+        """Add the contributions that slot moves have read to their target slots (buffers for one chunk); several
+        reductions into one slot are applied one after the other.
 
-        chunk: [moves], chunk numbers read. sets: [moves, 64-bit words], sets of contributing ranks read.
+        moves: reductions to apply. chunk: [moves], chunk numbers read. sets: [moves, 64-bit words], sets of
+        contributing ranks read.
         """
         for turn in range(int(moves.turn.max(initial=-1)) + 1):
             turn = moves.turn == turn
@@ -210,10 +213,12 @@ class ContributionTracker:
                 self._accumulate(moves.select(turn), chunk[turn], sets[turn])
 
     def _accumulate(self, moves: SlotMoves, chunk: Chunks, sets: Sets) -> None:
-        """Add contributions to the target slots of `moves`, no two of which have the same target.
+        """Add contributions to the target slots (buffers for one chunk) of `moves`, no two of which have the same
+        target.
 
         chunk: [moves], chunk numbers read. sets: [moves, 64-bit words], sets of contributing ranks read. Raises
-        `ProgramError` for an empty target, one with another chunk, or one that already has a contribution.
+        `ProgramError` for an empty target, one with another chunk, or one that already has a contribution (unless the
+        operation is a barrier).
         """
         present, held = self._chunk[moves.target], self._sets[moves.target]
         if self.program.operation != "barrier":  # a repeated signal is harmless
@@ -238,7 +243,7 @@ class ContributionTracker:
 
 
 def _find_first_failure(bad: Mask, step: Integers) -> int:
-    """Return the index of a failed move: the one whose step comes first in the program.
+    """Return the index of a failed slot move: the one whose step comes first in the program.
 
     bad: [moves], True for failed moves. step: [moves], index of the step to which each move belongs.
     """

@@ -45,7 +45,7 @@ class Dataflow:
     """Data flow of a pipeline schedule: which step produces each value, and which steps read it.
 
     A value is the output, the input gradient or the weight gradient of one micro-batch in one stage of one replica.
-    Stages, replicas and micro-batches of all steps must be in range.
+    program: schedule; stages, replicas and micro-batches of all its steps must be in range.
     """
 
     program: PipelineProgram
@@ -59,10 +59,11 @@ class Dataflow:
         self, what: Integers | int, replica: Integers, stage: Integers, micro_batch: Integers
     ) -> Integers:
         """Return the index of a value in arrays over all values, such as `last_step`. A value is the output or gradient
-        of one micro-batch in one stage of one replica; its index is row-major over (what, replica, stage, micro_batch).
+        of one micro-batch in one stage of one replica (copy of the model); its index is row-major over (what, replica,
+        stage, micro_batch).
 
-        what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). replica, stage: where the value is produced. Arguments are
-        broadcast against each other; the result has their shape.
+        what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). replica, stage, micro_batch: where and for which micro-batch the
+        value is produced. Arguments are broadcast against each other; the result has their shape.
         """
         p = self.program
         return ((what * p.replicas + replica) * p.stages + stage) * p.micro_batches + micro_batch
@@ -85,7 +86,7 @@ class Dataflow:
     @cached_property
     def _ordered_components(self) -> tuple[Integers, Mask, Mask]:
         """Compute steps, sorted by the value (output or gradient) that they produce and, for one value, in execution
-        order of the layer components.
+        order of the layer components (attention, dispatch, MLP, combine).
 
         Three arrays [compute steps]: step index; True for the first component of a value; True for the last component
         of a value.
@@ -137,7 +138,7 @@ class Dataflow:
         def reads(reader: Integers, what: int, ahead: int = 0) -> None:
             """Add a read of a value of the same micro-batch and replica for each step index in `reader`.
 
-            what: OUTPUT or GRADIENT. ahead: producing stage minus reading stage: -1, 0 or 1.
+            what: OUTPUT or GRADIENT. ahead: index of the producing stage minus that of the reading stage: -1, 0 or 1.
             """
             stage = s.stage[reader] + ahead
             maker = self.last_step[self.compute_value_index(what, s.replica[reader], stage, s.micro_batch[reader])]

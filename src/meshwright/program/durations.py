@@ -19,11 +19,12 @@ Floats: TypeAlias = NDArray[np.float64]
 class Durations:
     """Durations of the steps of a pipeline on one micro-batch, in any unit of time (the same for all fields).
 
-    Each is one number for all stages, or an array [stages] or [replicas, stages].
+    Each is one number for all stages, or an array [stages] or [replicas, stages] (replica: copy of the model, two in
+    bidirectional schedules).
     forward, input_gradient, weight_gradient: compute times of the passes. A full backward takes the sum of input
     gradient and weight gradient.
     transfer: message time between adjacent stages, in either direction; one number, or one per stage boundary [stages -
-    1]. Zero between stages of one rank.
+    1]. Transfers between stages of one rank take no time.
     update: time of the optimizer step on one stage's weights.
     overlapped: time of a forward and a backward that run together as one group (None: the sum of their times). If the
     two are on different stages, the group takes the mean of both stages' values.
@@ -117,8 +118,9 @@ class Durations:
         return np.broadcast_to(array, (program.replicas, columns))
 
     def component_shares(self) -> Floats:
-        """Return the fraction of a step's duration that each layer component takes: [step kinds, components], indexed
-        by the values of `Kind` and `Component`. The fraction is 1 for whole steps."""
+        """Return the fraction of a step's duration that each layer component (attention, dispatch, MLP, combine) takes:
+        [step kinds, components], indexed by the values of `Kind` and `Component`. The fraction is 1 for whole steps.
+        Raises UserError if the field `parts` has not the shape [4] or [4, 4]."""
         parts = np.asarray(self.parts, np.float64)
         if parts.shape not in ((4,), (4, 4)):
             raise UserError(f"parts: {parts.size} values; expected 4, or 4 for each of the 4 step kinds")

@@ -220,11 +220,8 @@ def _require_object(value: object, where: str) -> dict[str, object]:
 
 
 def _refuse_unknown_keys(table: Mapping[str, object], known: Iterable[str], where: str) -> None:
-    """Raise `UserError` for the first key of the JSON object `table` that is not in `known`; names the nearest known
-    key.
-
-    where: prefix of the message.
-    """
+    """Raise `UserError` for the first key of the JSON object `table` that is not in `known`; the message names the
+    nearest known key. where: prefix of the message."""
     known = list(known)
     for name in table:
         if name not in known:

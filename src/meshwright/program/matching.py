@@ -18,7 +18,8 @@ from meshwright.program.order import (
 
 
 def match_steps(program: StepProgram, peer: Integers, is_send: Mask, is_receive: Mask) -> tuple[Integers, Integers]:
-    """Match each send with its receive; return the step indices of both: [transfers].
+    """Match the k-th send from one rank to another with the k-th receive between them, for all pairs of ranks; return
+    (step indices of the sends, step indices of their receives): [transfers] each.
 
     peer: [steps], rank at the other end of each transfer. is_send, is_receive: [steps], True for sends and receives.
     Raises `ProgramError` for a step without a counterpart, with the numbers of sends and receives.

@@ -56,8 +56,8 @@ class Routes:
         return sum_by_index(self.route, of_link[self.link], len(self))
 
     def select_links(self, routes: Integers) -> tuple[Integers, Integers]:
-        """Return all hops of the routes with numbers `routes`, as two arrays [hops]: position of the hop's route in
-        `routes`, and link number."""
+        """Return all hops of the routes with numbers `routes`, as two arrays [hops]: index into `routes` of the route
+        that takes the hop, and link number."""
         position, hop = expand_ranges(self.first[routes], self.first[routes + 1])
         return position, self.link[hop]
 
@@ -66,17 +66,18 @@ class Routes:
 class Network:
     """Network of ranks (vertices 0 to ranks - 1), switches (the vertices after them) and directed links.
 
-    link_from, link_to: [links], vertices. A full-duplex cable is two links.
+    name: text for reports. link_from, link_to: [links], vertices. A full-duplex cable is two links.
     latency: [links], seconds that a link adds to a message. bandwidth: [links], bytes per second.
     find_routes: function (source ranks [n], target ranks [n]) -> the n routes between these pairs.
     tiers: (seconds, bytes per second) of a message between near ranks (on one node or leaf switch), and of one between
     far ranks, for the closed forms (formulas) of algorithms' times; two equal pairs in a uniform network.
-    gap: extra delay between two messages of one group that start on the same link, as a fraction of the message's
-    latency (the gap of LogP, D. Culler et al., PPoPP 1993).
+    gap: extra delay between two messages of one group (steps posted together) that start on the same link, as a
+    fraction of the message's latency (the gap of LogP, D. Culler et al., PPoPP 1993).
     partitions: divisions of the network into blocks whose connecting links may be the bottleneck, for the lower bound:
     arrays [vertices] with the block of each vertex; -1 for switches outside every block. switches: names of the
     switches.
-    dims: sides of a torus or mesh. groups: ranks per node. Both are defaults for algorithms that need them.
+    dims: sides of a torus or mesh. groups: ranks per node. Both are defaults for algorithms that need them; None if the
+    network has none.
     """
 
     name: str

@@ -34,7 +34,8 @@ class ProgramError(CheckFailed):
 
 @dataclass(frozen=True)
 class UnmatchedTransfer(Exception):
-    """Error: a send or receive has no counterpart. step: index of that step. is_send: True if the step is a send."""
+    """Error for a send or receive that has no counterpart. step: index of that step. is_send: True if the step is a
+    send."""
 
     step: int
     is_send: bool
@@ -83,8 +84,8 @@ class PostingOrder:
 
 @dataclass(frozen=True)
 class Deadlock(Exception):
-    """Error: groups (steps posted together) wait for each other in a cycle. groups: their indices; each waits for the
-    next, the last for the first."""
+    """Error for groups (steps posted together) that wait for each other in a cycle. groups: their indices; each waits
+    for the next, the last for the first."""
 
     groups: tuple[int, ...]
 
@@ -151,8 +152,8 @@ def _find_cycle(before: Integers, after: Integers, stuck: Mask) -> tuple[int, ..
     """Return the indices of groups (steps posted together) that form a cycle of dependencies: each waits for the next
     one of the tuple, and the last for the first.
 
-    before, after: [edges], group that is waited for, and group that waits for it. stuck: [groups], True for groups that
-    can never be posted.
+    before, after: [edges] of the dependency graph: group that is waited for, and group that waits for it. stuck:
+    [groups], True for groups that can never be posted.
     """
     inside = stuck[before] & stuck[after]
     waits_for = dict(zip(after[inside].tolist(), before[inside].tolist(), strict=True))

@@ -79,7 +79,8 @@ class Steps(StepColumns):
     """Compute steps, updates and transfers of a pipeline schedule as columns [steps], sorted by rank, in execution
     order.
 
-    Steps of one group run together: transfers are posted at once, a forward and a backward overlap.
+    rank: rank that runs the step. group: number of the step's group, from 0 on each rank; steps of one group run
+    together: transfers are posted at once, a forward and a backward overlap. kind: a `Kind`, such as FORWARD.
     stage, replica, micro_batch: indices of what the step works on; an update applies gradients up to this micro-batch.
     component: a `Component`: 0 for a whole step, else attention, dispatch, MLP or combine.
     """
@@ -95,8 +96,8 @@ class PipelineProgram(StepProgram):
     """Pipeline schedule of one training step (of several steps if asynchronous), written out as steps for every rank.
 
     name: such as `1f1b`. ranks: number of pipeline ranks. micro_batches: total over all replicas, numbered from 0; each
-        runs through every stage of one replica. placement: rank of each stage, indexed by replica, then by stage.
-        steps: steps of all ranks.
+    runs through every stage of one replica. placement: rank of each stage, indexed by replica (copy of the model;
+    bidirectional schedules have two, others one), then by stage. steps: steps of all ranks.
     """
 
     name: str
@@ -112,12 +113,13 @@ class PipelineProgram(StepProgram):
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages of one replica, over all ranks."""
+        """Number of pipeline stages of one replica (copy of the model), over all ranks."""
         return len(self.placement[0])
 
     @property
     def chunks(self) -> int:
-        """Number of model chunks (virtual pipeline stages) per rank: stages of one replica on each rank."""
+        """Number of model chunks (virtual pipeline stages) per rank: stages of one replica (copy of the model) on each
+        rank."""
         return self.stages // self.ranks
 
     @property
@@ -166,8 +168,8 @@ class PipelineProgram(StepProgram):
 
 def find_placement_error(placement: Sequence[Sequence[int]], ranks: int, first: int = 0) -> tuple[int, str] | None:
     """Check a placement of pipeline stages; return (rank, reason) of its first error, or None if it has none. Each
-    stage must be on an existing rank, all replicas must have equally many stages, and all ranks must hold equally many
-    stages of each replica.
+    stage must be on an existing rank, all replicas (copies of the model) must have equally many stages, and all ranks
+    must hold equally many stages of each replica.
 
     placement: [replica][stage], rank of each stage. ranks: number of ranks. first: replica at which to start, because
     those before it have been checked.
@@ -207,8 +209,8 @@ class RankBuilder:
 
     rank: number of the rank. stages: stages on this rank, for each replica of the model (bidirectional schedules have
     two, others one). rows: appended steps, as (group, kind, stage, replica, micro-batch, component); the steps of a
-    group run overlapped; component: part of the layer, 0 for the whole. In all methods `stage` may be omitted if this
-    rank has only one stage of that replica.
+    group run overlapped; component: part of the layers, 0 for a whole step. In all methods `stage` may be omitted if
+    this rank has only one stage of that replica.
     """
 
     rank: int
@@ -255,10 +257,11 @@ class RankBuilder:
         replica: int = 0,
         component: int = 0,
     ) -> None:
-        """Append a step of kind `kind` (a `Kind`) on a micro-batch. component: a `Component`, 0 for a whole step.
+        """Append a step of kind `kind` (a `Kind`, such as FORWARD) on micro-batch number `micro_batch` to the rank's
+        steps.
 
         stage: None if the rank has only one stage of the replica. replica: copy of the model, 0, or 1 for the second
-        one of a bidirectional schedule.
+        one of a bidirectional schedule. component: a `Component` (part of the layers), 0 for a whole step.
         """
         if stage is None:
             (stage,) = self.stages[replica]
@@ -286,8 +289,8 @@ class RankBuilder:
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
-        """Context manager; steps appended inside it run together (as one group), such as a forward and a backward that
-        overlap."""
+        """Context manager; steps appended to the rank inside its `with` block form one group, whose steps run together,
+        such as a forward and a backward that overlap."""
         self._overlapping = True
         yield
         self._overlapping = False
@@ -305,7 +308,9 @@ class Builder:
             rank.backward(m)
     return program.build()
 
-    placement: rank of each stage, indexed by replica, then by stage. ranks (attribute): a `RankBuilder` for each rank.
+    name: name of the schedule. ranks: number of ranks; the attribute `ranks` is a list with a `RankBuilder` for each.
+    micro_batches: number of micro-batches. placement: rank of each stage, indexed by replica of the model, then by
+    stage.
     """
 
     def __init__(self, name: str, ranks: int, micro_batches: int, placement: Placement) -> None:
@@ -317,7 +322,7 @@ class Builder:
         self.ranks = [RankBuilder(rank, tuple(map(tuple, by_replica))) for rank, by_replica in enumerate(stages)]
 
     def build(self) -> PipelineProgram:
-        """Return the program of all steps appended to the builders in `ranks`."""
+        """Return the pipeline schedule of all steps appended to the rank builders in `ranks`."""
         tables = [rank.to_table() for rank in self.ranks]
         rank = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
         rows = np.column_stack([rank, np.concatenate(tables)])
@@ -325,11 +330,12 @@ class Builder:
 
 
 def build_program(name: str, ranks: int, micro_batches: int, placement: Placement, rows: ArrayLike) -> PipelineProgram:
-    """Build a pipeline schedule from a table of steps; sorts it by rank and renumbers the groups from 0 on each rank.
+    """Build a pipeline schedule from a table of steps; sorts it by rank and renumbers the groups (steps run together)
+    from 0 on each rank.
 
-    rows: [steps, 7]: rank, group, kind, stage, replica, micro-batch, component; steps of one rank in execution order,
-    ranks in any order. micro_batches: number of micro-batches. placement: rank of each stage, indexed by replica, then
-    by stage.
+    name: name of the schedule. ranks, micro_batches: numbers of ranks and micro-batches. placement: rank of each stage,
+    indexed by replica, then by stage. rows: [steps, 7]: rank, group, kind, stage, replica, micro-batch, component;
+    steps of one rank in execution order, ranks in any order.
     """
     table = np.asarray(rows, np.int64).reshape(-1, 7)
     table = table[np.argsort(table[:, 0], kind="stable")]

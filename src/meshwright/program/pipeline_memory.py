@@ -33,8 +33,8 @@ def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
 
 
 def compute_peak_activations(flow: Dataflow) -> Floats:
-    """Return the peak of saved activations of each rank: [ranks]; 1.0 is one micro-batch on all its stages of one
-    replica.
+    """Return the peak of saved activations of each rank: [ranks]; 1.0 is one micro-batch on all stages that the rank
+    has of one replica (copy of the model).
 
     flow: data flow of the pipeline schedule.
     """
@@ -53,7 +53,7 @@ def compute_peak_activations(flow: Dataflow) -> Floats:
 
 
 def count_weight_copies(program: PipelineProgram) -> Floats:
-    """Return the peak number of weight versions on each rank, in units of one copy of the rank's share of the model;
+    """Return the peak number of weight versions on each rank, in units of one copy of the rank's stages of one replica;
     indexed by rank.
 
     A synchronous program has one version of each replica's stages. An update makes a new version current at its

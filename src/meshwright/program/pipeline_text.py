@@ -114,7 +114,8 @@ class _Parser(ProgramParser):
         )
 
     def _describe_unknown_word(self, step: str, word: str) -> str:
-        """Return the error message for `word`, which is no kind or component, in the step text `step`."""
+        """Return the error message for `word`, which is neither a step kind nor a layer component, in the step text
+        `step`."""
         if word.startswith("."):
             return f'"{step}": {unknown("component of a layer", word[1:], [part[1:] for part in _COMPONENTS if part])}'
         return f'"{step}": {unknown("step", word, _KINDS)}'
@@ -135,7 +136,8 @@ class _Parser(ProgramParser):
         return _STEP.fullmatch(word) is not None
 
     def store_header(self, name: str, words: Sequence[str]) -> None:
-        """Store the value of the header line `name`, given the words after the name."""
+        """Store the value of the header line `name`, such as `ranks`. words: the words after the name. Raises
+        `UserError` for an invalid value."""
         if name == "pipeline":
             self.name = " ".join(words)
         elif name == "placement":

@@ -66,12 +66,12 @@ def find_remote_reads(flow: Dataflow) -> RemoteReads:
 def find_transfers(
     flow: Dataflow, kind: Kind, what: Integers, replica: Integers, stage: Integers, micro_batch: Integers
 ) -> Integers:
-    """Return the index of the step that sends (or receives) each of the given values: [values]; -1 for a value that no
+    """Return the index of the step that sends (or receives) each of several values: [values]; -1 for a value that no
     step sends (or receives).
 
-    kind: SEND_FORWARD to find sends, of activations and of gradients; RECEIVE_FORWARD to find receives of both. what:
-    [values], OUTPUT or GRADIENT. replica, stage, micro_batch: [values]; the stage is that of the sending (or receiving)
-    step.
+    flow: data flow of the schedule. kind: SEND_FORWARD to find sends, of activations and of gradients; RECEIVE_FORWARD
+    to find receives of both. what: [values], OUTPUT (activation) or GRADIENT. replica, stage, micro_batch: [values];
+    the stage is that of the sending (or receiving) step.
     """
     program, s = flow.program, flow.program.steps
     steps = np.flatnonzero((s.kind == kind) | (s.kind == kind + 2))
@@ -106,8 +106,8 @@ def run_groups(
 
     wait: values read across ranks. duration: [groups], time that each group occupies its rank. delay: [values of wait],
     time of each message, in the same unit.
-    Returns start time and end time of every group, and the group indices in dependency order. Raises ProgramError with
-    the cycle for a deadlock.
+    Returns (start time of every group, end time of every group, group indices in dependency order), the times in the
+    same unit. Raises ProgramError with the cycle for a deadlock.
     """
     s = program.steps
     groups = len(s.group_rank)

@@ -30,8 +30,8 @@ class CollectiveTiming:
     """Result of the simulation of a collective program on a network; all times in seconds since the start.
 
     seconds: end of the last step. start, end: [transfers], in the order of the program's `sends`: time at which both
-        ends are posted, and at which the last byte has arrived. bytes_sent: [ranks], bytes that each rank sends.
-        link_bytes: [links of the network], bytes over each link.
+    ends are posted, and at which the last byte has arrived. bytes_sent: [ranks], bytes that each rank sends.
+    link_bytes: [links of the network], bytes over each link. network: network of the simulation.
     """
 
     seconds: float
@@ -57,9 +57,9 @@ def simulate_collective(
 ) -> CollectiveTiming:
     """Simulate a collective program on a network with shared links; return start and end of every transfer.
 
-    checked: program with matched sends and receives. total_bytes: size of the operation's full vector.
+    checked: program with matched sends and receives. total_bytes: size of the operation's full vector in bytes.
     reduce_bytes_per_second: rate of local reductions, which run at the end of a group, the steps that a rank posts
-    together (default: infinite).
+    together (default: infinite, so that reductions take no time).
     """
     return CollectiveSimulator(checked, network, reduce_bytes_per_second).run(total_bytes)
 
@@ -105,8 +105,9 @@ class CollectiveSimulator:
         self._local_chunk_seconds = reduced / reduce_bytes_per_second
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
-        """Return, for each message, the number of messages that precede it in the program among those of the same
-        sending group (steps that a rank posts together) that start on the same first link: [messages]."""
+        """Return, for each message (all transfers from one group to another; a group is the steps that a rank posts
+        together), the number of messages that precede it in the program among those of the same sending group that
+        start on the same first link: [messages]."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]

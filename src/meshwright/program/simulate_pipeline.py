@@ -22,8 +22,9 @@ __all__ = ["Durations", "PipelineTiming", "simulate_pipeline"]
 class PipelineTiming:
     """Result of the simulation of a pipeline schedule; times are in the unit of the durations.
 
-    start, end: [steps]. A send or receive starts when it is posted, and ends when the message has arrived. order:
-    [groups], indices of the groups (steps run together) in dependency order. flow: data flow of the program.
+    program: the schedule. start, end: [steps]. A send or receive starts when it is posted, and ends when the message
+    has arrived. order: [groups], indices of the groups (steps run together) in dependency order. flow: data flow of the
+    program.
     """
 
     program: PipelineProgram
@@ -83,8 +84,8 @@ class PipelineTiming:
 
     @cached_property
     def peak_activations(self) -> Floats:
-        """Peak of saved activations of each rank, indexed by rank; 1.0 is one micro-batch on all its stages of one
-        replica."""
+        """Peak of saved activations of each rank, indexed by rank; 1.0 is one micro-batch on all stages that the rank
+        has of one replica (copy of the model)."""
         return pipeline_memory.compute_peak_activations(self.flow)
 
     def compute_activations(self, rank: int) -> tuple[Floats, Floats]:
@@ -104,7 +105,7 @@ class PipelineTiming:
     @cached_property
     def weight_copies(self) -> Floats:
         """Peak number of weight versions of each rank, indexed by rank; the unit is one copy of the weights of its
-        stages.
+        stages of one replica.
 
         A replaced version of the weights is kept until the last backward that uses it.
         """

@@ -17,7 +17,7 @@ class ProgramParser(ABC):
 
     forms: name of a header line -> how it is written, such as `ranks NUMBER`. optional: names of header lines that may
     be missing. repeated: names of header lines that may occur several times. where: prefix of error messages, such as
-    the file's name.
+    the file's name. A subclass sets the first three as class attributes.
     """
 
     forms: Mapping[str, str]
@@ -33,7 +33,8 @@ class ProgramParser(ABC):
         self._given: set[str] = set()
 
     def read_steps(self, text: str) -> Iterator[tuple[int, str]]:
-        """Parse the header and the sections `rank R` of the text; yield (rank, line) for every line with steps."""
+        """Parse the header and the sections `rank R` of the text form `text` of a program; yield (rank, line) for every
+        line with steps, without comments. Raises `UserError` with the line number for an invalid header or section."""
         rank, seen = -1, set[int]()
         for self.line, line in enumerate(text.splitlines(), 1):
             line = line.partition("#")[0].strip()
@@ -56,15 +57,16 @@ class ProgramParser(ABC):
 
     @abstractmethod
     def is_step(self, word: str) -> bool:
-        """Return True if `word` begins a step, and so cannot begin a header line."""
+        """Return True if `word` begins a step, such as `send`, and so cannot begin a header line."""
 
     @abstractmethod
     def store_header(self, name: str, words: Sequence[str]) -> None:
-        """Store the value of the header line `name`. words: the words after the name; their number is already
-        checked."""
+        """Store the value of the header line `name`, such as `ranks`. words: the words after the name; their number is
+        already checked."""
 
     def _parse_header(self, words: Sequence[str]) -> None:
-        """Check and store one header line, given its words, such as `ranks 8`."""
+        """Check one header line and store its value. words: words of the line, such as `ranks`, `8`. Raises `UserError`
+        for an unknown, repeated or incomplete line."""
         name, line = words[0], " ".join(words)
         first = next(iter(self.forms))
         if name not in self.forms:
@@ -83,7 +85,7 @@ class ProgramParser(ABC):
         self.store_header(name, words[1:])
 
     def finish_header(self) -> None:
-        """Raise `UserError` unless the header is complete."""
+        """Raise `UserError` unless all required header lines have been read."""
         required = [name for name in self.forms if name not in self.optional]
         for name in required:
             if name not in self._given:

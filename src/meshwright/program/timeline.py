@@ -28,10 +28,11 @@ class Span:
     """Box on a track of a drawn timeline: one step of a program, from time `start` to `end` (any unit, as in the
     simulation).
 
-    track: index of the track. kind: word that decides the colour, such as `forward`. label: a few letters to write on
-    the box. name: full description. shade: 0 (dark) for the first model chunk of a rank to 1 for its last. mirrored:
-    True for the second replica. lanes: number of parts into which the track's height is divided because spans overlap
-    in time. lane: index of the part in which this span is drawn.
+    track: index of the track (a rank). kind: word that decides the colour, such as `forward`. label: a few letters to
+    write on the box. name: full description. shade: 0 (dark) for the first model chunk of a rank to 1 for its last.
+    mirrored: True for the second replica (copy of the model) of a bidirectional schedule. lanes: number of parts into
+    which the track's height is divided because spans overlap in time. lane: index of the part in which this span is
+    drawn.
     """
 
     track: int
@@ -100,10 +101,11 @@ def build_pipeline_timeline(
     notes: Sequence[str] = (),
     levels: Mapping[int, Sequence[tuple[float, float]]] | None = None,
 ) -> Timeline:
-    """Return the compute steps of a simulated pipeline schedule as a timeline, one track per rank.
+    """Return the compute steps of a simulated pipeline schedule as a timeline, one track per rank. Overlapped steps
+    share the track's height; explicit sends are arrows.
 
-    Overlapped steps share the track's height. notes: one text per rank. levels: rank -> curve of its activations, as
-    (time, value from then on) pairs.
+    timing: start and end time of every step. notes: one text per rank, drawn beside its track. levels: rank -> curve of
+    its saved activations, as (time, value from then on) pairs; None for no curves.
     """
     s = program.steps
     columns = [c.tolist() for c in (s.rank, s.kind, s.stage, s.replica, s.micro_batch, s.component, s.group_index)]
@@ -143,7 +145,10 @@ def build_pipeline_timeline(
 
 
 class StepNames:
-    """Generator of labels and descriptions of the compute steps of a pipeline schedule, for drawings and traces."""
+    """Generator of labels and descriptions of the compute steps of a pipeline schedule, for drawings and traces.
+
+    program: the schedule.
+    """
 
     def __init__(self, program: PipelineProgram) -> None:
         self._replicas = program.replicas
@@ -164,8 +169,8 @@ class StepNames:
     def describe_step(self, kind: int, stage: int, replica: int, micro_batch: int, part: int = 0) -> tuple[str, str]:
         """Return (short label, full description) of a step, such as (`F3`, `forward of micro-batch 3, stage 1`).
 
-        kind: a `Kind`. part: a `Component` of the layers, 0 for a whole step. The label is in lower case (`f3`) for all
-        but the first stage of a rank.
+        kind: a `Kind`. stage, replica, micro_batch: indices of what the step works on. part: a `Component` of the
+        layers, 0 for a whole step. The label is in lower case (`f3`) for all but the first stage of a rank.
         """
         letter, word = LETTERS[Kind(kind)], WORDS[Kind(kind)]
         if self.find_chunk(stage, replica):
@@ -183,7 +188,7 @@ def build_collective_timeline(
     """Return the transfers of a simulated collective program as a timeline, each a span on the track of its sender.
 
     Concurrent transfers share the track's height. sends, receives: [transfers], step indices of the two ends. start,
-    end: [transfers], seconds.
+    end: [transfers], in seconds.
     """
     s = program.steps
     assert set(s.kind[sends].tolist()) <= set(COLLECTIVE_SENDING)

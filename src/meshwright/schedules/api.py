@@ -13,18 +13,19 @@ from meshwright.schedules.report import schedule as report_schedule
 
 
 class StepDurations(TypedDict, total=False):
-    """Durations of one micro-batch, in any unit of time.
+    """Durations of the passes and transfers of one micro-batch in a pipeline, in any unit of time.
 
     A field is one number: the time on all stages of a rank together, equal on all ranks; or a list [ranks] of such
     times; or a list [stages] with the time of each stage. The length of a list tells which it is; with one stage per
     rank both mean the same.
 
     Attributes:
-        forward: Forward pass; 1 unless given.
-        input_gradient: Input-gradient pass (B); 1 unless given.
-        weight_gradient: Weight-gradient pass (W); 1 unless given.
-        transfer: Message from a stage to the next: one number, or one per stage boundary; 0 unless given.
-        overlapped: A forward and a backward together, where a schedule overlaps them; their sum unless given.
+        forward: Time of the forward pass; 1 unless given.
+        input_gradient: Time of the input-gradient pass (B); 1 unless given.
+        weight_gradient: Time of the weight-gradient pass (W); 1 unless given.
+        transfer: Time of a message from a stage to the next: one number, or one per stage boundary; 0 unless given.
+        overlapped: Time of a forward and a backward together, where a schedule overlaps them; the sum of both unless
+            given.
     """
 
     forward: float | Sequence[float]
@@ -35,10 +36,11 @@ class StepDurations(TypedDict, total=False):
 
 
 def refuse_memory(name: str, memory: float | None, option: str = "memory") -> None:
-    """Raise `UserError` if a memory limit is given with a schedule other than `auto`, which alone can respect one.
+    """Raise `UserError` if a memory limit is given for a schedule other than `auto`, because only the search of `auto`
+    can respect a limit.
 
-    name: name of the schedule. memory: the limit in micro-batches, None if not given. option: name of the option in the
-    error message.
+    name: name of the schedule. memory: the limit on saved activations per rank, in micro-batches; None if not given.
+    option: name of the option in the error message.
     """
     if memory is not None and name != "auto":
         raise UserError(f"{option} {memory:g}: {name} has no memory limit; only auto searches within a memory limit")
@@ -58,12 +60,14 @@ def schedule(
 
     Args:
         name: A schedule such as `"1f1b"`, `"auto"` (a search), or `"@FILE"`.
-        stages: Pipeline ranks; a file has its own.
-        micro_batches: Micro-batches of a step, both directions counted; a file has its own.
-        chunks: Stages per rank, where the schedule leaves that open.
-        memory: For `"auto"`: maximum saved activations of a rank, in micro-batches.
-        parts: Durations of attention, dispatch, MLP and combine of a forward, in place of those of whole passes; the
-            program is then simulated part by part, with the all-to-alls on a stream of their own.
+        stages: Pipeline ranks; None for a file, which has its own number.
+        micro_batches: Micro-batches of a training step, over both directions of a bidirectional schedule; None for a
+            file.
+        chunks: Stages per rank; None for the schedule's default.
+        memory: For `"auto"`: maximum saved activations of a rank, in micro-batches on all its stages; None: no limit.
+        parts: Durations of attention, dispatch, MLP and combine (parts of a mixture-of-experts layer) in a forward,
+            instead of those of whole passes; the program is then simulated part by part, with the all-to-alls (dispatch
+            and combine) on a stream of their own. None: steps are not divided.
         **durations: Fields of `StepDurations`.
 
     Returns:

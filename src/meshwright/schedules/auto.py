@@ -49,9 +49,9 @@ approximately: one to two seconds."""
 class Candidate:
     """Simulated pipeline schedule, one of those that the search for schedule `auto` compares.
 
-    name: named schedule such as "1f1b", or kind of search. makespan: total time, in the unit of the durations. peak:
-    [ranks], peak of saved activations; 1.0 is one micro-batch on all stages of the rank. fits: True if all peaks are
-    within the memory limits.
+    name: named schedule such as "1f1b", or kind of search. program: the schedule. makespan: total time, in the unit of
+    the durations. peak: [ranks], peak of saved activations; 1.0 is one micro-batch on all stages of the rank. fits:
+    True if all peaks are within the memory limits.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Candidate:
 class SearchResult:
     """Result of the search for schedule `auto`. Times are in the unit in which the durations of steps were given.
 
-    winner: best candidate. program: its schedule, renamed `auto`. candidates: all of them, first those within the
-    memory limits, then the others, each by increasing makespan. refused: named schedule -> reason why it does not
-    accept these sizes. lower_bound: no schedule with the searched placements and memory limits has a shorter makespan;
-    None if this does not hold for some candidates: those with two replicas, or with steps that take less time
-    overlapped than one after the other.
+    program: schedule of the best candidate, renamed `auto`. winner: best candidate. candidates: all of them, first
+    those within the memory limits, then the others, each by increasing makespan. refused: named schedule -> reason why
+    it does not accept these sizes. lower_bound: no schedule with the searched placements and memory limits has a
+    shorter makespan; None if this does not hold for some candidates: those with two replicas, or with steps that take
+    less time overlapped than one after the other.
     """
 
     program: PipelineProgram
@@ -119,12 +119,14 @@ def search_schedule(
     """Search for a synchronous pipeline schedule (steps of every rank) with a small makespan; durations may differ by
     rank or stage.
 
-    durations: times of one micro-batch. A field that is one number, or one per rank, is for all stages of a rank
-    together and is divided equally among them. A field with one number per stage (for transfers: per stage boundary)
-    fixes the number of stages per rank. Instead: a function from the number of stages to `Durations`.
+    ranks, micro_batches: numbers of pipeline ranks and micro-batches. durations: times of one micro-batch. A field that
+    is one number, or one per rank, is for all stages of a rank together and is divided equally among them. A field with
+    one number per stage (for transfers: per stage boundary) fixes the number of stages per rank. Instead: a function
+    from the number of stages to `Durations`.
     memory: maximum saved activations of a rank, in micro-batches on all its stages, one number or one per rank; None:
     no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 allows named schedules with two
-    replicas. effort: approximate number of task runs to simulate for each placement.
+    replicas. effort: approximate number of task runs (one pass of one micro-batch on one stage) to simulate for each
+    placement of stages on ranks.
     Raises UserError for invalid numbers and for a memory below the minimum. After Qi et al. 2024, arXiv 2401.10241,
     section 3, and arXiv 2405.15362.
     """
@@ -173,8 +175,9 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
     """Choose the candidate with the smallest makespan among those within the memory limits; return it with all
     candidates as the search result.
 
-    Among candidates of equal makespan the smallest peak memory decides, then a named schedule wins. refused: named
-    schedule -> reason why it does not accept the sizes. bound: lower bound of the makespan, None if unknown.
+    Among candidates of equal makespan the smallest peak memory decides, then a named schedule wins. candidates:
+    simulated schedules, at least one within the limits. refused: named schedule -> reason why it does not accept the
+    sizes. bound: lower bound of the makespan, None if unknown.
     """
     fitting = [one for one in candidates if one.fits]
     least = min(one.makespan for one in fitting)
@@ -273,9 +276,11 @@ def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str,
 def _simulate_candidate(
     name: str, program: PipelineProgram, durations: Durations, limits: tuple[float, ...]
 ) -> Candidate:
-    """Simulate a pipeline schedule; return it as the candidate `name`. durations: of its steps. limits: [ranks],
-    maximum saved activations of each rank; the unit is what one micro-batch saves on all stages of the rank
-    together."""
+    """Simulate a pipeline schedule; return it as the candidate `name`.
+
+    durations: times of its steps, by rank or by stage. limits: [ranks], maximum saved activations of each rank, in
+    micro-batches on all stages of the rank.
+    """
     timing = simulate_pipeline(program, durations.split(program))
     peak = tuple(timing.peak_activations.tolist())
     fits_all = all(p <= limit + 1e-6 for p, limit in zip(peak, limits, strict=True))
@@ -291,7 +296,7 @@ def _search_placement(problem: Problem, named: list[list[Order]], known: float, 
 
     problem: placement, task durations and memory limits. named: task orders of named schedules to start from. known:
     makespan of the best schedule so far; orders far above it are not improved further. effort: approximate number of
-    task runs to simulate. The search ends early when a makespan reaches the lower bound.
+    task runs (a task on one micro-batch) to simulate. The search ends early when a makespan reaches the lower bound.
     """
     enough = problem.lower_bound * (1 + 1e-9)
     runs = max(20, effort // problem.size)
@@ -325,8 +330,8 @@ def _try_greedy(problem: Problem, trials: int) -> list[TimedOrders]:
     """Build up to `trials` candidate schedules by greedy list scheduling, each with other parameters; return (makespan,
     task orders of all ranks) of each. A task is one pass on one stage.
 
-    problem: ranks, task durations and memory limits. Parameters that are usually the best are tried first. Ends early
-    when a makespan reaches the lower bound.
+    problem: placement, task durations and memory limits. Parameters that are usually the best are tried first. Ends
+    early when a makespan reaches the lower bound.
     """
     s, ranks = problem.stages, range(problem.ranks)
     found = []
@@ -347,8 +352,8 @@ def _try_patterns(problem: Problem, trials: int) -> list[TimedOrders]:
     period later; return (makespan, task orders of all ranks) of each that fits into memory. A task is one pass on one
     stage.
 
-    problem: ranks, task durations and memory limits. The period grows from the shortest possible one; later trials also
-    delay tasks at random (fixed seed).
+    problem: placement, task durations and memory limits. The period grows from the shortest possible one; later trials
+    also delay tasks at random (fixed seed).
     """
     found, draw = [], Random(0)
     least, v = compute_shortest_period(problem), problem.chunks

@@ -26,12 +26,13 @@ def generate(
     memory: float | None = None,
 ) -> PipelineProgram:
     """Return a pipeline schedule by its name, or from a file (`@FILE`): compute steps of every rank, without sends and
-    receives.
+    receives (a file may have them).
 
-    chunks: stages per rank and replica (None: the schedule's default). durations, memory (maximum saved activations of
-    a rank, in micro-batches on all its stages): only for `auto`. For a file, ranks, micro-batches and chunks may be
-    None; numbers that are given must agree with the file. Raises UserError for unknown names, and for numbers that the
-    schedule does not accept; the message names valid ones.
+    ranks, micro_batches: numbers of pipeline ranks and micro-batches. chunks: stages per rank and replica (None: the
+    schedule's default). durations, memory (maximum saved activations of a rank, in micro-batches on all its stages):
+    only for `auto`. For a file, ranks, micro-batches and chunks may be None; numbers that are given must agree with the
+    file. Raises UserError for unknown names, and for numbers that the schedule does not accept; the message names valid
+    ones.
     """
     if name == "@":
         raise UserError("@: the file name of the schedule is missing")
@@ -45,8 +46,9 @@ def generate(
 
 
 def generate_for_layout(layout: Layout, durations: StageDurations | None = None) -> PipelineProgram:
-    """Return the pipeline schedule that a layout names, for the layout's ranks, micro-batches and chunks. With one
-    pipeline rank, each micro-batch runs its forward and backward before the next one.
+    """Return the pipeline schedule that a parallel layout names, for the layout's pipeline ranks, micro-batches and
+    chunks (stages per rank). With one pipeline rank, each micro-batch runs its forward and backward before the next
+    one.
 
     durations: function from a number of stages to the durations of the model's stages (None: all equal); used by the
     schedule `auto` only. For a model, use `spec.stage_times.program_for` instead. Raises UserError for numbers that the
@@ -85,9 +87,10 @@ def _generate_cached(
 ) -> PipelineProgram:
     """Return a pipeline schedule by its name, or from a file (`@FILE`); cached.
 
-    chunks: stages per rank; None: the schedule's default. durations: function from a number of stages to their
-    durations, for the schedule `auto`. version: (modification time in ns, size in bytes) of the file, so that it is
-    read again after a change; None for a named schedule.
+    ranks, micro_batches: numbers of pipeline ranks and micro-batches. chunks: stages per rank; None: the schedule's
+    default. durations: function from a number of stages to their durations, for the schedule `auto`. version:
+    (modification time in ns, size in bytes) of the file, so that it is read again after a change; None for a named
+    schedule.
     """
     return generate(name, ranks, micro_batches, chunks, durations)
 
@@ -102,20 +105,20 @@ def search_auto(
     """Search for a pipeline schedule with a small makespan (schedule name `auto`); return the result with all
     candidates.
 
-    chunks: stages per rank (None: 1 and 2 are tried). durations: times of one micro-batch, one number per field, one
-    per rank or one per stage, or a function from the number of stages to `Durations` (None: all equal). memory: maximum
-    saved activations of a rank, in micro-batches on all its stages (None: no limit). Raises UserError for invalid or
-    missing numbers.
+    ranks, micro_batches: numbers of pipeline ranks and micro-batches. chunks: stages per rank (None: 1 and 2 are
+    tried). durations: times of one micro-batch, one number per field, one per rank or one per stage, or a function from
+    the number of stages to `Durations` (None: all equal). memory: maximum saved activations of a rank, in micro-batches
+    on all its stages (None: no limit). Raises UserError for invalid or missing numbers.
     """
     ranks, micro_batches, _ = check_sizes("auto", ranks, micro_batches, chunks)
     return search_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)
 
 
 def load_schedule(path: str) -> PipelineProgram:
-    """Load a pipeline schedule from a file: PyTorch's CSV if the path ends with `.csv`, else Meshwright's text or JSON
-    form.
+    """Load a pipeline schedule from the file `path`: PyTorch's CSV if the path ends with `.csv`, else Meshwright's text
+    or JSON form.
 
-    Raises UserError for a file that cannot be read, with the invalid line.
+    Raises UserError for a file that cannot be read, and for an invalid line, which the message names.
     """
     if Path(path).suffix.lower() == ".csv":
         return from_csv(read_program_text(path), where=path)

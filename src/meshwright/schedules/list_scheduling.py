@@ -32,9 +32,12 @@ class PartialOrders:
     used: list[int]  # [ranks], activations held, in stages
 
     def find_input_time(self, task: int) -> float:
-        """Return the time at which the input of the next run of `task` (one pass on one stage) arrives at its rank: the
+        """Return the time at which the input of the next run of a task (one pass on one stage) arrives at its rank: the
         end of the run that produces the input, plus the transfer time. Infinite if the producing run is not scheduled
-        yet. task: number of a task, as in `ends`."""
+        yet.
+
+        task: number of the task, kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight gradient.
+        """
         needed, k = self.ends[self.problem.predecessor[task]], len(self.ends[task])
         return needed[k] + self.problem.lag[task] if k < len(needed) else inf
 
@@ -104,9 +107,9 @@ def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float,
     """Build task orders by greedy list scheduling; return (makespan, task numbers of each rank in order). A task is one
     pass on one stage.
 
-    problem: ranks, placement, task durations and memory limits. greed: parameters of the rule. Input gradients run as
-    they arrive, forwards as memory allows, weight gradients in idle intervals or when memory is full. Never deadlocks:
-    a forward is admitted only if the oldest micro-batch on the rank can still pass through all of the rank's stages
+    problem: placement, task durations and memory limits. greed: parameters of the rule. Input gradients run as they
+    arrive, forwards as memory allows, weight gradients in idle intervals or when memory is full. Never deadlocks: a
+    forward is admitted only if the oldest micro-batch on the rank can still pass through all of the rank's stages
     (banker's algorithm).
     """
     s, m, duration = problem.stages, problem.micro_batches, problem.duration
@@ -115,7 +118,9 @@ def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float,
     preferred = [sorted(held, reverse=greed.deep_first) for held in problem.stages_by_rank]
 
     def choose_task(rank: int, now: float) -> tuple[int, float]:
-        """Return (task to run on `rank` at time `now`, or -1 to wait; time at which to ask again)."""
+        """Choose the next task (one pass on one stage) of `rank` at time `now`. Return (task number, 0) to run it now,
+        or (-1, time at which to ask again); this time is infinite if the rank has to wait for a task that is not
+        scheduled yet, or has no tasks left."""
         held = problem.stages_by_rank[rank]
         oldest = min(len(ends[2 * s + x]) for x in held)
         reserved = sum(len(ends[x]) <= oldest for x in held)
@@ -163,10 +168,11 @@ def reorder_out_of_order(
     """Reorder task orders as out-of-order execution in a processor would; return (makespan, task numbers of each rank
     in order). A task is one pass on one stage.
 
-    orders: for each rank, its task numbers in execution order. window: while a rank's next task cannot start yet, one
-    of its next `window` tasks may run ahead, if all tasks that it overtakes still respect the memory limit. patience: a
-    task runs ahead only if at least this fraction of its duration is over when the input of an overtaken task arrives
-    (1: no overtaken task is delayed; 0: any delay is accepted).
+    problem: placement, task durations and memory limits. orders: for each rank, its task numbers in execution order.
+    window: while a rank's next task cannot start yet, one of its next `window` tasks may run ahead, if all tasks that
+    it overtakes still respect the memory limit. patience: a task runs ahead only if at least this fraction of its
+    duration is over when the input of an overtaken task arrives (1: no overtaken task is delayed; 0: any delay is
+    accepted).
     """
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)
@@ -174,7 +180,9 @@ def reorder_out_of_order(
     left = [order[::-1] for order in orders]
 
     def choose_task(rank: int, now: float) -> tuple[int, float]:
-        """Return (task to run on `rank` at time `now`, or -1 to wait; time at which to ask again)."""
+        """Choose the next task (one pass on one stage) of `rank` at time `now`. Return (task number, 0) to run it now,
+        or (-1, time at which to ask again); this time is infinite if the rank has to wait for a task that is not
+        scheduled yet, or has no tasks left."""
         tasks, limit = left[rank], problem.limit[rank]
         used = most = state.used[rank]
         seen, unseen, until = 0, 3 * problem.chunks, inf

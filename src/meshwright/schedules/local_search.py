@@ -18,10 +18,11 @@ Block = tuple[int, int, int]  # rank, first and last position
 
 def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes) -> list[Block]:
     """Return the critical path (chain of tasks that determines the makespan) as blocks, from the end to the start. A
-    block is (rank, first position, last position): consecutive tasks of a rank without idle time between them.
+    block is (rank, first position, last position): consecutive tasks of a rank without idle time between them;
+    positions are indices into the rank's order.
 
-    orders: for each rank, its task numbers in execution order (a task is one pass on one stage). clock: end times of
-    the tasks under these orders.
+    problem: placement and task durations. orders: for each rank, its task numbers in execution order (a task is one
+    pass on one stage). clock: end times of the tasks under these orders.
     """
     rank = max(range(problem.ranks), key=lambda r: clock.by_rank[r][-1])
     position = last = len(orders[rank]) - 1
@@ -49,17 +50,20 @@ def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[fl
     """Improve task orders by local search; return (makespan, improved orders), with a makespan no larger than that of
     `orders`.
 
-    orders: for each rank, its task numbers in execution order (a task is one pass on one stage). runs: number of moves
-    to try; the search ends early at the lower bound. The seed of the random moves is fixed, so equal arguments give
-    equal results. To leave plateaus, moves that hardly change the makespan may be accepted too.
+    problem: placement, task durations and memory limits. orders: for each rank, its task numbers in execution order (a
+    task is one pass on one stage). runs: number of moves to try; the search ends early at the lower bound. The seed of
+    the random moves is fixed, so equal arguments give equal results. To leave plateaus, moves that hardly change the
+    makespan may be accepted too.
     """
     draw, middle = Random(0), problem.micro_batches // 2
     enough = problem.lower_bound * (1 + 1e-9)
 
     def compute_value(clock: TaskTimes) -> float:
-        """Return the value to minimise: the makespan, plus a small term that ranks equal makespans.
+        """Return the value that the search minimizes: the makespan plus a small term that ranks orders of equal
+        makespan. The term is 0.0005 times the end times of the middle and the last micro-batch (their sum, averaged
+        over the forward and input-gradient tasks).
 
-        The term is for the ends of the middle and the last micro-batch. clock: end times of the tasks.
+        clock: end times of the tasks (passes on one stage).
         """
         stages = range(2 * problem.stages)
         return clock.makespan + 5e-4 * sum(clock.by_task[x][-1] + clock.by_task[x][middle] for x in stages) / len(
@@ -93,8 +97,9 @@ def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw:
     """Draw a random move of one task within or out of a block of the critical path; return (rank, new feasible order of
     that rank). The order is None if ten draws in a row give no feasible new order.
 
-    orders: for each rank, its task numbers in execution order (a task is one pass on one stage). blocks: (rank, first
-    position, last position) of the tasks on the critical path. draw: random-number generator.
+    problem: placement and memory limits. orders: for each rank, its task numbers in execution order (a task is one pass
+    on one stage). blocks: (rank, first position, last position) of the tasks on the critical path. draw: random-number
+    generator.
     """
     for _ in range(10):
         rank, first, last = blocks[int(draw.random() * len(blocks))]

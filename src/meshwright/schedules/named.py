@@ -41,9 +41,10 @@ MAX_STEPS = 4_000_000  # a few seconds and a gigabyte
 
 
 def generate_named(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> PipelineProgram:
-    """Generate a named pipeline schedule, such as `1f1b`. chunks: stages per rank (None: the schedule's default).
+    """Generate a named pipeline schedule, such as `1f1b`. ranks, micro_batches: numbers of pipeline ranks and
+    micro-batches (None is an error). chunks: stages per rank (None: the schedule's default).
 
-    Raises UserError for unknown names, missing numbers, and numbers that the schedule does not accept.
+    Raises UserError for missing numbers, and for numbers that the schedule does not accept.
     """
     ranks, micro_batches, count = check_sizes(name, ranks, micro_batches, chunks)
     least, most = SCHEDULE_CHUNKS[name][1:]
@@ -51,9 +52,11 @@ def generate_named(name: str, ranks: int | None, micro_batches: int | None, chun
 
 
 def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> tuple[int, int, int]:
-    """Return (ranks, micro-batches, stages per rank) if the named schedule accepts these numbers, else raise UserError.
+    """Return (ranks, micro-batches, stages per rank) if the schedule called `name` accepts these numbers, else raise
+    UserError.
 
-    chunks: stages per rank; None: the schedule's default, which is returned.
+    ranks, micro_batches: numbers of pipeline ranks and micro-batches; None (missing) is an error. chunks: stages per
+    rank; None: the schedule's default, which is returned.
     """
     ranks = _check_positive(name, "ranks", "on", ranks)
     micro_batches = _check_positive(name, "micro-batches", "with", micro_batches)
@@ -67,8 +70,8 @@ def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks:
 def _check_positive(name: str, what: str, preposition: str, number: int | None) -> int:
     """Return `number` if it is 1 or more, else raise UserError (also for None, a missing number).
 
-    The other arguments are for the message. name: the schedule. what: the quantity, such as `ranks`. preposition: word
-    before the number, such as `on`.
+    The other arguments are for the error message. name: name of the schedule. what: the quantity, such as `ranks`.
+    preposition: word before the number, such as `on`.
     """
     if number is None:
         raise UserError(f"{name}: the number of {what} is missing")

@@ -28,9 +28,10 @@ class Problem:
     """Scheduling problem of a pipeline: find for each rank an order of tasks with a small makespan, within its memory.
 
     A task is one pass on one stage, numbered kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight
-    gradient; it runs once per micro-batch. placement: [stages], rank of each stage. duration: [tasks], time of one run.
-    hop: [stages - 1], transfer time at each stage boundary, 0 inside a rank. limit: [ranks], maximum number of saved
-    activations in units of one stage and micro-batch.
+    gradient; it runs once per micro-batch.
+    ranks, micro_batches: numbers of pipeline ranks and micro-batches. placement: [stages], rank of each stage.
+    duration: [tasks], time of one run. hop: [stages - 1], transfer time at each stage boundary, 0 inside a rank. limit:
+    [ranks], maximum number of saved activations in units of one stage and micro-batch.
     """
 
     ranks: int
@@ -51,8 +52,9 @@ class Problem:
     ) -> Problem:
         """Build the scheduling problem of one placement of stages on ranks.
 
-        placement: [stages], rank of each stage. durations: times by stage, in any unit. memory: [ranks], maximum saved
-        activations in units of one micro-batch on all stages of the rank; may be infinite.
+        ranks, micro_batches: numbers of pipeline ranks and micro-batches. placement: [stages], rank of each stage.
+        durations: times by stage, in any unit. memory: [ranks], maximum saved activations in units of one micro-batch
+        on all stages of the rank; may be infinite.
         """
         stages = len(placement)
         program = build_program("", ranks, micro_batches, (placement,), ())
@@ -127,7 +129,7 @@ class Problem:
     @cached_property
     def activation_lifetime(self) -> tuple[float, ...]:
         """Lower bound of the memory-time product of the saved activations of one micro-batch on each rank, indexed by
-        rank, in activations of one stage x time unit of the durations."""
+        rank. The unit is the saved activations of one stage times the time unit of the durations."""
         s, t = self.stages, self.duration
         return tuple(
             sum(t[x] + self.turnaround[x] + t[s + x] + t[2 * s + x] for x in held) for held in self.stages_by_rank
@@ -180,9 +182,9 @@ def time_orders(
 ) -> TaskTimes:
     """Simulate task orders, each task as early as its rank and its input allow; return all end times.
 
-    orders: for each rank, its task numbers in execution order (a task is one pass on one stage). before: end times of
-    other orders, which differ from `orders` only in tasks that end at time `since` or later; end times before `since`
-    are reused (None: all times are computed).
+    problem: placement and task durations. orders: for each rank, its task numbers in execution order (a task is one
+    pass on one stage). before: end times of other orders, which differ from `orders` only in tasks that end at time
+    `since` or later; end times before `since` are reused (None: all times are computed).
     """
     needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)
@@ -226,7 +228,8 @@ def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
     """Return True if a rank's task order respects its memory limit and runs each task after the tasks of the same rank
     that produce its input.
 
-    rank: index of the rank. order: task numbers (a task is one pass on one stage) in execution order.
+    problem: placement and memory limits. rank: index of the rank. order: task numbers (a task is one pass on one stage)
+    in execution order.
     """
     stages, limit, needs, on = problem.stages, problem.limit[rank], problem.predecessor, problem.rank
     count, used = [0] * (3 * stages), 0

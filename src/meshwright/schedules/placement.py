@@ -9,18 +9,19 @@ from meshwright.program.pipeline import PipelineProgram
 
 
 def split_evenly(number: int, parts: int) -> list[range]:
-    """Split the layers (or micro-batches) 0 to number - 1 into `parts` contiguous ranges whose sizes differ by at most
-    one, larger ones first."""
+    """Split the numbers 0 to number - 1 (of layers or micro-batches) into `parts` contiguous ranges whose sizes differ
+    by at most one, larger ones first; return the ranges."""
     size, longer = divmod(number, parts)
     starts = [part * size + min(part, longer) for part in range(parts + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
 
 
 def format_placement(program: PipelineProgram, layers: int | None = None) -> str:
-    """Format the assignment of layers to ranks as a text table: one line per rank, one column for each of its stages;
-    cells list the stage's layers, embedding and head.
+    """Format the assignment of a pipeline schedule's stages to ranks as a text table: one line per rank, one column for
+    each of its stages; cells list the stage's layers, embedding and head.
 
-    layers: number of layers of the model (None: one per stage). Raises UserError for fewer layers than stages.
+    layers: number of layers of the model, divided evenly among the stages (None: one per stage). Raises UserError for
+    fewer layers than stages.
     """
     layers = program.stages if layers is None else layers
     if layers < program.stages:

@@ -96,10 +96,11 @@ def _parse_cell(cell: str, where: str) -> list[Step]:
 
 
 def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -> Placement:
-    """Return the placement (rank that computes each stage, by replica and stage) of a parsed program; UserError unless
-    each stage is on one rank and all ranks have equally many.
+    """Return the placement of stages of a parsed schedule: the rank that computes each stage, indexed by replica (only
+    one), then by stage. Raises UserError unless each stage is on one rank and all ranks have equally many.
 
-    computing: (rank, step) of all compute steps. ranks: number of ranks. where: prefix of errors.
+    computing: (rank, step) of all compute steps, where a step is (kind, stage, micro-batch). ranks: number of ranks.
+    where: prefix of errors.
     """
     home: dict[int, int] = {}
     for rank, (_, stage, _) in computing:
@@ -136,7 +137,8 @@ def to_csv(program: PipelineProgram) -> str:
 
 
 def _format_row(program: PipelineProgram, rank: int) -> list[str]:
-    """Return the CSV cells of one rank in execution order, one per group (steps that run together)."""
+    """Return the PyTorch CSV cells of one rank in execution order, one or more per group (steps that run together):
+    overlapped compute steps share a cell, transfers have one each."""
     s = program.steps
     steps = s.of_rank(rank)
     computing = [step for step in steps if s.kind[step] in COMPUTING]

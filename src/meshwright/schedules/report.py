@@ -26,7 +26,7 @@ class ScheduleReport:
     """Result of `meshwright schedule`: a checked pipeline schedule with its simulation. Times are in the unit in which
     the durations of steps were given.
 
-    program: the schedule as generated or loaded, compute steps only. complete: the same steps with sends and receives
+    program: the schedule as generated (compute steps only) or loaded. complete: the same steps with sends and receives
     between them. timing: simulated start and end of each step. parts: a second simulation in which each step is divided
     into attention, dispatch, MLP and combine; None if it was not requested. found: candidates of the search, if the
     schedule is `auto`; else None.
@@ -95,7 +95,7 @@ class ScheduleReport:
 
     def timeline(self) -> Timeline:
         """Return the simulated schedule as a timeline to draw (Gantt chart), with notes on each rank's idle time and
-        peak activations."""
+        peak activations, and curves of saved activations over time."""
         idle, peak = self.timing.idle.tolist(), self.timing.peak_activations.tolist()
         notes = [f"idle {i:.4g}, peak {p:.4g}" for i, p in zip(idle, peak, strict=True)]
         levels = {}
@@ -157,13 +157,14 @@ def schedule(
 ) -> ScheduleReport:
     """Generate (or load), verify and simulate a pipeline schedule; `meshwright schedule` prints the report.
 
-    name: schedule such as "1f1b", `auto` (search), or `@FILE`. ranks: pipeline ranks. chunks: stages per rank.
-    durations: times of one micro-batch, in any unit. A field that is one number, or one per rank, is for all stages of
-    a rank together and is divided equally among them; a field may also have one number per stage. memory: maximum saved
-    activations of a rank, in micro-batches on all its stages; used by `auto` only.
+    name: schedule such as "1f1b", `auto` (search), or `@FILE`. ranks, micro_batches: numbers of pipeline ranks and
+    micro-batches; None only for a file. chunks: stages per rank (None: the schedule's default). durations: times of one
+    micro-batch, in any unit. A field that is one number, or one per rank, is for all stages of a rank together and is
+    divided equally among them; a field may also have one number per stage. memory: maximum saved activations of a rank,
+    in micro-batches on all its stages (None: no limit); used by `auto` only.
     parts: times of attention, dispatch, MLP and combine in a forward on all stages of a rank, instead of `durations`;
     the input gradient takes the same times, the weight gradient those of attention and MLP. Steps are then split into
-    these components and simulated with two streams per rank.
+    these components and simulated with two streams per rank. None: steps are not split.
     Raises UserError for unknown names and invalid numbers, ProgramError for an incorrect program.
     """
     found, cut = None, None

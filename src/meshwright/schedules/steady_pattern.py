@@ -38,7 +38,9 @@ def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, .
     start = [0.0] * (3 * s)
 
     def place_task(task: int, earliest: float) -> float:
-        """Start a task at the first time from `earliest` on that is free in its rank's period; return its end time."""
+        """Start a task (one pass on one stage) of micro-batch 0 at the first time from `earliest` on at which no task
+        of the same rank occupies the same part of the period; return its end time. If there is no such time, start it
+        at `earliest`."""
         lasts, mine = problem.duration[task], taken[problem.rank[task]]
         at = earliest
         for _ in range(len(mine) + 1):

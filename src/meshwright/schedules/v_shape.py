@@ -30,7 +30,7 @@ def v_half(ranks: int, micro_batches: int) -> PipelineProgram:
     arXiv 2405.15362, section 3. A micro-batch takes two time slots (of one step each) per rank down the ranks, and one
     slot per rank up.
 
-    Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk) and free transfers:
+    Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 on a stage) and free transfers:
     - bubble: (3 x ranks - 4) / 2 for odd ranks, (3 x ranks - 7) / 2 for even ones (2 ranks: 1/2), for at least `ranks`
     micro-batches; 1F1B's is 3 x ranks - 3. With other times F, I and W there is no bubble while the pipeline is full if
     W + 2I >= 2F and W + 2F >= 2I
@@ -53,7 +53,7 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
     arXiv 2405.15362, section 3. A micro-batch moves on to the next stage in every time slot, forward and backward, so
     that its activations are freed as early as possible.
 
-    Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk) and free transfers:
+    Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 on a stage) and free transfers:
     - bubble: 2 x ranks - 5/2, or 2 x ranks - 7/2 if 3 divides ranks (2 ranks: 1), for at least 2 x ranks micro-batches;
     1F1B's is 3 x ranks - 3. With other times there may be a bubble while the pipeline is full too
     - peak activations: (ranks + 4) // 3 micro-batches
@@ -123,12 +123,12 @@ class _RankState:
         self.held = 0
 
     def run_slot(self, stops_made: list[int], most_held: int) -> int | None:
-        """Choose the rank's next step that can run in this time slot, and append it to the schedule. Return the
-        micro-batch of the step if it is a forward or input gradient, whose result the next stage needs; None for a
-        weight gradient or no step.
+        """Run the rank's next possible step in the current time slot (equal time unit) by appending it to the schedule.
+        Return the micro-batch of the step if it is a forward or input gradient, whose result the next stage needs; None
+        for a weight gradient or if no step can run.
 
         stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed, over
-        all ranks. most_held: maximum saved activations of the rank, in stages.
+        all ranks. most_held: maximum saved activations of the rank, in activations of one micro-batch on one stage.
         """
         able = self._find_ready(stops_made, most_held)
         if self.left[F0]:
@@ -156,7 +156,7 @@ class _RankState:
         planned before it, which will run after it. While the pipeline is full (from the rank's first input gradient on
         its first stage until its last forward on that stage) only the first planned step is considered.
         stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed, over
-        all ranks. most_held: maximum saved activations of the rank, in stages.
+        all ranks. most_held: maximum saved activations of the rank, in activations of one micro-batch on one stage.
         """
         steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
         held = highest = self.held

@@ -12,8 +12,8 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineProgram:
 
     Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6 and its figure.
 
-    Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk), free transfers and at least 2 x
-    ranks micro-batches:
+    Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 on a stage), free transfers and at least 2
+    x ranks micro-batches:
     - bubble: (ranks - 1) / 2 before a rank's first forward, none after it
     - peak activations: `ranks` micro-batches on every rank, no more than 1F1B
     - weight copies: 1

@@ -40,7 +40,7 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _generate_zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int) -> PipelineProgram:
-    """Generate the zero-bubble schedule ZB-H1 (ahead=1) or ZB-H2 (ahead=2). name: its name.
+    """Generate the zero-bubble pipeline schedule ZB-H1 (ahead=1) or ZB-H2 (ahead=2). name: name of the schedule.
 
     ahead: before its first backward, a rank runs this many more forwards than the next rank, and it defers this many
     fewer weight gradients than the next rank. Thus all ranks hold the same number of activations. Once a rank has no
