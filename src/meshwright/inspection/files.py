@@ -76,7 +76,8 @@ class TensorFiles:
             self.unindexed = [name for name in seen if name not in indexed]
 
     def map_bytes(self, entry: TensorEntry) -> NDArray[np.uint8]:
-        """Memory-map the bytes of a tensor, uint8 [bytes]; pages are read on access."""
+        """Return the bytes of a tensor, uint8 [bytes], normally as a view of the memory-mapped file, whose pages are
+        read on access. entry: one of `entries`."""
         if not entry.bytes:
             return np.zeros(0, dtype=np.uint8)
         if entry.file in self._pickled:
@@ -121,10 +122,11 @@ class TensorFiles:
 
 
 def _are_records(storages: Set[tuple[int, int]], records: Mapping[int, int]) -> bool:
-    """Return True if each of the storages that torch has mapped from a file is one of its records.
+    """Return True if each memory block that `torch.load` has mapped from a file coincides with a record (stored member)
+    of that zip file; also True if there are none.
 
-    storages: (address, bytes). records: offset in the file -> bytes. The file is mapped at a page boundary, which is
-    found from the first storage."""
+    storages: (address, size in bytes) of each block. records: {offset in the file: size in bytes} of the zip file's
+    records. The file is mapped at a page boundary, which is found from the first block."""
     if not storages:
         return True
     first, size = next(iter(storages))
@@ -137,9 +139,10 @@ def _are_records(storages: Set[tuple[int, int]], records: Mapping[int, int]) -> 
 
 
 def _check_zip_records(file: Path) -> dict[int, int]:
-    """Check that the records of a zip file written by `torch.save` are where the zip directory says, uncompressed and
-    one after another, and return {offset in the file: bytes}. torch does not check this when it maps them, and would
-    return other bytes. Raises `ValueError` or `BadZipFile`."""
+    """Check that the records (stored members) of a zip file written by `torch.save` are where the zip directory says,
+    uncompressed and one after another. Return {offset of a record's data in the file: its size in bytes}. torch does
+    not check this when it maps the records, and would return other bytes. Raises `ValueError` or `BadZipFile` if the
+    check fails."""
     with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
         records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         found: dict[int, int] = {}

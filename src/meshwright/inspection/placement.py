@@ -30,7 +30,8 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
     Result: {"layout", "precision", "ranks": one dict per rank}. A rank's keys: "rank"; its coordinate on each of tp,
     cp, dp and pp of size > 1; "stages" and "layers" (indices); "embedding" and "head" (True if the rank holds them);
     "experts" (indices, with ep); "elements" and "bytes": size of the parameters that the rank keeps between steps,
-    padding included; "training_bytes": persistent memory of AdamW training in bytes, by kind.
+    padding included; "training_bytes": persistent memory of AdamW training, {kind, such as "parameters", "gradients" or
+    "optimizer": bytes}.
     """
     layout = Layout.parse(layout_text)
     if layout.world_size > MOST_RANKS:
@@ -54,7 +55,8 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
 def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
     """Return what each rank with the pipeline coordinate `place` holds, as a JSON dict: "stages" and "layers"
     (indices), "embedding" and "head" (True if held), "elements" and "bytes" of the parameters that the rank keeps
-    between steps, "training_bytes" (persistent memory of AdamW training in bytes, by kind).
+    between steps, "training_bytes" (persistent memory of AdamW training: {kind, such as "parameters", "gradients" or
+    "optimizer": bytes}).
 
     partition: assignment of layers to stages. layout: axes over which the stage's parameters are sharded. dtype: torch
     name of the parameters' dtype, such as "bfloat16".
@@ -77,6 +79,7 @@ def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str
 
 def _list_held_experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
     """Return the indices of the experts that a rank holds under expert parallelism, ascending. table: the model's
-    parameters. place: the rank's coordinate on axis ep."""
+    parameters. layout: its ep is the number of ranks over which the experts are divided. place: the rank's coordinate
+    on axis ep."""
     held = {entry.expert[0] for entry in table.entries if entry.expert is not None and entry.ep_rank(layout) == place}
     return sorted(held)

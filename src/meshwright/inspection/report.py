@@ -80,9 +80,9 @@ def inspect_model(
 
 
 def _resolve_model_directory(path: Path, log: Callable[[str], None]) -> Path:
-    """Return the model directory of a run's newest complete checkpoint, or of a checkpoint. Any other `path` is
-    returned unchanged. log: called with a line about each skipped checkpoint.
-    """
+    """Return the model directory for `path`: of a run directory, that of its newest complete checkpoint; of a
+    checkpoint, its own. Any other `path` is returned unchanged. log: called with a line about each skipped
+    checkpoint."""
     if path.is_dir() and ((path / "checkpoints").is_dir() or (path / "manifest.json").is_file()):
         from meshwright.checkpoint.catalogue import find_checkpoint
 

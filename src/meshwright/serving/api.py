@@ -57,7 +57,7 @@ class TextStream:
         return self
 
     def __next__(self) -> str:
-        """Return the next piece of text."""
+        """Return the next piece of text, at least one character; `StopIteration` at the end."""
         return next(self._pieces)
 
 
@@ -121,7 +121,9 @@ class Model:
         return found[0] if alone else found
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TextStream:
-        """Generate text after a prompt, and return an iterator over it; options and errors as in `generate`.
+        """Generate text after a prompt, a text or a list of token IDs, and return an iterator over the text. options:
+        fields of `GenerationOptions`. Raises UserError if a number is out of range, `n` is not 1, or the prompt leaves
+        no position for a new token.
 
         Examples:
             >>> import meshwright as mw
@@ -136,8 +138,9 @@ class Model:
         return TextStream(self._run([request], lambda request_id: request_id == request.id and answer.ended), answer)
 
     def _make_requests(self, prompt: object, options: GenerationOptions) -> list[tuple[Request, Answer]]:
-        """Create `n` requests to the engine for one prompt (a text or token IDs). Return a pair (request, answer) for
-        each; the answer object collects the outputs of its request. options: those of `generate`."""
+        """Create the engine's requests for one prompt (a text or token IDs), as many as the option `n`. Return a pair
+        (request, answer) for each; the answer object collects the outputs of its request. options: those of `generate`.
+        Raises UserError for an invalid prompt or option."""
         chosen: dict[str, Any] = dict(options)
         chat, ignore_eos = chosen.pop("chat", False), chosen.pop("ignore_eos", False)
         wanted, n, stop = chosen.pop("max_tokens", 256), chosen.pop("n", 1), StopRule.of(chosen.pop("stop", ()))

@@ -84,8 +84,8 @@ class BlockPool:
 
     def allocate(self, holder: int, table: int = 0) -> int:
         """Allocate a KV block for a block table of a sequence, and return the block's index. If no block is free, a
-        cached one is evicted, of whichever table. holder: age of the sequence. table: number of the block table. At
-        least one block must be available."""
+        cached one is evicted, of whichever table. holder: age of the sequence (its admission number, larger for younger
+        sequences). table: number of the block table. At least one block must be available."""
         if self._free:
             block = self._free.pop()
         else:
@@ -132,7 +132,8 @@ class BlockPool:
 
     def share(self, block: int, holder: int) -> None:
         """Add a sequence to the holders of the KV block with index `block`, which `find` returned. holder: age of the
-        sequence, which must be younger than the present holders."""
+        sequence (its admission number, larger for younger sequences), which must be younger than the present
+        holders."""
         holders, table = self._holders[block], self._tables[block]
         if holders:
             assert holders[-1] < holder
@@ -143,8 +144,9 @@ class BlockPool:
         self.owned[holder, table] += 1
 
     def release(self, block: int, holder: int) -> None:
-        """Remove a sequence from the holders of a KV block. A block without holders becomes cached if its hash is in
-        the prefix cache (by `register`), else free. holder: age of the sequence.
+        """Remove a sequence from the holders of the KV block with index `block`. A block without holders becomes cached
+        if its hash is in the prefix cache (by `register`), else free. holder: age of the sequence (its admission
+        number).
 
         A sequence releases its last block first: beginnings of prompts, which more requests share, then stay cached
         longer.
@@ -164,8 +166,9 @@ class BlockPool:
         self.releases += 1
 
     def register(self, block: int, content: bytes) -> None:
-        """Add a full, held KV block to the prefix cache, so that `find` finds it by `content`, its hash from
-        `HashChain`. Does nothing if another block of the same block table is registered under that hash."""
+        """Add the KV block with index `block`, which must be full and held by a sequence, to the prefix cache, so that
+        `find` finds it by `content`, its hash from `HashChain`. Does nothing if another block of the same block table
+        is registered under that hash."""
         if (self._tables[block], content) not in self._block_of:
             self._block_of[self._tables[block], content] = block
             self._hashes[block] = content

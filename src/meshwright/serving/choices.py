@@ -14,15 +14,16 @@ from meshwright.serving.text import AnswerText
 
 
 class StopRule(NamedTuple):
-    """Stop strings of a request, any of which ends the answer. include: the returned text keeps the stop string or stop
-    token at its end."""
+    """Rule that ends an answer at a stop string. strings: stop strings, any of which ends the answer. include: True:
+    the returned text keeps the stop string or stop token at its end."""
 
     strings: Sequence[str] = ()
     include: bool = False
 
     @classmethod
     def of(cls, stop: object, include: bool = False) -> StopRule:
-        """Return the rule of the option `stop`: a text, or a sequence of texts. Raises UserError for anything else."""
+        """Return the rule for the option `stop`: a text, or a sequence of texts. include: True: the returned text keeps
+        the stop string or stop token at its end. Raises UserError for another type of `stop`, and for an empty text."""
         strings = [stop] if isinstance(stop, str) else stop
         if not isinstance(strings, Sequence) or not all(each and isinstance(each, str) for each in strings):
             raise UserError("stop: should be a text that is not empty, or several")
@@ -30,7 +31,7 @@ class StopRule(NamedTuple):
 
 
 class PlacedToken(NamedTuple):
-    """Token of a choice (an OpenAI API answer) and its place in the choice's text. result: token ID and
+    """Token of a choice (an OpenAI API answer) and its position in the choice's text. result: token ID and
     log-probability. offset: number of characters in the text, an echoed prompt included, before the token."""
 
     result: TokenResult
@@ -38,8 +39,8 @@ class PlacedToken(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """New part of a choice (an OpenAI API answer) since the last part; in a response without streaming, the whole
-    choice.
+    """Part of a choice (one answer in the OpenAI API): what is new since the previous part. Without streaming, the
+    whole choice.
 
     Attributes:
         text: New text, whole characters.
@@ -53,7 +54,8 @@ class Piece(NamedTuple):
 
     @classmethod
     def join(cls, pieces: Sequence[Piece]) -> Piece:
-        """Return the consecutive pieces of one choice as one piece."""
+        """Return one piece with the text and tokens of consecutive `pieces` of a choice, in order, and the finish
+        reason of the last."""
         tokens = [token for piece in pieces for token in piece.tokens]
         return cls("".join(piece.text for piece in pieces), tokens, pieces[-1].finish_reason)
 
@@ -111,8 +113,8 @@ class Choice:
         return Piece(text, tokens, self.finish_reason)
 
     def _extend(self, output: Output) -> tuple[str, list[PlacedToken]]:
-        """Convert an engine output to (new text, new tokens). If the output ends the choice, set `finish_reason` and
-        `stop_reason`."""
+        """Convert an engine output to (new text, new tokens with their offsets in the choice's text), up to a stop
+        string. If the output ends the choice, set `finish_reason` and `stop_reason`."""
         answer, text, tokens = self._answer, "", []
         hidden = output.results[-1:] if output.finish_reason == "stop" and not self._stop.include else []
         for result in output.results[: len(output.results) - len(hidden)]:

@@ -20,12 +20,12 @@ MOST_RANKED = 1024
 
 
 class DeviceLogits:
-    """Logits of one step's output rows on a device, an iterable of `DeviceRow`. The rows are valid until the runner's
-    next step.
+    """Logits of one step's R output rows (tokens whose logits are wanted) on a GPU, an iterable of `DeviceRow`. The
+    rows are valid until the runner's next step.
 
-    logits_RV: float32. draws: what sampling will read of each row. operations: module with `summarize_logits`. buffers:
-    pinned host buffer and device buffer of the draws, each float64 [at least 3 R]. Kernels and copies are queued on
-    the current stream; the caller must synchronise it before it reads rows.
+    logits_RV: float32 [R, V], V vocabulary. draws: sampling inputs of each row. operations: module with the kernel
+    `summarize_logits`. buffers: pinned host buffer and device buffer for the sampling inputs, each float64 [at least 3
+    R]. Kernels and copies are queued on the current CUDA stream; the caller must synchronize it before it reads rows.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class DeviceLogits:
             self._ranked = values.to("cpu", non_blocking=True), tokens.to("cpu", non_blocking=True)
 
     def __iter__(self) -> Iterator[DeviceRow]:
-        """Iterate over the rows; the stream must have been synchronised."""
+        """Yield the `DeviceRow` of each output row, in order. The CUDA stream on which the object was created must have
+        been synchronized."""
         figures, ranked = self._figures.tolist(), None
         if self._ranked is not None:
             values, tokens = (each.numpy() for each in self._ranked)
@@ -62,12 +63,12 @@ _NONE_RANKED = np.zeros(0, np.float32), np.zeros(0, np.int64)
 
 
 class DeviceRow:
-    """Logits of one output row on a device, with the attributes and methods of `LogitRow`. What the figures do not tell
-    is read from a copy of the whole row, made once.
+    """Logits of one output row (a token whose logits are wanted) on a GPU; it implements the interface `LogitRow`. A
+    value that is not among the `figures` or the `ranked` logits is read from a host copy of the whole row, made once.
 
-    logits_RV: logits of all rows, float32. row: index of this one. draw: for which the figures were computed. figures:
-    [7], a row of `summarize_logits`. ranked: None, or the K highest logits in descending order and their token IDs,
-    equal logits by token ID, float32 [K] and int64 [K].
+    logits_RV: logits of all output rows, float32. row: index of this row. draw: sampling inputs with which the figures
+    were computed. figures: [7], this row of the result of `summarize_logits`. ranked: (values float32 [K], token IDs
+    int64 [K]) of the K highest logits, in descending order, equal ones by token ID; None: not computed.
     """
 
     def __init__(
@@ -98,14 +99,16 @@ class DeviceRow:
         return float(self._values[place[0]]) if len(place) else self._row().logit(token)
 
     def total_weight(self, temperature: float) -> float:
-        """Return the sum over the vocabulary of exp((logit - highest) / temperature)."""
+        """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator; highest:
+        the row's largest logit. temperature: more than 0."""
         if temperature == 1:
             return self._figures[2]
         return self._figures[3] if temperature == self._draw.temperature else self._row().total_weight(temperature)
 
     def draw(self, temperature: float, uniform: float) -> int:
-        """Return the ID of the token at quantile `uniform` of the softmax of logits / temperature; the two must be
-        those of the row's `Draw`."""
+        """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
+        ordered by ID (inverse-CDF sampling). Both arguments must equal those of the `Draw` with which the row was
+        prepared."""
         assert (temperature, uniform) == (self._draw.temperature, self._draw.uniform), "another draw was prepared"
         return int(self._figures[4])
 
@@ -127,8 +130,8 @@ class DeviceRow:
         return found
 
     def token_at(self, rank: int, values: Logits) -> int:
-        """Return the token ID at index `rank` of the order of `most_likely`. values: result of `highest_logits(n)` for
-        an n > `rank`."""
+        """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,
+        equal logits by ascending ID. values: the highest logits in descending order, more than `rank` of them."""
         return int(self._tokens[rank]) if rank < self._certain else self._row().token_at(rank, values)
 
     def _row(self) -> HostRow:

@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
 
 def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Add `delta_TH` (a residual branch; None: nothing) to the hidden states `x_TH` in place; return their RMSNorm
-    times `weight_H`, [T, H]. epsilon: added to the mean square."""
+    times `weight_H`, [T, H]. epsilon: added to the mean square before the root."""
     out_TH, size = torch.empty_like(x_TH), x_TH.shape[1]
     delta = x_TH if delta_TH is None else delta_TH
     block = triton.next_power_of_2(size)
@@ -127,8 +127,9 @@ def attend(
 def product(
     x_TX: torch.Tensor, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the matrix product x Wᵀ + b, [T, Y], in `dtype` (None: that of x). The bits of each row do not depend on
-    the number of rows T: tile sizes and the split-K of the sum over X depend on the weight's shape alone."""
+    """Return the matrix product x Wᵀ + b, [T, Y]. x_TX: input, T tokens. weight_YX: weight W. bias_Y: bias b; None:
+    none. dtype: of the result; None: that of x. The bits of each row do not depend on the number of rows T: tile sizes
+    and the split-K of the sum over X depend on the weight's shape alone."""
     rows, (columns, inner) = len(x_TX), weight_YX.shape
     wide, splits = columns >= 16384 and x_TX.dtype.itemsize == 2, 1
     block = 128 if wide else 64
@@ -152,12 +153,13 @@ def gemv(
     x_1X: torch.Tensor, weight: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None, *,
     norm: tuple[torch.Tensor, float] | None = None, delta_1X: torch.Tensor | None = None, gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the matrix-vector product v Wᵀ + b of one row, [1, Y], in `dtype` (None: that of x), and the row x +
-    delta, [1, X]. The weight is read before the previous kernel ends, so no queued kernel may write to it.
+    """Return two rows: the matrix-vector product v Wᵀ + b, [1, Y], and the sum x + delta, [1, X]. W is read before the
+    previous kernel ends, so no queued kernel may write to it.
 
-    weight: a parameter [Y, X], or if `gated` [2 Y, X]: then the result is silu(first half) * second half, and there is
-    no bias. norm: (weight [X], epsilon) of an RMSNorm: v is that of x + delta; None: v is x, and delta_1X must be None.
-    delta_1X: residual branch, None: nothing to add.
+    x_1X: row x. weight: W, a parameter [Y, X]; if `gated` [2 Y, X]: then the product is silu(first half) * second half,
+    and there is no bias. bias_Y: b; None: none. dtype: of the product; None: that of x. norm: (weight [X], epsilon) of
+    an RMSNorm: v is the norm of x + delta; None: v is x, and `delta_1X` must be None. delta_1X: delta, a residual
+    branch; None: nothing to add.
     """
     assert norm is not None or delta_1X is None, "only a norm adds"
     columns, inner = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -176,8 +178,8 @@ def gemv(
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return the grouped GEMM of E experts, [N, Y]: each of the N rows of `x_NX` times the transposed weight of its
-    expert. Rows are copies of tokens, one for each chosen expert, sorted by expert. ends_E: int32, exclusive end of
-    each expert's rows."""
+    expert. Rows are copies of tokens, one for each chosen expert, sorted by expert. weight_EYX: weights of the experts.
+    ends_E: int32, exclusive end of each expert's rows."""
     rows, (experts, columns, _) = len(x_NX), weight_EYX.shape
     out = x_NX.new_empty(rows, columns)
     grid = triton.cdiv(rows, _PRODUCT_ROWS), triton.cdiv(columns, 64), experts
@@ -186,9 +188,10 @@ def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.
 
 
 def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: Any, chosen: Any) -> None:
-    """Launch the Triton kernel `product`, which writes x Wᵀ + bias to `out`, on `grid`. rows: tuple (exclusive end of
-    each expert's rows, or any tensor if the product is not grouped; number of rows of x). chosen: tuple (columns of a
-    tile, splits of the inner dimension, True for a grouped product, True to add the bias)."""
+    """Launch the Triton kernel `product`, which writes x Wᵀ + bias to `out`, on `grid` (row tiles, column tiles, splits
+    or experts). x: [rows, X]. weight: [Y, X], or [experts, Y, X]. bias: [Y]; any tensor if none is added. rows: tuple
+    (exclusive end of each expert's rows, or any tensor if the product is not grouped; number of rows of x). chosen:
+    tuple (columns of a tile, splits of the inner dimension, True for a grouped product, True to add the bias)."""
     *_, columns, inner = weight.shape
     halves = x.dtype.itemsize == 2
     kernels.product[grid](
@@ -207,13 +210,14 @@ def swiglu(up_TF: torch.Tensor) -> torch.Tensor:
 
 
 def summarize_logits(logits_RV: torch.Tensor, draws_3R: torch.Tensor) -> torch.Tensor:
-    """Return figures of each of R rows of logits [R, V], float64 [R, 7]: ID of the most likely token (the lowest among
+    """Return seven figures of each of R rows of logits, float64 [R, 7]: ID of the most likely token (the lowest among
     equals), its logit (NaN if any is NaN), sum over the vocabulary of exp(logit - highest), sum of exp((logit -
-    highest) / temperature), ID of the token drawn, its logit, and logit of the target.
+    highest) / temperature), ID of the drawn token, its logit, and logit of the target token.
 
-    logits_RV: float32; rows may be strided. draws_3R: float64, contiguous: temperature (0: nothing is drawn, and the
-    sum is 0, and the drawn token the most likely one), quantile in [0, 1) at which the token is drawn by ascending ID,
-    and token ID of the target. The bits of a row do not depend on the other rows.
+    logits_RV: float32 [R, V]; rows may be strided. draws_3R: sampling inputs, float64 [3, R], contiguous: temperature
+    (0: nothing is drawn; the fourth figure is then 0 and the drawn token is the most likely one), quantile in [0, 1) at
+    which a token is drawn in order of ascending ID, and ID of the target token. The bits of a row do not depend on the
+    other rows.
     """
     rows, size = logits_RV.shape
     count = triton.cdiv(size, _LOGITS_SECTION)

@@ -35,14 +35,14 @@ from meshwright.spec.block_tables import block_tables
 
 
 class DeviceRunner:
-    """Runner of serving steps on a GPU: the model's parameters with the Triton kernels of `device_operations`. It has
-    the attributes of `Runner`.
+    """Runner of serving steps on a GPU: computes one rank's pipeline stage with Triton kernels. It implements the
+    interface `Runner`: `instruction_set` is the GPU's name, `version` that of torch and Triton.
 
-    weights: reader of this rank's weights. limits: sizes of KV pool and buffers. operations: the module
-    `device_operations`, or one with the same functions. batch_invariant: True: the bits of a sequence's results do not
-    depend on the rest of the batch. False, which is faster: torch chooses the kernels of matrix products by the number
-    of tokens, and attention tiles are smaller in steps of decode tokens alone. graphs: True: capture decode steps as
-    CUDA graphs.
+    weights: reader of this rank's weights. mesh: gives the device and the axes tp and pp. dtype: of parameters and KV
+    cache. limits: sizes of KV pool and buffers. operations: the module `device_operations`, or one with the same
+    functions. batch_invariant: True: the bits of a sequence's results do not depend on the rest of the batch. False,
+    which is faster: torch chooses the kernels of matrix products by the number of tokens, and attention tiles are
+    smaller in steps of decode tokens alone. graphs: True: capture decode steps as CUDA graphs.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class DeviceRunner:
         }
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> StepOutput:
-        """Compute this rank's pipeline stage for a batch. Return its output rows, whose logits stay on the GPU, or from
-        a stage that is not last the hidden states [T, H]; valid until the next call. `hidden`: the previous stage's
-        hidden states, None on the first."""
+        """Compute this rank's pipeline stage for a batch of T tokens. Return its output rows (tokens whose logits are
+        wanted), with logits that stay on the GPU, or from a stage that is not last the hidden states [T, H]; valid
+        until the next call. `hidden`: the previous stage's hidden states [T, H], None on the first."""
         tokens, rows, sequences = len(batch.tokens), len(batch.output_rows), len(batch.context)
         decoding = tokens == rows == sequences
         size = next(each for each in self._sizes if each >= tokens) if decoding else tokens
@@ -136,11 +136,12 @@ class DeviceRunner:
         return logits
 
     def compute(self, counts: tuple[int, int, int], decoding: bool, x_TH: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute this rank's pipeline stage for the batch that was copied to the device's buffers, without a host
-        synchronisation. Return logits float32 [R, V], or from a stage that is not last hidden states [T, H].
+        """Compute this rank's pipeline stage for the batch that is in the device's buffers, without a host
+        synchronization. Return logits float32 [R, V] of R output rows, or from a stage that is not last hidden states
+        [T, H] of T tokens.
 
-        counts: (number of tokens, of attention tiles, of output rows). decoding: True if every sequence has one token.
-        x_TH: hidden states of the previous stage, None on the first.
+        counts: (number of tokens, number of attention tiles, number of output rows). decoding: True if every sequence
+        has one token. x_TH: hidden states of the previous stage, None on the first.
         """
         tokens, tiles, rows = counts
         number = self._numbers
@@ -223,8 +224,8 @@ class DeviceRunner:
         return self._linear(attention.output, out)
 
     def _mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output of a mixture-of-experts layer, routed and shared experts, [T, H], summed over
-        tensor-parallel ranks."""
+        """Return the output of a mixture-of-experts layer (routed and shared experts), [T, H], summed over
+        tensor-parallel ranks. x_TH: its normed input."""
         experts, (tokens, hidden) = mixture.experts, x_TH.shape
         weights_TK, chosen_TK = mixture.router.choose(mixture.router.scores(x_TH, self._product))
         count = chosen_TK.shape[1]
@@ -248,7 +249,8 @@ class DeviceRunner:
         return self._tensor.leave(total_TH, "mlp.output")
 
     def _activate_up(self, mlp: modules.FeedForward, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return the up projection of `x_TH` after its activation, [T, F], the input of an MLP's down projection."""
+        """Return the input of an MLP's down projection, [T, F]: the up projection of `x_TH` after its activation. mlp:
+        the MLP. F: its width."""
         return self._activate(self._linear(mlp.up, x_TH), mlp.activation, mlp.gated)
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
@@ -265,10 +267,10 @@ class DeviceRunner:
         self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, linear: Any, *, swiglu: bool = False,
         dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Add `delta_TH` (None: nothing) to the hidden states `x_TH`; return the product of their norm with the weight
-        of `linear`, [T, Y] in `dtype` (None: that of `x_TH`), and the hidden states, [T, H]. swiglu: True: the product
-        is the gate and up projection of an MLP, and SwiGLU of it is returned. With `gemv` it is one kernel. `x_TH` must
-        not be used afterwards: it may have been added to in place."""
+        """Add `delta_TH` (None: nothing) to the hidden states `x_TH`. Return (the product of their norm with the weight
+        of `linear`, [T, Y]; the sum, [T, H]). dtype: of the product; None: that of `x_TH`. swiglu: True: the product is
+        the gate and up projection of an MLP, and SwiGLU of it is returned. For a single token it is one kernel
+        (`gemv`), where that applies. `x_TH` must not be used afterwards: it may have been added to in place."""
         bias = getattr(linear, "bias", None)
         if self._uses_gemv(x_TH) and isinstance(norm, modules.RMSNorm) and not (swiglu and bias is not None):
             scale = norm.weight, norm.epsilon
@@ -279,8 +281,8 @@ class DeviceRunner:
         return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
 
     def _uses_gemv(self, x: torch.Tensor) -> bool:
-        """Return True if products of `x` [T, X] with parameters are computed by `gemv`: of one row, not
-        batch-invariant."""
+        """Return True if matrix products of `x` [T, X] with parameters are computed by the kernel `gemv`: if x has a
+        single row and the runner need not be batch-invariant."""
         return len(x) == 1 and not self._invariant
 
     def _add_norm(self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> torch.Tensor:
@@ -290,8 +292,8 @@ class DeviceRunner:
         return norm(x_TH if delta_TH is None else x_TH.add_(delta_TH))
 
     def _linear(self, linear: modules.Linear, x_TX: torch.Tensor) -> torch.Tensor:
-        """Return the output of a linear layer, [T, Y]; that of a row-parallel layer is summed over the tensor-parallel
-        ranks before the bias is added."""
+        """Return the output of a linear layer for the input `x_TX`, [T, Y]; that of a row-parallel layer is summed over
+        the tensor-parallel ranks before the bias is added."""
         if not isinstance(linear, modules.RowParallelLinear) or linear.tensor.trivial:
             return self._product(x_TX, linear.weight, linear.bias)
         y_TY = linear.tensor.leave(self._product(x_TX, linear.weight), linear.site)
@@ -300,8 +302,9 @@ class DeviceRunner:
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return x Wᵀ + b, [T, Y], in `dtype` (None: that of `x`): by the batch-invariant kernel if that is required,
-        for one row and a parameter by `gemv`, else by torch."""
+        """Return x Wᵀ + b, [T, Y]. x: input [T, X]. weight: W [Y, X]. bias: b [Y]; None: none. dtype: of the result;
+        None: that of `x`. Computed by the batch-invariant kernel if the runner must be batch-invariant, for one row and
+        a parameter by `gemv`, else by torch."""
         if self._invariant:
             return self._operations.product(x, weight, bias, dtype)
         if self._uses_gemv(x) and isinstance(weight, torch.nn.Parameter):  # which no kernel has just written
@@ -311,7 +314,7 @@ class DeviceRunner:
         return torch.mm(x, weight.T, out_dtype=dtype) if x.is_cuda else F.linear(x, weight, bias).to(dtype)
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new tensor of zeros of this shape on this rank's device."""
+        """Return a new tensor of zeros of this shape and `dtype` on this rank's device."""
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _capture(self) -> None:

@@ -20,8 +20,8 @@ Float32 = npt.NDArray[np.float32]
 
 
 class Engine:
-    """Engine of one rank: schedules, runs and samples the steps of continuous batching. It is deterministic: ranks of a
-    replica that get the same calls stay in the same state.
+    """Serving engine of one rank: schedules, runs and samples the steps of continuous batching. It is deterministic:
+    ranks of a replica (one copy of the model) that get the same calls stay in the same state.
 
     Attributes:
         runner: Computes a step's logits on this rank's part of the model.
@@ -45,8 +45,8 @@ class Engine:
         self.scheduler.add(request)
 
     def cancel(self, request_id: str) -> Output | None:
-        """Cancel the request with this ID and return its last output; None if the ID is unknown or the request has
-        finished."""
+        """Cancel the request with the ID `request_id` and return its last output; None if the ID is unknown or the
+        request has finished."""
         return self.scheduler.cancel(request_id)
 
     def step(self) -> list[Output]:
@@ -57,8 +57,9 @@ class Engine:
         return [] if batch is None else self.scheduler.publish(batch, sample_batch(batch, self._run(batch)))
 
     def _run(self, batch: StepBatch, hidden_TH: Float32 | None = None) -> StepOutput:
-        """Run the runner on a batch and return its result: logits, or from a stage that is not last hidden states.
-        Record time, tokens and keys of the step for `report`. hidden_TH: the previous stage's hidden states."""
+        """Run the runner on a batch of T tokens and return its result: logits of the output rows, or from a pipeline
+        stage that is not last the hidden states [T, H]. Record time, tokens and keys of the step for `report`.
+        hidden_TH: the previous stage's hidden states; None on the first stage."""
         began = time.perf_counter()
         found = self.runner.run(batch, hidden_TH)
         self._kernel_seconds += time.perf_counter() - began
@@ -67,20 +68,21 @@ class Engine:
         return found
 
     def report(self) -> dict[str, Any]:
-        """Return figures by name. Those of `Scheduler.stats`. Of the last step: `tokens`, its number of tokens, and
-        `context`, the number of keys that each token attends to, summed over tokens; both are absent if it computed
-        nothing. `kernel_seconds`: time spent in the runner since the start."""
+        """Return figures by name, for the server's metrics: those of `Scheduler.stats`; `tokens`, the number of tokens
+        of the last step, and `context`, the number of keys that each of these attends to, summed over tokens (both are
+        absent if the last step computed nothing); `kernel_seconds`, the time spent in the runner since the start."""
         return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:
-        """Return facts about the engine: `instruction_set` (or GPU name), `kernels` (version of the kernels), `memory`
-        ({kind: bytes}), and `block_tables`, the number of its block tables."""
+        """Return properties of the engine by name: `instruction_set` (of the CPU kernels, or the GPU's name), `kernels`
+        (version of the kernels), `memory` ({kind, such as "weights" or "kv": bytes}) and `block_tables` (number of
+        block tables per sequence)."""
         runner, tables = self.runner, len(self.scheduler.windows)
         about = {"instruction_set": runner.instruction_set, "kernels": runner.version, "block_tables": tables}
         return {**about, "memory": runner.memory()}
 
 
 def build_scheduler(config: ModelConfig, limits: StepLimits, groups: int = 1) -> Scheduler:
-    """Build the scheduler for a model and the sizes in `limits`. groups: number of pipeline stages; sequences are
-    divided into as many groups, one of which each step computes."""
+    """Build the scheduler for the model with configuration `config` and the sizes in `limits`. groups: number of
+    pipeline stages; sequences are divided into as many groups, one of which each step computes."""
     return Scheduler(limits, block_tables(config, groups).windows, groups)

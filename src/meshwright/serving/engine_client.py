@@ -14,7 +14,7 @@ State = Literal["starting", "ready", "recovering", "draining", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Answer of the engine to requests that it does not queue: why, and when to retry.
+    """Reason why the engine does not queue requests, and when to retry.
 
     Attributes:
         reason: The limit that is reached, as a label of the metrics: `"requests"` or `"tokens"` that wait, `"seconds"`
@@ -34,8 +34,9 @@ class Ticket:
 
     Attributes:
         key: Keyed digest of the API key, the path and the body; empty: no place is kept.
-        tokens: Estimated tokens of the prompts.
-        first: True if the client marks this as its first attempt: an identical request in the line is another client's.
+        tokens: Estimated number of tokens of the prompts.
+        first: True if the client marks this as its first attempt; an identical request in the line is then assumed to
+            be another client's.
     """
 
     key: bytes = b""
@@ -72,14 +73,14 @@ class EngineClient(Protocol):
         """
 
     def cancel(self, request_id: str) -> None:
-        """Cancel the request with this ID: it ends by the next step and its KV blocks are freed. IDs of unknown or
-        finished requests are ignored."""
+        """Cancel the request with the ID `request_id`: it ends by the next step and its KV blocks are freed. IDs of
+        unknown or finished requests are ignored."""
 
     async def wait_for_failure(self) -> MeshwrightError:
         """Wait until the engine has failed and will not restart; return the error."""
 
     def drain(self) -> None:
-        """Accept no further requests from now on; queued and running ones are finished."""
+        """Accept no further requests from now on; those that wait or run are still finished."""
 
     def stats(self) -> Sequence[Mapping[str, float]]:
         """Return one mapping of figures per replica; a missing key counts as 0.
@@ -90,6 +91,7 @@ class EngineClient(Protocol):
         `pauses`, `prefix_queries` and `prefix_hits` (prompt tokens looked up and found in the prefix cache), `restarts`
         (after a lost rank).
 
-        The first mapping also has figures of the waiting line of refused requests: `outstanding` places now, and places
-        `admitted` and `expired` since the start.
+        The first mapping also has figures of the waiting line, in which refused requests keep a place until their
+        clients retry: the number of places now (`outstanding`), and since the start of those whose clients were
+        admitted (`admitted`) or did not return in time (`expired`).
         """

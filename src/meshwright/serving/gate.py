@@ -52,8 +52,8 @@ class HttpSettings:
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
-    """Read API keys from a file, one per line; blank lines and lines that begin with # are skipped. Raises UserError if
-    it cannot be read or has no key."""
+    """Read API keys from the file `path`, one per line; blank lines and lines that begin with # are skipped. Raises
+    UserError if the file cannot be read or has no key."""
     try:
         lines = read_file(path, "config_bytes", pipe=True).decode().splitlines()
     except OSError as error:
@@ -67,8 +67,9 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_origins(origins: Sequence[str]) -> Sequence[str]:
-    """Return the origins of `HttpSettings.cors_origins` after a check. Raises UserError for one that no browser sends,
-    which would never match."""
+    """Return `origins`, the setting `HttpSettings.cors_origins`, unchanged. Raises UserError for an origin in a form
+    that no browser sends, which would never match; each must be a scheme and host, such as "https://example.org:8443",
+    or "*"."""
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
             raise UserError(f'--cors-origin {origin}: should be an origin such as https://example.org:8443, or "*"')
@@ -76,7 +77,8 @@ def check_origins(origins: Sequence[str]) -> Sequence[str]:
 
 
 class ApiKeys:
-    """API keys of a server, stored as SHA-256 hashes. keys: any of them admits a request; empty: no key is needed."""
+    """Checker of the API keys of requests; the keys are stored as SHA-256 hashes. keys: any of them admits a request;
+    empty: no key is needed."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -95,7 +97,7 @@ class ApiKeys:
 
 
 class BodyReader:
-    """Reads request bodies within the limits of `HttpSettings` on size, total memory and time."""
+    """Reader of request bodies within the limits of `settings` on size, total memory and time."""
 
     def __init__(self, settings: HttpSettings) -> None:
         self._settings, self._secret = settings, secrets.token_bytes(32)
@@ -110,12 +112,13 @@ class BodyReader:
         return size is None or int(size) > LINE_BYTES
 
     def _refuse_size(self) -> ApiError:
-        """Create the error (413) for a body that is too large."""
+        """Create the error (HTTP 413) for a body that is larger than `HttpSettings.body_bytes`."""
         return ApiError(413, f"the body is larger than {self._settings.body_bytes:,} bytes", code="body_too_large")
 
     async def read(self, request: Request) -> bytes:
-        """Read and return the whole body of a request; it counts towards `all_body_bytes` until `release`. Raises
-        ApiError if a limit is exceeded, starlette's ClientDisconnect if the client is gone."""
+        """Read and return the whole body of a request; its bytes count towards `HttpSettings.all_body_bytes`, the limit
+        on all bodies in memory, until the caller calls `release`. Raises ApiError if a limit on size or time is
+        exceeded, or for an Upgrade header; starlette's ClientDisconnect if the client is gone."""
         settings, body = self._settings, bytearray()
         if "upgrade" in request.headers and "upgrade" in request.headers.get("connection", "").lower():
             # The HTTP parser would treat the body as data of the other protocol.

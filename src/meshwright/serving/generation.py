@@ -92,10 +92,10 @@ class Generation:
 
 
 class Answer:
-    """Builds the `Generation` of one request from the engine's outputs.
+    """Builder of the `Generation` of one request from the engine's outputs.
 
-    prompts: tokenizer. request: request that the engine runs. wanted: most tokens that the caller asked for, of which
-    the model's positions may leave fewer to `request`. stop: stop strings.
+    prompts: tokenizer. generation: object to fill. request: request that the engine runs. wanted: the caller's limit on
+    new tokens; the limit of `request` is lower if the model has too few positions left. stop: stop strings.
 
     Attributes:
         generation: Text, token IDs and times so far.
@@ -108,7 +108,7 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        """True if the answer is complete, so that the engine need not go on."""
+        """True if the answer is complete: the engine has ended the request, or a stop string was found."""
         return self._choice.finish_reason is not None
 
     def add(self, output: Output) -> str:

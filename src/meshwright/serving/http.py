@@ -90,12 +90,12 @@ class HttpApp:
             )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one HTTP request."""
+        """Handle one HTTP request: the entry point of an ASGI application, with ASGI's arguments."""
         await self._app(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one HTTP request: call its endpoint and send what the endpoint returns, as JSON unless it is a
-        Response. Exceptions become error responses in OpenAI's format."""
+        """Handle one HTTP request, given by ASGI's arguments: call its endpoint and send what the endpoint returns, as
+        JSON unless it is a Response. Exceptions become error responses in OpenAI's format."""
         request = Request(scope, receive)
         given = request.headers.get("x-request-id", "")
         name = request.state.request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
@@ -145,8 +145,8 @@ class HttpApp:
         return model, partial(self._parse, model=model, use=use)
 
     async def _generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
-        """Handle a POST that generates text: parse the body as a `model` (a pydantic class), run its requests on the
-        engine, and return the whole response or an event stream."""
+        """Handle a POST `request` that generates text: parse its body as a `model` (a pydantic class), run the
+        resulting requests on the engine, and return the whole response or an event stream."""
         name = request.state.request_id
         job = await self._parse(request, model, lambda body: build_job(body, self._prompts, self.settings.model, name))
         job = replace(job, ticket=request.state.ticket)
@@ -161,6 +161,7 @@ class HttpApp:
         """
 
         def parse(data: bytes) -> _Result:
+            """Parse the JSON body `data`, check the model name in it, and return `use(body)`."""
             body = parse_body(model, data)
             self._check_model(getattr(body, "model", None) or self.settings.model)
             try:
@@ -206,12 +207,13 @@ class HttpApp:
         return {"count": len(tokens), "max_model_len": prompts.max_length, "tokens": shown, **strings}
 
     def _detokenize(self, body: bodies.DetokenizeBody) -> dict[str, str]:
-        """Handle `/detokenize`: return the text of token IDs, as `prompt` (vLLM) and again as `content` (llama.cpp)."""
+        """Handle `/detokenize`: return the text of the body's token IDs, as `prompt` (vLLM) and again as `content`
+        (llama.cpp)."""
         text = self._prompts.decode(self._prompts.check(body.tokens, empty=True))
         return {"prompt": text, "content": text}
 
     def _apply_template(self, body: bodies.ConversationBody) -> dict[str, str]:
-        """Handle `/apply-template`: return {"prompt": text of the conversation in the model's chat template}."""
+        """Handle `/apply-template`: return {"prompt": text of the body's conversation in the model's chat template}."""
         return {"prompt": self._prompts.render_chat(body.to_messages(), body.add_generation_prompt)}
 
     def _show_model(self, name: str) -> dict[str, Any]:

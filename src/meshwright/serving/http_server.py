@@ -38,7 +38,8 @@ LINGER_SECONDS = 5  # for which the data of a closed connection are still read
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Open the listening TCP socket; port 0: any free port. Raises UserError if the address is in use or invalid."""
+    """Open a TCP socket that listens on `host`, a name or address. port: 0: any free port. Raises UserError if the
+    address is in use or invalid."""
     try:
         if not 0 <= port < 2**16:
             raise OverflowError("should be 0 to 65535")
@@ -67,7 +68,7 @@ class _LingeringTransport:
         self.unread = self._lingers = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the transport."""
+        """Return the attribute `name` of the wrapped transport."""
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
@@ -120,7 +121,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._crowded, self._refuse, self._group = crowded, refuse, group
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the connection; it must send its first headers within `HEADER_SECONDS`."""
+        """Start to serve a new connection, given by its `transport`. Called by asyncio. The client must send complete
+        headers within `HEADER_SECONDS`, or any request within `REFUSED_SECONDS` if the connection is to be refused."""
         self._lingering = _LingeringTransport(transport)
         super().connection_made(cast(asyncio.Transport, self._lingering))
         self._mark_newest()
@@ -133,7 +135,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._group[self] = time.monotonic()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Remove the connection, which has closed, from its group; called by asyncio."""
+        """Remove the connection, which has closed, from its group (accepted or refused connections). exc: error that
+        closed it, or None. Called by asyncio."""
         self._group.pop(self, None)
         super().connection_lost(exc)
 
@@ -170,7 +173,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Send a 400 response to data that are not valid HTTP, if no other response is being sent."""
+        """Send a response with status 400 and text `msg` to data that are not valid HTTP, if no other response is being
+        sent."""
         self._lingering.unread = True
         if not self._ends:
             super().send_400_response(msg)
@@ -190,12 +194,14 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._set_deadline(HEADER_SECONDS)
 
     def on_url(self, url: bytes) -> None:
-        """Count the bytes of the request's path towards the limit on headers."""
+        """Count the bytes of `url`, the request's path, towards the limit on header bytes. Called by the HTTP
+        parser."""
         self._count_header_bytes(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count the bytes of one header towards the limit on headers."""
+        """Count the bytes of one header, `name` and `value`, towards the limit on header bytes. Called by the HTTP
+        parser."""
         self._count_header_bytes(len(name) + len(value) + HEADER_OVERHEAD)
         super().on_header(name, value)
 
@@ -213,7 +219,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
 
     def on_body(self, body: bytes) -> None:
-        """Pass a part of the request's body to the application."""
+        """Pass `body`, the next part of the request's body, to the application. Called by the HTTP parser."""
         self._unparsed_bytes = 0
         super().on_body(body)
 
@@ -249,17 +255,17 @@ class _LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _set_deadline(self, seconds: float) -> None:
-        """Set the connection's deadline to `seconds` from now."""
+        """Set the connection's deadline, at which the server calls `expire`, to `seconds` from now."""
         self.deadline = time.monotonic() + seconds
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with a limit on connections; signals are left to `serve_http`.
+    """uvicorn server with a limit on connections; signals are left to `serve_http`.
 
-    limit: number of connections that are served at once. refuse: returns the response (429) for a connection beyond it.
-    From `limit` / 2 open connections on, a new connection is closed after each response (no keep-alive). Beyond `limit`
-    it is refused. From 2 * `limit` on it waits in the kernel's backlog, and refused connections that have been silent
-    for `CROWDED_SECONDS` are aborted to make room.
+    config: uvicorn's settings. limit: number of connections that are served at once. refuse: returns the response (429)
+    for a connection beyond it. From `limit` / 2 open connections on, a new connection is closed after each response (no
+    keep-alive). Beyond `limit` it is refused. From 2 * `limit` on it waits in the kernel's backlog, and refused
+    connections that have been silent for `CROWDED_SECONDS` are aborted to make room.
     """
 
     def __init__(self, config: uvicorn.Config, limit: int, refuse: Callable[[], Response]) -> None:
@@ -280,7 +286,8 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Call `expire` on each connection whose deadline has passed, and abort each whose client reads too slowly.
-        Called by uvicorn several times a second."""
+        Return uvicorn's decision: True if the server should stop. Called by uvicorn several times a second. counter:
+        number of the call."""
         now = time.monotonic()
         for each in cast("set[_LimitedProtocol]", self.server_state.connections.copy()):
             if each.write_deadline < now:
@@ -290,7 +297,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting connections and close the open ones."""
+        """Stop accepting connections and close the open ones. sockets: passed on to uvicorn, which closes them."""
         for task in self._accepting:
             task.cancel()
         await super().shutdown(sockets)
@@ -325,8 +332,8 @@ class _Server(uvicorn.Server):
 
 
 def make_server(app: HttpApp) -> uvicorn.Server:
-    """Return the uvicorn server of an application, limited to `HttpSettings.connections` or as many as open files
-    allow. Its `serve([listener])` runs until `should_exit` is set."""
+    """Return the uvicorn server of the application `app`, which serves at most `HttpSettings.connections` connections,
+    or as many as the limit on open files allows. Its `serve([listener])` runs until `should_exit` is set."""
     config = uvicorn.Config(
         app, ws="none", lifespan="off", log_level="error", access_log=False, server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=5,
@@ -336,7 +343,7 @@ def make_server(app: HttpApp) -> uvicorn.Server:
 
 def allow_connections(count: int, log: Callable[[str], None] = lambda line: None) -> int:
     """Raise the process's limit on open files so that it allows `count` connections and as many refused ones. Return
-    the number of connections that it allows; log a line if they are fewer than `count`."""
+    the number of connections that it allows. log: called with one line if they are fewer than `count`."""
     wanted = 2 * count + OTHER_FILES
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < wanted:
@@ -349,7 +356,7 @@ def allow_connections(count: int, log: Callable[[str], None] = lambda line: None
 
 
 async def wait_for_signals(signals: StopSignals, count: int = 1) -> None:
-    """Wait until `count` stop signals have arrived in all."""
+    """Wait until `count` stop signals have arrived since `signals`, which records them, was created."""
     while len(signals.received) < count:
         await asyncio.sleep(0.05)
 
@@ -357,7 +364,7 @@ async def wait_for_signals(signals: StopSignals, count: int = 1) -> None:
 async def serve_http(
     app: HttpApp, listener: socket.socket, client: EngineClient, signals: StopSignals, drain_seconds: float = 60.0
 ) -> int:
-    """Serve HTTP until SIGTERM or SIGINT; return the number of requests that were not finished.
+    """Serve `app` over HTTP until SIGTERM or SIGINT; return the number of HTTP requests that were not finished.
 
     After the signal new requests get 503, and requests in flight are finished, for at most `drain_seconds`; a second
     signal ends them immediately. Later signals are ignored. listener: listening TCP socket. client: engine. signals:

@@ -17,12 +17,13 @@ _SUM_BLOCK = 256  # logits
 
 
 class Draw(NamedTuple):
-    """Sampling inputs of one output row, known before its logits, so that a GPU can reduce the row with them.
+    """Sampling inputs of one output row (a token whose logits are wanted), known before its logits, so that a GPU can
+    reduce the row with them.
 
     Attributes:
-        temperature: Divides the logits, more than 0; 0: nothing is drawn.
-        uniform: Quantile in [0, 1) at which a token is drawn.
-        target: Token ID of the prompt to score; 0, a valid ID, if none: its logit is then unused.
+        temperature: Divides the logits, more than 0; 0: no token is drawn.
+        uniform: Random number in [0, 1): quantile of the softmax at which a token is drawn.
+        target: Token ID whose log-probability is wanted (the prompt's next token); 0 if none: its logit is then unused.
         ranked: Number of most likely tokens (top-k) that sampling may read; 0: the most likely one alone.
     """
 
@@ -33,12 +34,12 @@ class Draw(NamedTuple):
 
 
 class LogitRow(Protocol):
-    """Interface to the logits [V] of one output row.
+    """Interface to the logits [V] of one output row (a token whose logits are wanted), in host memory or on a GPU.
 
     Attributes:
         size: Size of the vocabulary, V.
         best: ID of the most likely token, the lowest among equals; undefined if a logit is NaN.
-        highest: Its logit; NaN if any logit is NaN, and then the methods must not be called.
+        highest: Largest logit; NaN if any logit is NaN, and then the methods must not be called.
     """
 
     size: int
@@ -52,11 +53,12 @@ class LogitRow(Protocol):
         """Return the logit of a token ID."""
 
     def total_weight(self, temperature: float) -> float:
-        """Return the sum over the vocabulary of exp((logit - highest) / temperature); temperature more than 0."""
+        """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator; highest:
+        the row's largest logit. temperature: more than 0."""
 
     def draw(self, temperature: float, uniform: float) -> int:
         """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
-        ordered by ID (inverse-CDF sampling)."""
+        ordered by ID (inverse-CDF sampling). temperature: more than 0."""
 
     def count_from(self, least: np.float32) -> int:
         """Return the number of logits that are at least `least`."""
@@ -68,8 +70,8 @@ class LogitRow(Protocol):
         """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""
 
     def token_at(self, rank: int, values: Logits) -> int:
-        """Return the token ID at index `rank` of the order of `most_likely`. values: result of `highest_logits(n)` for
-        an n > `rank`."""
+        """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,
+        equal logits by ascending ID. values: the highest logits in descending order, more than `rank` of them."""
 
 
 StepOutput = npt.NDArray[np.float32] | Iterable[LogitRow]
@@ -77,8 +79,8 @@ StepOutput = npt.NDArray[np.float32] | Iterable[LogitRow]
 
 
 class HostRow:
-    """Logits of one output row in host memory. logits_V: float32 [V]; must not change while the row is in use. It has
-    the attributes of `LogitRow`."""
+    """Logits of one output row (a token whose logits are wanted) in host memory; it implements the interface
+    `LogitRow`. logits_V: float32 [V], V vocabulary; must not change while the object is in use."""
 
     def __init__(self, logits_V: Logits) -> None:
         self._logits, self.size = logits_V, len(logits_V)
@@ -94,11 +96,13 @@ class HostRow:
         return float(self._logits[token])
 
     def total_weight(self, temperature: float) -> float:
-        """Return the sum over the vocabulary of exp((logit - highest) / temperature), relative error about 1e-7."""
+        """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator, with a
+        relative error of about 1e-7; highest: the row's largest logit. temperature: more than 0."""
         return float(weigh(self._logits, self.highest, temperature).sum(dtype=np.float64))
 
     def draw(self, temperature: float, uniform: float) -> int:
-        """Return the ID of the token at quantile `uniform` of the softmax of logits / temperature."""
+        """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
+        ordered by ID (inverse-CDF sampling). temperature: more than 0."""
         return find_quantile(weigh(self._logits, self.highest, temperature), uniform)
 
     def count_from(self, least: np.float32) -> int:
@@ -117,16 +121,16 @@ class HostRow:
         return found
 
     def token_at(self, rank: int, values: Logits) -> int:
-        """Return the token ID at index `rank` of the order of `most_likely`. values: result of `highest_logits(n)` for
-        an n > `rank`."""
+        """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,
+        equal logits by ascending ID. values: the highest logits in descending order, more than `rank` of them."""
         value = values[rank]
         return int(np.flatnonzero(self._logits == value)[rank - int((values > value).sum())])
 
 
 def weigh(logits: Logits, highest: np.float32, temperature: float) -> Logits:
-    """Return exp((logit - highest) / temperature), unnormalised probabilities. highest: the largest logit. Computed in
-    float32, with a relative error of about 1e-7, since float64 takes three times as long and this step dominates the
-    time of sampling."""
+    """Return exp((logit - highest) / temperature) of each of the `logits`, unnormalized probabilities. highest: the
+    largest logit. temperature: more than 0. Computed in float32, with a relative error of about 1e-7, since float64
+    takes three times as long and this step dominates the time of sampling."""
     weights = logits - highest
     if temperature != 1:
         weights /= np.float32(temperature)
@@ -134,8 +138,9 @@ def weigh(logits: Logits, highest: np.float32, temperature: float) -> Logits:
 
 
 def find_quantile(weights: Logits, uniform: float) -> int:
-    """Return the first index at which the cumulative weights exceed the fraction `uniform` of their total; its weight
-    is above 0. Sums over blocks locate the block first, as a cumulative sum over all would be slower."""
+    """Return the first index at which the cumulative sum of `weights` (not negative) exceeds the fraction `uniform`, in
+    [0, 1), of their total; the weight there is above 0. Sums over blocks locate the block first, as a cumulative sum
+    over all weights would be slower."""
     block_sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _SUM_BLOCK)), dtype=np.float64)
     reach = uniform * block_sums[-1]
     block = _first_above(block_sums, reach)

@@ -37,8 +37,8 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class Segment:
-    """Slice of a list of operations that ends before index `end`, followed by an all-reduce over the tensor-parallel
-    ranks.
+    """Run of consecutive operations of a model (a slice of its list of kernel operations) that ends before index `end`,
+    followed by an all-reduce over the tensor-parallel ranks.
 
     The all-reduce sums `partial` [T, H]; None: there is none. Then `bias` [H] (None: 0) is added to the sum, and the
     result is added to `residual` [T, H]; None: it is written back to `partial`.
@@ -51,17 +51,19 @@ class Segment:
 
 
 class Lowering:
-    """List of kernel operations that compute one rank's pipeline stage, with all buffers and packed weights that they
-    use. Construction reads the weights, packs them and allocates the KV pool.
+    """Builder of the list of kernel operations that compute one rank's pipeline stage on a CPU, with all buffers and
+    packed weights that they use. Construction reads the weights, packs them and allocates the KV pool.
 
-    kernels: compiled library that will execute the operations. weights: reader of this rank's weights. dtype: "float32"
-    or "bfloat16", of packed weights and KV cache. limits: sizes of KV pool and buffers.
+    kernels: compiled library that will execute the operations. weights: reader of this rank's weights. mesh: gives the
+    axes tp, pp, ep and etp. dtype: "float32" or "bfloat16", of packed weights and KV cache. limits: sizes of KV pool
+    and buffers.
 
     Attributes:
-        ops: The operations, in order; the methods `_lower_*` append to it.
+        ops: The operations, in order.
         segments: Slices of `ops` between all-reduces over tp; a single one without tp.
-        states: Hidden states [T, H], input and output of the stage.
-        logits: Logits [R, V / P] of this rank's vocabulary slice; None unless this is the last stage.
+        states: Hidden states [T, H], input and output of the stage; T: the token budget of a step.
+        logits: Logits [R, V / P] of this rank's vocabulary slice, P tensor-parallel ranks; None unless this is the last
+            stage.
         nbytes: {kind: bytes}: `weights` (tables, norms, biases), `packed` (matrices), `workspace`, `kv`, `logits`.
     """
 
@@ -111,7 +113,7 @@ class Lowering:
         return keys, values
 
     def _lower(self) -> None:
-        """Append the operations of the whole stage: embedding, blocks, head."""
+        """Append to `ops` the kernel operations of the whole pipeline stage: embedding, transformer blocks, head."""
         packed = self._lower_embedding() if self._stage.first else None
         for layer in self._stage.layers:
             self._lower_block(self._model.layers[layer], layer)
@@ -120,8 +122,8 @@ class Lowering:
         self.segments.append(Segment(len(self.ops)))
 
     def _lower_embedding(self) -> PackedMatrix | None:
-        """Append the lookup of token and position embeddings. Return the packed embedding matrix if this stage also has
-        a tied output head, else None."""
+        """Append to `ops` the lookup of token and position embeddings. Return the packed embedding matrix if this stage
+        also has a tied output head, else None."""
         packed = self._pack(self._model.embedding) if self._stage.last and self.config.tied else None
         table = packed or self._keep(self._read_shard("embedding.weight", self._dtype == "bfloat16"))
         self.ops.append(op.Embed(self.states, table, first=self._first_token))
@@ -132,7 +134,7 @@ class Lowering:
         return packed
 
     def _lower_block(self, block: Block, layer: int) -> None:
-        """Append the operations of the transformer block with index `layer`."""
+        """Append to `ops` the operations of the transformer block with index `layer`. block: the block's module."""
         normed = self._get_buffer("normed", self.config.hidden)
         self._lower_norm(block.attention_norm, normed, self.states)
         self._lower_attention(block.attention, normed, layer)
@@ -144,8 +146,8 @@ class Lowering:
             self._lower_row_parallel(block.mlp.down, hidden)
 
     def _lower_attention(self, attention: AttentionModule, x: Float32, layer: int) -> None:
-        """Append QKV projection, RoPE, KV-cache write, attention and output projection of the layer with index `layer`;
-        the result is added to the hidden states. `x`: normed input [T, H]."""
+        """Append to `ops` QKV projection, RoPE, KV-cache write, attention and output projection of the layer with index
+        `layer`; the result is added to the hidden states. attention: the layer's module. x: normed input [T, H]."""
         heads, kv_heads, size = attention.heads, attention.kv_heads, attention.size
         qkv = self._get_buffer("qkv", (heads + 2 * kv_heads) * size)
         self._lower_linear(attention.qkv, qkv, x)
@@ -159,8 +161,8 @@ class Lowering:
         self._lower_row_parallel(attention.output, out)
 
     def _lower_mixture(self, mixture: Mixture, x: Float32) -> None:
-        """Append a mixture-of-experts layer, routed and shared experts; the result is added to the hidden states. `x`:
-        normed input [T, H]."""
+        """Append to `ops` a mixture-of-experts layer (routed and shared experts); the result is added to the hidden
+        states. mixture: the layer's module. x: normed input [T, H]."""
         config, experts = self.config, mixture.experts
         width = experts.down.weight.shape[1]
         if self._experts_workspace is None:
@@ -185,15 +187,16 @@ class Lowering:
             self._sum_over_ranks(out, self.states)
 
     def _lower_shared(self, mixture: Mixture, shared: modules.FeedForward, x: Float32, out: Float32) -> None:
-        """Append the shared expert with its sigmoid gate; the result is added to `out` [T, H]. `x`: normed input."""
+        """Append to `ops` the shared expert of a mixture-of-experts layer (`mixture`) with its sigmoid gate, if it has
+        one; the result is added to `out` [T, H]. shared: the expert's MLP. x: normed input [T, H]."""
         hidden = self._lower_up(shared, x)
         if mixture.shared_gate is not None:  # a factor per token, applied before the down projection
             self.ops.append(op.Gate(hidden, x, self._read_parameter(mixture.shared_gate, "weight").reshape(-1)))
         self._lower_linear(shared.down, out, hidden, accumulate=True)
 
     def _lower_up(self, mlp: modules.FeedForward, x: Float32) -> Float32:
-        """Append an MLP's up projection and activation; return the buffer of the result, [T, F]. `x`: normed input
-        [T, H]."""
+        """Append to `ops` the up projection and activation of the MLP `mlp`; return the buffer of the result, [T, F].
+        x: normed input [T, H]."""
         up = self._get_buffer("up", mlp.up.weight.shape[0])
         self._lower_linear(mlp.up, up, x)
         hidden = self._get_buffer("hidden", mlp.down.weight.shape[1])
@@ -201,8 +204,8 @@ class Lowering:
         return hidden
 
     def _lower_head(self, packed: PackedMatrix | None) -> None:
-        """Append the final norm of the output rows and the output head. `packed`: the packed embedding matrix of a tied
-        head; None: the head's own weight is packed."""
+        """Append to `ops` the final norm of the output rows (tokens whose logits are wanted) and the output head.
+        packed: the packed embedding matrix of a tied head; None: the head's own weight is packed."""
         rows = self._get_buffer("rows", self.config.hidden, self._limits.logits)
         self.ops.append(op.TakeRows(rows, self.states))
         assert self._model.final_norm is not None
@@ -214,19 +217,20 @@ class Lowering:
         self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
 
     def _lower_norm(self, norm: nn.Module, out: Float32, x: Float32, rows: op.Rows = "tokens") -> None:
-        """Append a norm over the hidden dimension, from `x` to `out`. rows: "tokens" (all T tokens) or "outputs" (the R
-        output rows)."""
+        """Append to `ops` a norm over the hidden dimension, from `x` to `out`. rows: "tokens" (all T tokens of the
+        step) or "outputs" (the R tokens whose logits are wanted)."""
         weight, bias = self._read_parameter(norm, "weight"), self._read_optional(norm, "bias")
         kind: Literal["rms", "layer"] = "rms" if isinstance(norm, modules.RMSNorm) else "layer"
         self.ops.append(op.Norm(out, x, weight, bias, self.config.norm_epsilon, kind, rows))
 
     def _lower_linear(self, linear: modules.Linear, out: Float32, x: Float32, accumulate: bool = False) -> None:
-        """Append a linear layer with its bias, from `x` to `out`. accumulate: add to the present values of `out`."""
+        """Append to `ops` a linear layer with its bias, from `x` to `out`. accumulate: add to the present values of
+        `out`."""
         self.ops.append(op.Linear(out, x, self._pack(linear), self._read_optional(linear, "bias"), accumulate))
 
     def _lower_row_parallel(self, linear: modules.Linear, x: Float32) -> None:
-        """Append a row-parallel linear layer of input `x`, all-reduced over tp; the result is added to the hidden
-        states."""
+        """Append to `ops` a row-parallel linear layer of input `x`, all-reduced over tp; the result is added to the
+        hidden states."""
         if not self._split:
             self._lower_linear(linear, self.states, x, accumulate=True)
             return
@@ -242,8 +246,8 @@ class Lowering:
             self.segments.append(Segment(len(self.ops), partial, residual, bias))
 
     def _pack(self, module: nn.Module, dtype: str | None = None, count: int = 1) -> PackedMatrix:
-        """Return the packed weight of a module. dtype: "float32" or "bfloat16" (None: that of the model). count: number
-        of experts' matrices that are stacked along dim 0."""
+        """Return the weight of `module`, packed for the kernels' matrix products. dtype: "float32" or "bfloat16" (None:
+        that of the model). count: number of experts' matrices that are stacked along dim 0."""
         name = f"{self._names[id(module)]}.weight"
         # Packing widens bfloat16 in the processor's cache.
         values = self._read_shard(name, self._dtype == "bfloat16" or self._weights.is_bfloat16(name))
@@ -254,7 +258,8 @@ class Lowering:
         return packed
 
     def _read_parameter(self, module: nn.Module | None, leaf: str) -> Float32:
-        """Return the parameter named `leaf` ("weight", "bias") of a norm or linear layer as a new float32 array."""
+        """Return the parameter named `leaf` ("weight", "bias") of `module`, a norm or linear layer, as a new float32
+        array."""
         return self._keep(self._read_shard(f"{self._names[id(module)]}.{leaf}", bfloat16=False))
 
     def _read_optional(self, module: nn.Module | None, leaf: str) -> Float32 | None:
@@ -269,8 +274,8 @@ class Lowering:
         return self._weights.read(name, torch.float32).numpy()
 
     def _keep(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Copy an array that has to outlive the next read (reads reuse one buffer), count its bytes as `weights`, and
-        return the copy."""
+        """Return a copy of the array `values`, which the next read of a parameter overwrites, and count its bytes as
+        `weights`."""
         self.nbytes["weights"] += values.nbytes
         return values.copy()
 

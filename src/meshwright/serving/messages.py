@@ -56,7 +56,7 @@ class Channel:
 
     @classmethod
     def connect(cls, address: str, secret: str) -> Channel:
-        """Connect to the listener at `unix:PATH` or `tcp:HOST:PORT` and prove knowledge of `secret`.
+        """Connect to the listener at `address`, `unix:PATH` or `tcp:HOST:PORT`, and prove knowledge of `secret`.
 
         Tries for `CONNECT_SECONDS`, as the listener may start later; then raises RankLost.
         """
@@ -149,7 +149,8 @@ class Listener:
         the connection is closed when `answer` returns."""
 
         async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """Answer one connection."""
+            """Call `answer` for one connection if its peer proves knowledge of the secret; close the connection
+            afterwards."""
             nonce = secrets.token_bytes(_NONCE_BYTES)
             writer.write(nonce)
             with closing(writer), suppress(asyncio.IncompleteReadError, OSError):
@@ -185,7 +186,8 @@ class Listener:
 
 
 async def receive(reader: asyncio.StreamReader) -> Message | None:
-    """Read the next message from a stream; None if the connection was closed."""
+    """Read the next message from the stream `reader` and return it; None if the connection was closed. Raises RankLost
+    for a message that is too large."""
     try:
         found: Message = json.loads(await reader.readexactly(_message_size(await reader.readexactly(_LENGTH.size))))
     except (asyncio.IncompleteReadError, OSError):

@@ -52,8 +52,8 @@ _HISTOGRAMS = (
 
 
 class ServingMetrics:
-    """Prometheus metrics of a server: counters and histograms of requests, and figures of the engine, read when the
-    page is requested. model: value of the label `model_name`."""
+    """Prometheus metrics of a server: counters and histograms of requests, and figures of the engine `client`, read
+    when the page is requested. model: value of the label `model_name`."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self._registry, self._model = CollectorRegistry(), model
@@ -70,13 +70,13 @@ class ServingMetrics:
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        """Register and return a Prometheus counter with the description `text`; `labels`: its labels besides
-        `model_name`."""
+        """Register and return the Prometheus counter `name` (without the common prefix) with the description `text`.
+        labels: names of its labels besides `model_name`."""
         return Counter(PREFIX + name, text, ["model_name", *labels], registry=self._registry)
 
     def observe(self, choice: Choice, piece: Piece, before: float | None) -> None:
-        """Record the tokens and latencies of a new piece of a choice (an API answer). before: time of the choice's last
-        token before this piece, None if it had none."""
+        """Record the tokens and latencies of a new piece of a choice (an API answer). before: time in seconds of
+        `time.perf_counter` at which the choice's last token before this piece came; None if it had none."""
         if choice.last is not None and choice.last != before:
             self._generation_tokens.inc(len(piece.tokens))
             if before is None:
@@ -114,7 +114,8 @@ class ServingMetrics:
 
 
 class _EngineCollector:
-    """Prometheus collector of the engine's figures, one time series per replica (label `engine`)."""
+    """Prometheus collector of the figures of the engine `client`, one time series per replica (label `engine`). model:
+    value of the label `model_name`."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client, self._model = client, model

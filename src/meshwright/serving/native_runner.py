@@ -21,11 +21,11 @@ SUM_SITE, LOGITS_SITE = "serving.sum", "serving.logits"
 
 
 class NativeRunner:
-    """Runner of serving steps on a CPU by the compiled kernels: executes the operation list of this rank's pipeline
-    stage. It has the attributes of `Runner`.
+    """Runner of serving steps on a CPU by the compiled kernels: executes the list of kernel operations of one rank's
+    pipeline stage. It implements the interface `Runner`.
 
-    kernels: compiled library. weights: reader of this rank's weights. dtype: "float32" or "bfloat16", of packed weights
-    and KV cache. limits: sizes of KV pool and buffers.
+    kernels: compiled library. weights: reader of this rank's weights. mesh: gives the axes tp, pp and ep. dtype:
+    "float32" or "bfloat16", of packed weights and KV cache. limits: sizes of KV pool and buffers.
     """
 
     def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
@@ -45,9 +45,9 @@ class NativeRunner:
         return dict(self._memory)
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Compute this rank's pipeline stage for a batch. Return the logits [R, V] of its output rows, or from a stage
-        that is not last the hidden states [T, H]; valid until the next call. `hidden`: the previous stage's hidden
-        states, None on the first."""
+        """Compute this rank's pipeline stage for a batch of T tokens. Return the logits [R, V] of its R output rows
+        (tokens whose logits are wanted), or from a stage that is not last the hidden states [T, H]; valid until the
+        next call. `hidden`: the previous stage's hidden states [T, H], None on the first."""
         tokens, rows = len(batch.tokens), len(batch.output_rows)
         assert tokens <= self._limits.token_budget and rows <= self._limits.logits, (tokens, rows)
         if hidden is not None:
@@ -76,8 +76,8 @@ class NativeRunner:
             segment.residual[: len(partial_TH)] += first_TH
 
     def _gather_logits(self, logits_RV: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """All-gather the tensor-parallel ranks' vocabulary slices of the logits; return [R, V], without vocabulary
-        padding."""
+        """All-gather the tensor-parallel ranks' vocabulary slices of the logits, on this rank `logits_RV`; return [R,
+        V], without vocabulary padding."""
         return np.concatenate(list(self._gather(logits_RV, LOGITS_SITE)), axis=1)[:, : self.config.vocabulary]
 
     def _gather(self, own: npt.NDArray[np.float32], site: str) -> npt.NDArray[np.float32]:

@@ -32,8 +32,9 @@ _STEP_SECONDS = 24 * 3600.0  # long, as no client waits
 
 
 def plan_offline(directory: Path, layout: Layout, dtype: str, device: str = "cpu") -> StepLimits:
-    """Return the sizes for which ranks allocate buffers and KV pool when they generate without a server. device: "cpu"
-    or "cuda". Raises UserError if one sequence does not fit in memory, or the model is no decoder."""
+    """Return the sizes for which ranks allocate buffers and KV pool when they generate without a server. directory:
+    model directory. dtype: name of the dtype of parameters and KV cache. device: "cpu" or "cuda". Raises UserError if
+    one sequence does not fit in memory, or the model is an encoder."""
     hosts = [current_device_memory()] if device == "cuda" else None
     return make_step_limits(plan_memory(read_decoder_config(directory), layout, dtype, hosts=hosts), touched=False)
 
@@ -43,9 +44,11 @@ def build_offline_engine(
 ) -> Engine:
     """Build this rank's engine for generation without a server.
 
-    scoring: True: allow one position more than the model has, for requests with `prompt_logprobs`, whose last token is
-    only a target. instruction_set: of the kernels; None: the fastest. Raises UserError as `plan_offline` and
-    `runner.build_runner` do.
+    directory: model directory. mesh: gives the device and the rank's coordinates. dtype: name of the dtype of
+    parameters and KV cache. scoring: True: allow one position more than the model has, for requests with
+    `prompt_logprobs`, whose last token is only a target. instruction_set: instruction set of the CPU kernels; None: the
+    fastest. Raises UserError if one sequence does not fit in memory, the model cannot be loaded, or its kernels cannot
+    be built or run here.
     """
     limits = plan_offline(directory, mesh.layout, dtype, mesh.device.type)
     if scoring:
@@ -63,8 +66,8 @@ def run_requests(
     iterator cancels the rest. Raises InvalidLogits if the model computes NaN or infinite logits, and UserError if the
     engine has unfinished requests of another call.
 
-    `has_ended`: returns True for the ID of a request that needs no more tokens (a stop string was found), which is
-    cancelled.
+    has_ended: called with the ID of a request after each of its outputs; True: the request needs no more tokens (a stop
+    string was found) and is cancelled.
     """
     if not engine.idle:
         raise UserError("this model has an unfinished stream: read it to its end or delete it first")
@@ -93,11 +96,12 @@ def run_on_ranks(
     has_ended: Callable[[str], bool],
 ) -> Iterator[Output]:  # fmt: skip
     """Run `requests` on several rank processes of this machine, which this call starts, and yield their outputs,
-    interleaved, until every request has finished. Closing the iterator ends the processes. `has_ended`: returns True
-    for the ID of a request that needs no more tokens, which is cancelled; called in another thread.
+    interleaved, until every request has finished. Closing the iterator ends the processes.
 
-    `layout`: from `spec.refuse.serving_layout`; with dp > 1, requests are distributed over the replicas.
-    `instruction_set`: of the kernels, from `kernels.choice.prepare_kernels`.
+    directory: model directory. layout: from `spec.refuse.serving_layout`; with dp > 1, requests are distributed over
+    the replicas. dtype: name of the dtype of parameters and KV cache. instruction_set: instruction set of the CPU
+    kernels, from `kernels.choice.prepare_kernels`. has_ended: returns True for the ID of a request that needs no more
+    tokens, which is then cancelled; called in another thread.
     """
     if not requests:
         return
@@ -119,10 +123,13 @@ async def _start_and_run(
     directory: Path, layout: Layout, dtype: str, instruction_set: str | None, requests: Sequence[Request],
     has_ended: Callable[[str], bool], put: Callable[[Output], None],
 ) -> None:  # fmt: skip
-    """Start the rank processes, run all requests, and call `put` with each output; end the processes afterwards."""
+    """Start the rank processes, run all `requests`, and call `put` with each output; end the processes afterwards.
+    Other arguments as in `run_on_ranks`: model directory, layout, dtype, instruction set of the CPU kernels, and a
+    function that returns True for the ID of a request that needs no more tokens."""
 
     async def follow(outputs: AsyncIterator[Output]) -> None:
-        """Pass on the outputs of one request."""
+        """Pass each output of one request, from the iterator `outputs`, to `put`; cancel the request when it needs no
+        more tokens."""
         async for output in outputs:
             put(_raise_error(output))
             if has_ended(output.request_id):

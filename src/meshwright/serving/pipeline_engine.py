@@ -45,7 +45,7 @@ Group = tuple[tuple[Kind, int], ...]
 
 def derive_steady_state(stages: int, stage: int) -> tuple[Group, ...]:
     """Derive from the 1F1B program, which is checked first, the steps that pipeline rank `stage` executes in each slot
-    once all `stages` stages are busy. In a slot each stage computes one batch.
+    once all `stages` stages are busy. In a slot (one call of `PipelineEngine.step`) each stage computes one batch.
 
     The result is a tuple of groups in order, each a tuple of steps that are started together. A step is (kind, offset);
     it concerns the batch that was scheduled in slot (present slot + offset). Kinds are FORWARD (compute the batch),
@@ -61,7 +61,8 @@ def derive_steady_state(stages: int, stage: int) -> tuple[Group, ...]:
     begins = {step[1]: place for place, group in enumerate(groups) for step in group if step[0] == Kind.FORWARD}
 
     def period(batch: int) -> tuple[Group, ...]:
-        """Return the groups from the forward of a batch to that of the next one, in slot `batch` + `stage`."""
+        """Return the groups from the forward of micro-batch `batch` to that of the next one on this stage. In the
+        result micro-batches are numbered relative to the present slot, `batch` + `stage`."""
         found = groups[begins[batch] : begins[batch + 1]]
         return tuple(tuple(sorted((kind, number - batch - stage) for kind, number in group)) for group in found)
 
@@ -71,9 +72,11 @@ def derive_steady_state(stages: int, stage: int) -> tuple[Group, ...]:
 
 
 class PipelineEngine(Engine):
-    """Engine of one pipeline stage. The sequences are divided into as many groups as there are stages; in each slot,
-    every stage computes the batch of a different group. `scheduler`: must have been built with the same number of
-    groups."""
+    """Serving engine of one pipeline stage. The sequences are divided into as many groups as there are stages; in each
+    slot (one call of `step`), every stage computes the batch of a different group.
+
+    runner: computes this stage. scheduler: must have been built with the same number of groups. mesh: gives the axis
+    pp."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, mesh: Mesh) -> None:
         super().__init__(runner, scheduler)
@@ -92,9 +95,9 @@ class PipelineEngine(Engine):
         return self.scheduler.idle and not any(self._batches.values())
 
     def step(self) -> list[Output]:
-        """Run one slot: schedule the next batch of one group; compute this stage for the batch that has reached it; and
-        record the sampled tokens of the batch whose tokens have come back from the last stage. Return the outputs of
-        this last batch."""
+        """Run one slot of the pipeline: schedule the next batch of one group of sequences; compute this stage for the
+        batch that has reached it; and record the sampled tokens of the batch whose tokens have come back from the last
+        stage. Return the outputs of this last batch."""
         slot, self._last = self._slot, {}
         self._batches[slot] = self.scheduler.schedule(slot % self._stages)
         outputs: list[Output] = []
@@ -114,7 +117,8 @@ class PipelineEngine(Engine):
         return outputs
 
     def _compute(self, number: int, batch: StepBatch) -> None:
-        """Run this rank's stage on the batch of slot `number`; the last stage also samples its tokens."""
+        """Run this rank's stage on `batch`, and store the hidden states that it sends on; the last stage samples the
+        batch's tokens instead. number: slot (call of `step`) in which the batch was scheduled."""
         hidden_TH = None
         if self._stage > 0:
             self._pending.pop((Kind.RECEIVE_FORWARD, number)).wait()
@@ -128,8 +132,8 @@ class PipelineEngine(Engine):
 
     def _publish(self, number: int, batch: StepBatch) -> list[Output]:
         """Report the sampled tokens of `batch` to this stage's scheduler, and return the batch's outputs. All stages
-        but the last receive the tokens from there first. number: slot of the pipeline in which the batch runs; batches
-        of different slots are computed by different stages at the same time."""
+        but the last receive the tokens from the next stage first. number: slot (call of `step`) in which the batch was
+        scheduled."""
         if self._stage < self._stages - 1 and len(batch.output_rows):
             self._results[number] = self._receive_results(number)
         results = self._results.get(number, [])
@@ -138,9 +142,9 @@ class PipelineEngine(Engine):
         return self.scheduler.publish(batch, results)
 
     def _post(self, kind: Kind, number: int, batch: StepBatch) -> None:
-        """Start one send or receive, given by `kind`, for the batch of slot `number`. SEND_FORWARD and RECEIVE_FORWARD
-        pass hidden states from one stage to the next; SEND_BACKWARD and RECEIVE_BACKWARD pass sampled tokens to the
-        previous stage."""
+        """Start one send or receive, given by `kind`, for `batch`. SEND_FORWARD and RECEIVE_FORWARD pass hidden states
+        from one stage to the next; SEND_BACKWARD and RECEIVE_BACKWARD pass sampled tokens to the previous stage.
+        number: slot (call of `step`) in which the batch was scheduled."""
         if kind == Kind.RECEIVE_FORWARD:
             self._hidden[number] = torch.empty(len(batch.tokens), self.runner.config.hidden)
             self._exchange(kind, number, [self._hidden[number]], self._stage - 1)
@@ -160,8 +164,8 @@ class PipelineEngine(Engine):
         """Start sends or receives of `tensors` with the pipeline rank `peer`, and wait for all but the last of them;
         store the handle of the last as pending under (kind, number).
 
-        kind: send or receive, of hidden states (forward) or of sampled tokens (backward). number: slot in which the
-        batch was scheduled.
+        kind: send or receive, of hidden states (forward) or of sampled tokens (backward). number: slot (call of `step`)
+        in which the batch was scheduled.
         """
         arrives = kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
         site = HIDDEN_SITE if kind in (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD) else TOKENS_SITE
@@ -171,12 +175,14 @@ class PipelineEngine(Engine):
             handle.wait()
 
     def _finish_sends(self, kind: Kind) -> None:
-        """Wait for the pending sends of this kind, started for earlier batches; their buffers can then be freed."""
+        """Wait for the pending sends of `kind` (SEND_FORWARD or SEND_BACKWARD), started for earlier batches; their
+        buffers can then be freed."""
         for key in [key for key in self._pending if key[0] == kind]:
             self._pending.pop(key).wait()
 
     def _receive_results(self, number: int) -> list[TokenResult]:
-        """Wait for the sampled tokens of the batch of slot `number` from the next stage, and return them."""
+        """Wait for the sampled tokens of a batch from the next stage, and return them. number: slot (call of `step`) in
+        which the batch was scheduled."""
         self._pending.pop((Kind.RECEIVE_BACKWARD, number)).wait()
         data = self._tokens.pop(number).numpy().tobytes()
         size, content = int.from_bytes(data[:8], "little"), data[8:]
@@ -189,8 +195,8 @@ class PipelineEngine(Engine):
 
 
 def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
-    """Encode sampled tokens for sending, as one or two uint8 tensors: the first of fixed size, the second with the rest
-    of longer data."""
+    """Encode the sampled tokens `results` for sending, as one or two uint8 tensors: the first of fixed size, the second
+    with the rest of longer data."""
     content = json.dumps(results, separators=(",", ":")).encode()
     data = len(content).to_bytes(8, "little") + content
     first = np.zeros(_FIRST_BYTES, np.uint8)
@@ -200,9 +206,9 @@ def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
 
 
 def build_engine(plan: RankPlan, mesh: Mesh) -> Engine:
-    """Load this rank's part of a model and return its engine: a `PipelineEngine` if pp > 1. Raises UserError if the
-    checkpoint is damaged or no decoder, or if the kernels cannot be built or this processor lacks the plan's
-    instruction set."""
+    """Load this rank's part of a model and return its engine: a `PipelineEngine` if pp > 1. plan: settings of the
+    ranks. mesh: mesh of this rank. Raises UserError if the checkpoint is damaged or of an encoder, or if the kernels
+    cannot be built or this processor lacks the plan's instruction set."""
     chosen, supported = plan.instruction_set, supported_instruction_sets()
     if chosen not in (None, PLAIN_TORCH, *supported):
         raise UserError(

@@ -65,8 +65,8 @@ class Prompts:
 
     @classmethod
     def of_directory(cls, directory: Path, config: ModelConfig, max_length: int) -> Prompts:
-        """Load tokenizer and chat template from a Hugging Face directory. max_length: most tokens of prompt and answer.
-        Raises UserError if the tokenizer is missing or damaged."""
+        """Load tokenizer and chat template from a Hugging Face directory. config: configuration of the model.
+        max_length: most tokens of prompt and answer. Raises UserError if the tokenizer is missing or damaged."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{directory} has no tokenizer.json, which is needed to tokenize prompts")
@@ -106,8 +106,8 @@ class Prompts:
         return encoder, names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def encode_chat(self, messages: Sequence[Message], header: bool = True) -> list[int]:
-        """Return the token IDs of a conversation, formatted by the model's chat template. header: True: append what
-        begins the assistant's next turn, as for a prompt.
+        """Return the token IDs of a conversation (`messages`), formatted by the model's chat template. header: True:
+        append what begins the assistant's next turn, as for a prompt.
 
         Raises UserError if the model has no template, if the template refuses the conversation, or if its text is so
         long that it has more than `max_length` tokens.
@@ -116,8 +116,9 @@ class Prompts:
         return self.check(self._require_chat().encode_prompt(messages, header))
 
     def render_chat(self, messages: Sequence[Message], header: bool = True) -> str:
-        """Return the text of a conversation in the model's chat template, with the header of the assistant's next turn
-        if `header`. Raises UserError as `encode_chat`."""
+        """Return the text of a conversation (`messages`) in the model's chat template. header: True: append what begins
+        the assistant's next turn, as for a prompt. Raises UserError if the model has no template, or if the template
+        refuses the conversation."""
         chat = self._require_chat()
         try:
             return chat.template.render(messages, prompt=header)
@@ -157,8 +158,8 @@ class Prompts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _check_characters(self, count: int) -> None:
-        """Raise PromptTooLong if a text of `count` characters must have more than `max_length` tokens, even if all were
-        of the longest kind."""
+        """Raise PromptTooLong if a text of `count` characters must have more than `max_length` tokens, even if every
+        token were as long as the longest in the vocabulary."""
         if count > self.max_length * self._longest_token:
             raise PromptTooLong(
                 f"the prompt has {count:,} characters, more than the maximum length of {self.max_length:,} tokens can "
@@ -173,7 +174,8 @@ class Prompts:
 
 
 def read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
-    """Return the IDs of the end-of-text tokens, those of config.json and of generation_config.json together."""
+    """Return the IDs of the end-of-text tokens, those of config.json (`config`) and those of generation_config.json in
+    `directory` together."""
     path = directory / "generation_config.json"
     if not path.is_file():
         return frozenset(config.eos_tokens)
@@ -194,7 +196,8 @@ def _load_chat(directory: Path | None) -> ExampleEncoder | None:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Dictionary {token ID: UTF-8 bytes that it stands for}; each entry is computed at first access."""
+    """Dictionary {token ID: UTF-8 bytes that it stands for} of a `tokenizer`; each entry is computed at first
+    access."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -206,6 +209,7 @@ class _TokenBytes(dict[int, bytes]):
         self._space = "▁" if kinds & {"Replace", "Metaspace"} else ""
 
     def __missing__(self, token: int) -> bytes:
+        """Compute, store and return the bytes of the ID `token`, which is looked up for the first time."""
         self[token] = data = self._find_bytes(token)
         return data
 

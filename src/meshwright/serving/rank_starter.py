@@ -70,13 +70,14 @@ class RankPlan:
 
     @property
     def collective_seconds(self) -> float:
-        """Time limit of a collective call in seconds. It is longer than any step may take: the front, which knows a
-        step's predicted time, first ends the ranks of a step that takes too long."""
+        """Time limit of a collective call in seconds, 32 times the time limit of a step (at least 60 s). The limit is
+        higher than any step may take: the server's main process, which knows a step's predicted time, ends the ranks of
+        a step that takes too long before."""
         return 32 * max(60.0, self.step_seconds)
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RankPlan:
-        """Rebuild the plan from the dictionary of `dataclasses.asdict`."""
+        """Rebuild a plan from `document`, the dictionary that `dataclasses.asdict` makes of it."""
         return cls(**{**document, "limits": StepLimits(**document["limits"])})
 
 

@@ -34,7 +34,7 @@ JOIN_SECONDS = 300.0
 
 def serve_rank(plan: RankPlan, replica: int) -> None:
     """Run this process as one rank of the replica with index `replica`, until the front (the HTTP server's process)
-    stops it or is gone.
+    stops it or is gone. plan: settings of the ranks.
 
     `torch.distributed` must be initialised with the replica's ranks as its world. Raises UserError if the model cannot
     be loaded, RankLost when another process of the server is gone.
@@ -46,8 +46,9 @@ def serve_rank(plan: RankPlan, replica: int) -> None:
 
 def serve_joined(plan: RankPlan | None, device: str) -> None:
     """Run this process, started by torchrun or SLURM, as one rank until the front (the HTTP server's process) stops it.
-    plan: on rank 0 the settings, which it broadcasts; None on all others. `device`: "auto", "cpu" or "cuda", equal on
-    all ranks. Raises as `serve_rank`, and UserError if the ranks cannot have a GPU each."""
+    plan: settings of the ranks on rank 0, which broadcasts them; None on all others. `device`: "auto", "cpu" or "cuda",
+    equal on all ranks. Raises UserError if the model cannot be loaded or the ranks cannot have a GPU each, RankLost
+    when another process of the server is gone."""
     where = rendezvous.read_place()
     store = rendezvous.connect_to_store(where, JOIN_SECONDS)
     device = _set_device(agree_on_device(device, where, store))
@@ -61,8 +62,8 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
 
 def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
     """Run this process as one rank of `mesh`, whose tp and pp axes span the replica with index `replica`: build the
-    engine, connect to the front (the HTTP server's process), and run steps until it sends stop. Raises as
-    `serve_rank`."""
+    engine, connect to the front (the HTTP server's process), and run steps until it sends stop. plan: settings of the
+    ranks. Raises UserError if the model cannot be loaded, RankLost when another process of the server is gone."""
     for number in (signal.SIGTERM, signal.SIGINT):  # the front alone decides when ranks end
         signal.signal(number, signal.SIG_IGN)
     began = time.perf_counter()
@@ -89,7 +90,7 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
 
 
 def _set_device(device: str) -> str:
-    """Make `device` the current CUDA device, unless it is "cpu"; return it. device: "cpu" or "cuda:1" and the like."""
+    """Make `device` ("cuda:1" and the like) the current CUDA device, unless it is "cpu"; return it unchanged."""
     if device != "cpu":
         torch.cuda.set_device(device)
     return device
@@ -126,8 +127,8 @@ def _run_leader(engine: Engine, front: Channel, followers: list[Channel]) -> Non
 
 
 def _run_follower(engine: Engine, leader: Channel) -> None:
-    """Main loop of a replica's other ranks: run a step for each list of messages that the replica's first rank
-    (`leader`) forwards, until one says stop."""
+    """Main loop of each rank of a replica except the first: run a step of `engine` for each list of messages that the
+    replica's first rank (`leader`) forwards, until one says stop."""
     while True:
         stop, _ = _apply_messages(engine, leader.receive()["messages"])
         if not engine.idle:

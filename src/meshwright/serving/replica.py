@@ -72,7 +72,7 @@ class Stream(AsyncIterator[Output]):
         self._changed.set()
 
     def fail(self, error: RankLost) -> None:
-        """End the stream; the reader gets `error` as an exception after the outputs so far."""
+        """End the stream because of an error; the reader gets the outputs so far, then `error` as an exception."""
         self._error, self.ended = error, True
         self._changed.set()
 
@@ -82,7 +82,8 @@ class Stream(AsyncIterator[Output]):
         return replace(self.request, replayed=tuple(self.tokens)) if self.tokens else self.request
 
     async def __anext__(self) -> Output:
-        """Return the outputs since the last call, as one."""
+        """Wait for outputs and return all since the last call, merged into one. Raises StopAsyncIteration when the
+        request has ended, RankLost if it cannot be finished."""
         while self._unread is None:
             if self._error is not None:
                 raise self._error
@@ -171,15 +172,17 @@ class Replica:
             self.speed.observe(seconds, tokens, keys)
 
     def stats(self) -> dict[str, float]:
-        """Return the replica's figures by name, as described in `EngineClient.stats`."""
+        """Return the replica's figures by name, for `EngineClient.stats`: numbers of sequences and KV blocks by state
+        now, and totals since the server's start."""
         now = {name: self.report.get(name, 0) for name in ("running", "waiting", "paused", "free", "cached", "held")}
         since = {name: self.totals[name] + self.report.get(name, 0) for name in COUNTERS}
         return {**self.totals, **now, **since}
 
     @property
     def room(self) -> int:
-        """Number of further sequences that the replica could start at once: its free places (0 if requests wait there),
-        minus the requests that wait there and those sent since its last report. May be negative."""
+        """Number of further sequences that the replica could start at once: the number that it may still run (0 if
+        requests wait there), minus the requests that wait there and those sent since its last report. May be
+        negative."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
         return (0 if waiting else self.places - running) - waiting - self.sent
 
@@ -230,12 +233,12 @@ class Replica:
         )
 
     def _predict_step(self) -> float:
-        """Return the predicted seconds of a step like the last one."""
+        """Return the predicted seconds of a step with as many tokens and attended keys as the last one."""
         return self.speed.predict(self.report.get("tokens", 0), self.report.get("context", 0))
 
     def _work_left(self, stream: Stream) -> Work:
-        """Return the remaining work of a request that is generating: no prompt tokens, the expected number of further
-        answer tokens, and as context the tokens of prompt and answer so far."""
+        """Return the remaining work of the request of `stream`, which is generating: no prompt tokens, the expected
+        number of further answer tokens, and as context the tokens of prompt and answer so far."""
         done = len(stream.tokens)
         return Work(0, self._predict_length(stream.request, done) - done, len(stream.request.tokens) + done)
 

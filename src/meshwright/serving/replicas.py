@@ -82,8 +82,8 @@ class Replicas:
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """Facts about the engine as JSON: layout, dtype, threads, sizes, instruction set and kernel version, reason for
-        plain torch in their place, rank processes."""
+        """Properties of the engine as JSON: layout, dtype, threads, sizes, instruction set and kernel version (or the
+        reason why plain torch is used instead), rank processes."""
         plan, limits, first = self.plan, self.plan.limits, next(iter(self.hellos.values()), {})
         return {
             "layout": plan.layout.replace(":nosp", ""),  # a step's tokens are never split over tp
@@ -103,8 +103,9 @@ class Replicas:
         return [{name: hello[name] for name in ("replica", "rank", "pid")} for hello in self.hellos.values()]
 
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
-        """Return None if the queue has room for all of `requests`, else the refusal, as described in
-        `EngineClient.admit`."""
+        """Return None if the queue has room for all of `requests`, else the refusal with the time to retry. Queues
+        nothing. ticket: identity of the HTTP request, by which its retry is recognized. Without `requests`: find out
+        whether even the shortest request would be refused."""
         if self._state in ("starting", "draining", "failed"):
             return Refusal(self._state, 1.0)
         ready = [replica for replica in self._replicas if replica.ready]
@@ -126,7 +127,8 @@ class Replicas:
         return self._line.admit(ticket, len(requests), asked or ticket.tokens, queue)
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
-        """Queue a request; return the asynchronous iterator over its outputs."""
+        """Queue a request; return the asynchronous iterator over its outputs, which ends after the output with a finish
+        reason."""
         assert request.id not in self._streams, request.id
         stream = self._streams[request.id] = Stream(request)
         self._queued_tokens += len(request.tokens)
@@ -137,12 +139,13 @@ class Replicas:
         return stream
 
     def cancel(self, request_id: str) -> None:
-        """Cancel the request with this ID; its stream ends immediately. Unknown and finished requests are ignored."""
+        """Cancel the request with the ID `request_id`; its stream ends immediately. Unknown and finished requests are
+        ignored."""
         self._end(request_id, "cancelled")
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
-        """End the unfinished request with this ID: cancel it on its ranks, and end its stream with the finish reason
-        `reason`. Ignore any other ID."""
+        """End the unfinished request with the ID `request_id`: cancel it on its ranks, and end its stream with the
+        finish reason `reason`. Ignore any other ID."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -152,12 +155,13 @@ class Replicas:
         stream.put(Output(request_id, [], reason))
 
     def drain(self) -> None:
-        """Accept no further requests from now on; queued and running ones are finished."""
+        """Accept no further requests from now on; those that wait or run are still finished."""
         if self._state == "ready":
             self._state = "draining"
 
     def stats(self) -> list[Mapping[str, float]]:
-        """Return one mapping of figures per replica, as described in `EngineClient.stats`."""
+        """Return one mapping of figures per replica: numbers of sequences and KV blocks by state now, and totals since
+        the start; the first also has figures of the waiting line. `EngineClient.stats` lists the keys."""
         line = {name: getattr(self._line, name) for name in ("outstanding", "admitted", "expired")}
         return [replica.stats() | (line if replica.index == 0 else {}) for replica in self._replicas]
 
@@ -278,7 +282,8 @@ class Replicas:
     # --- messages of the ranks
 
     async def _listen_to_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle the messages of one rank's connection until it is closed, at which the replica counts as lost."""
+        """Handle the messages of one rank's connection (its streams `reader` and `writer`) until it is closed, at which
+        the replica counts as lost."""
         first = await messages.receive(reader)
         if first is None:
             return
@@ -299,8 +304,8 @@ class Replicas:
                 replica.mark_lost(f"rank {hello['rank']} has ended")
 
     def _register_rank(self, replica: Replica, hello: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        """Register a rank that has connected. hello: its first message. If the rank's kernels differ from those of the
-        other ranks, fail the server, since answers would depend on the replica."""
+        """Register a rank that has connected. hello: its first message. writer: its connection. If the rank's kernels
+        differ from those of the other ranks, fail the server, since answers would depend on the replica."""
         first = next(iter(self.hellos.values()), hello)
         if any(hello[name] != first[name] for name in SAME_ON_ALL_RANKS):
             mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))
@@ -331,8 +336,8 @@ class Replicas:
         self._changed.set()
 
     def _take_step(self, replica: Replica, message: Message) -> None:
-        """Handle a rank's message about one step: pass its outputs to the streams of their requests, and store its
-        figures."""
+        """Handle a message of `replica` about one step: pass its outputs to the streams of their requests, and store
+        its figures."""
         replica.take_report(message["step"])
         replica.has_served |= bool(message["outputs"])
         for document in message["outputs"]:
@@ -349,8 +354,8 @@ class Replicas:
     # --- requests
 
     def _dispatch(self, stream: Stream) -> None:
-        """Send a request to the ready replica with the least remaining work, from which its expected prefix-cache hits
-        for this request are subtracted. If no replica is ready, keep the request until one is."""
+        """Send the request of `stream` to the ready replica with the least remaining work, from which its expected
+        prefix-cache hits for this request are subtracted. If no replica is ready, keep the request until one is."""
         request = stream.resumed()
         ready = [replica for replica in self._replicas if replica.ready]
         if not ready:
@@ -373,7 +378,7 @@ class Replicas:
             writer.write(messages.encode(message))
 
     def _forget(self, stream: Stream) -> None:
-        """Remove all references to a request that has ended, and cancel its deadline."""
+        """Remove all references to the request of `stream`, which has ended, and cancel its deadline."""
         if self._streams.pop(stream.request.id, None) is not None and not stream.tokens:
             self._queued_tokens -= len(stream.request.tokens)
         if stream.replica is not None:

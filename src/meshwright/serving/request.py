@@ -21,9 +21,10 @@ class Request:
         sampling: Sampling options.
         choice: Index of the choice among the `n` answers to the prompt; together with the seed it determines sampling.
         priority: Requests with lower values are admitted first; among equals, in order of arrival.
-        deadline: UNIX time in seconds at which the front cancels the request; None: never. The engines ignore it.
+        deadline: UNIX time in seconds at which the HTTP server's process cancels the request; None: never. Engines
+            ignore it.
         replayed: Tokens of the answer that were sent before a rank was lost: recomputed like prompt tokens, neither
-            sampled nor reported again; at most `sampling.max_tokens`.
+            sampled nor reported again; fewer than `sampling.max_tokens`.
         cache_salt: Text that enters the hashes of the prefix cache: only requests with equal salts share KV blocks.
 
     Raises:
@@ -40,7 +41,8 @@ class Request:
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        """Check the tokens."""
+        """Raise `UserError` if the prompt is empty, a token ID is negative, or `replayed` leaves nothing to
+        generate."""
         if not self.tokens:
             raise UserError("the prompt is empty: should have at least one token")
         if min(self.tokens) < 0 or min(self.replayed, default=0) < 0:
@@ -77,7 +79,7 @@ class Request:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Request:
-        """Rebuild a request from the JSON object of `to_json`."""
+        """Rebuild a request from `document`, the JSON object of `to_json`."""
         options = document["sampling"]
         sets = {"stop_tokens": frozenset(options["stop_tokens"]), "logit_bias": dict(options["logit_bias"])}
         tuples = {"tokens": tuple(document["tokens"]), "replayed": tuple(document["replayed"])}
@@ -113,7 +115,7 @@ class Output:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Output:
-        """Rebuild an output from the JSON object of `to_json`."""
+        """Rebuild an output from `document`, the JSON object of `to_json`."""
         results, prompt = [TokenResult.from_json(row) for row in document["results"]], document["prompt_results"]
         unpacked = None if prompt is None else [row and TokenResult.from_json(row) for row in prompt]
         return cls(**{**document, "results": results, "prompt_results": unpacked})

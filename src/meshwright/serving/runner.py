@@ -23,11 +23,11 @@ from meshwright.spec.config import ModelConfig
 
 
 class Runner(Protocol):
-    """Interface that computes the steps of one rank, on its part of the model.
+    """Interface of the runners, which compute the steps of one rank on its part of the model.
 
     Attributes:
         config: Configuration of the model.
-        instruction_set: Instruction set of the kernels, or name of the device.
+        instruction_set: Instruction set of the CPU kernels, or name of the device.
         version: Version of the kernels, or "torch ..." without kernels; equal versions give equal bits on equal
             devices.
     """
@@ -37,9 +37,10 @@ class Runner(Protocol):
     version: str
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> StepOutput:
-        """Compute this rank's pipeline stage for a batch, and write the tokens' keys and values to the KV cache. Return
-        the logits of its output rows, float32 [R, V] or one by one, or from a stage that is not last the hidden states,
-        float32 [T, H]; valid until the next call. `hidden`: the previous stage's hidden states, None on the first."""
+        """Compute this rank's pipeline stage for a batch of T tokens, and write the tokens' keys and values to the KV
+        cache. Return the logits of its R output rows (tokens whose logits are wanted), float32 [R, V] or one `LogitRow`
+        each, or from a stage that is not last the hidden states, float32 [T, H]; valid until the next call. `hidden`:
+        the previous stage's hidden states [T, H], None on the first."""
 
     def memory(self) -> dict[str, int]:
         """Return {kind: bytes}: `weights`, `kv` (cache), `logits`, and with kernels `workspace` (buffers)."""
@@ -53,8 +54,8 @@ def build_runner(plan: RankPlan, mesh: Mesh) -> Runner:
     """Build the runner for this rank: load its part of the model and allocate its KV pool.
 
     plan: settings, of which checkpoint, dtype, sizes, threads, instruction set and `batch_invariant` are used. mesh:
-    mesh of the replica, with axes tp, pp, and ep inside tp. Raises UserError if the checkpoint is damaged or no
-    decoder, or needs kernels that cannot be built or run here.
+    mesh of the replica, with axes tp, pp, and ep inside tp. Raises UserError if the checkpoint is damaged or of an
+    encoder, or needs kernels that cannot be built or run here.
     """
     weights = RankWeights(Path(plan.checkpoint), mesh)
     if mesh.device.type == "cuda":
@@ -69,7 +70,9 @@ def build_runner(plan: RankPlan, mesh: Mesh) -> Runner:
 
 
 def _build_device_runner(weights: RankWeights, mesh: Mesh, plan: RankPlan) -> Runner:
-    """Build the runner for a GPU. Raises UserError if the model or the layout is not supported there."""
+    """Build the runner for a GPU. weights: reader of this rank's weights. mesh: gives the device and the axes tp and
+    pp. plan: settings, of which dtype, sizes and `batch_invariant` are used. Raises UserError if the dtype or the
+    layout is not supported on GPUs, or Triton is missing."""
     if plan.dtype not in DEVICE_DTYPES:
         raise UserError(f"dtype {plan.dtype}: on a GPU serving takes {', '.join(DEVICE_DTYPES)}")
     if mesh.layout.expert_parallel:

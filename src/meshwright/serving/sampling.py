@@ -96,12 +96,12 @@ class Sampling:
 
 
 class TokenResult(NamedTuple):
-    """One token with its log-probability; in JSON the list of these values.
+    """One token with its log-probability; in JSON the list [token, logprob, top].
 
     Attributes:
         token: Token ID; -1 where the logits are NaN or infinite, which ends the request with an error.
-        logprob: Natural log of its probability under the unmodified logits (temperature 1, no option applied); None
-            if the request asked for no log-probabilities.
+        logprob: Natural log of its probability under the unmodified logits (temperature 1, no option applied); None if
+            the request asked for no log-probabilities.
         top: (token ID, log-probability) of the most likely tokens, most likely first, the lower token ID first among
             equals; as many as asked for.
     """
@@ -112,14 +112,15 @@ class TokenResult(NamedTuple):
 
     @classmethod
     def from_json(cls, row: list[Any]) -> TokenResult:
-        """Rebuild a token result from its JSON list."""
+        """Rebuild a token result from `row`, the JSON list [token ID, log-probability, list of pairs (token ID,
+        log-probability)]."""
         token, logprob, top = row
         return cls(token, logprob, tuple((each, value) for each, value in top))
 
 
 class TokenCounts:
-    """Token IDs that occur in a sequence, and how often each occurs in the answer, for the penalties. prompt: token IDs
-    of the prompt. answer: those of the answer so far."""
+    """Token IDs that occur in a sequence, and how often each occurs in its answer, from which the repetition, frequency
+    and presence penalties are computed. prompt: token IDs of the prompt. answer: those of the answer so far."""
 
     def __init__(self, prompt: Iterable[int], answer: Iterable[int] = ()) -> None:
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
@@ -129,7 +130,7 @@ class TokenCounts:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Count one more token ID of the answer."""
+        """Count `token`, the ID of one more token of the answer."""
         place = self._places.setdefault(token, len(self._places))
         if place == len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
@@ -138,7 +139,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def penalize(self, logits_V: Logits, sampling: Sampling) -> None:
-        """Apply the repetition, frequency and presence penalties of `sampling` to the logits [V], in place."""
+        """Apply the repetition, frequency and presence penalties of `sampling` to `logits_V`, float32 [V], in place."""
         tokens, counts = self._tokens[: len(self._places)], self._counts[: len(self._places)]
         values = logits_V[tokens]
         penalty = np.float32(sampling.repetition_penalty)
@@ -155,7 +156,7 @@ def sample(
     nothing but the arguments, among them the seed in `sampling`.
 
     `choice`: index among several answers to the prompt. `counts`: token counts, required if `sampling.penalizes`.
-    Raises InvalidLogits.
+    Raises InvalidLogits if logits are NaN or infinite.
     """
     _check_logits(row)
     adjusted = _adjust(row, sampling, position, counts) if _is_adjusted(sampling, position) else row
@@ -167,7 +168,9 @@ def sample(
 
 
 def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> Draw:
-    """Return the `Draw` for `sample` with the same arguments."""
+    """Return the `Draw` (inputs with which a GPU reduces the row of logits in advance) for sampling the token at
+    `position` of an answer (0: its first). choice: index among several answers to the prompt. `sample` must get the
+    same arguments."""
     ranked = 0 if sampling.logprobs is None else sampling.logprobs
     if _is_adjusted(sampling, position) or sampling.temperature < GREEDY_TEMPERATURE:  # adjusted: all logits are read
         return Draw(ranked=ranked)
@@ -180,7 +183,7 @@ def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> D
 
 def score_token(row: LogitRow, token: int, alternatives: int) -> TokenResult:
     """Return the token ID `token` with its log-probability, and the `alternatives` most likely tokens with theirs, by a
-    log-softmax of the row's logits (absolute error up to 1e-6). Raises InvalidLogits."""
+    log-softmax of the row's logits (absolute error up to 1e-6). Raises InvalidLogits if logits are NaN or infinite."""
     _check_logits(row)
     normalizer = float(row.highest) + math.log(row.total_weight(1.0))
     best = min(alternatives, row.size)
@@ -196,7 +199,7 @@ def draw_uniform(seed: int, choice: int, position: int) -> float:
 
 
 def _check_logits(row: LogitRow) -> None:
-    """Raise InvalidLogits if the highest logit is NaN or infinite, as it is if any logit is NaN or +inf."""
+    """Raise InvalidLogits if the highest logit of `row` is NaN or infinite, as it is if any logit is NaN or +inf."""
     if not math.isfinite(row.highest):
         raise InvalidLogits(
             f"the model computed {row.highest} as a logit: its weights are damaged or the engine is at fault"
@@ -204,15 +207,15 @@ def _check_logits(row: LogitRow) -> None:
 
 
 def _is_adjusted(sampling: Sampling, position: int) -> bool:
-    """Return True if minimum length, bias or penalties change the logits. `position`: index of the token in the
-    answer."""
+    """Return True if the options `sampling` change the logits themselves: minimum length, bias or penalties.
+    `position`: index of the token in the answer."""
     forbid = position < sampling.min_tokens and bool(sampling.stop_tokens)
     return forbid or bool(sampling.logit_bias) or sampling.penalizes
 
 
 def _adjust(row: LogitRow, sampling: Sampling, position: int, counts: TokenCounts | None) -> HostRow:
-    """Return the row with minimum length, bias and penalties applied to a copy of its logits, in vLLM's order.
-    `position`: index of the token in the answer; `counts`: needed for penalties."""
+    """Return the row with the minimum length, bias and penalties of `sampling` applied to a copy of its logits, in
+    vLLM's order. `position`: index of the token in the answer. `counts`: token counts, needed for penalties."""
     adjusted_V = row.on_host().copy()
     if position < sampling.min_tokens and sampling.stop_tokens:
         adjusted_V[list(sampling.stop_tokens)] = -np.inf
@@ -225,9 +228,9 @@ def _adjust(row: LogitRow, sampling: Sampling, position: int, counts: TokenCount
 
 
 def _find_token(row: LogitRow, sampling: Sampling, uniform: float) -> int:
-    """Return the ID of the token at quantile `uniform`, in [0, 1), of the tokens that top-k, top-p and min-p keep
-    (inverse-CDF sampling). If all tokens are kept, they are ordered by token ID; else by descending probability, equal
-    ones by token ID.
+    """Return the ID of the token at quantile `uniform`, in [0, 1), of the tokens of `row` that top-k, top-p and min-p
+    of `sampling` keep (inverse-CDF sampling). If all tokens are kept, they are ordered by token ID; else by descending
+    probability, equal ones by token ID. Raises InvalidLogits if the highest logit is NaN or +inf.
 
     The kept tokens are always the most likely ones, so only as many are sorted.
     """
@@ -261,13 +264,13 @@ def _find_token(row: LogitRow, sampling: Sampling, uniform: float) -> int:
 
 
 def _keep_nucleus(weights: Logits, mass: float) -> Logits:
-    """Return the shortest beginning of the descending `weights` whose sum reaches `mass` (top-p), at least one
-    weight."""
+    """Return the shortest beginning of `weights` (unnormalized probabilities, descending) whose sum reaches `mass`
+    (top-p), at least one weight."""
     return weights[: int(np.cumsum(weights, dtype=np.float64).searchsorted(mass)) + 1]
 
 
 def _check(holds: bool, name: str, value: object, right: str) -> None:
-    """Raise UserError with the option's `name` and `value` unless `holds`. right: text that says which values are
-    valid."""
+    """Raise UserError with the option's `name` and `value` unless `holds` is True. right: text that says which values
+    are valid."""
     if not holds:
         raise UserError(f"{name} {value}: should be {right}")

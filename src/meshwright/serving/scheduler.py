@@ -31,7 +31,7 @@ Integers = npt.NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class StepBatch:
-    """Tokens of one step as a ragged batch of S sequences, with their places in the paged KV cache. All arrays are
+    """Tokens of one step as a ragged batch of S sequences, with their slots in the paged KV cache. All arrays are
     int32, C-contiguous, and new in each step.
 
     Sequence s has the tokens `starts[s]:starts[s + 1]` of the step; they have consecutive positions, the last of which
@@ -44,8 +44,8 @@ class StepBatch:
             table's layers [W, T]: block * 16 + offset.
         starts: Index of each sequence's first token [S + 1]; starts[S] = T.
         context: Number of each sequence's tokens in the KV cache after this step [S].
-        block_tables: Index of the KV block with the positions 16 b to 16 b + 15 of each sequence in each block table
-            [W, S, B]. Entries past its context, and those before the table's window, are 0 and must not be read.
+        block_tables: Block tables [W, S, B]: entry [w, s, b] is the index of the KV block with the positions 16 b to
+            16 b + 15 of sequence s in table w. Entries past the context or before the window are 0, not to be read.
         output_rows: Ascending indices (0 to T - 1) of the tokens whose logits are wanted [R]; may be empty.
         sequences: The scheduler's state of each sequence [S].
         group: Index of the pipeline group to which all of them belong; 0 without a pipeline.
@@ -101,8 +101,8 @@ class Scheduler:
         self._totals = Counter(prefix_queries=0, prefix_hits=0, pauses=0)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises UserError if its ID is in use, or if prompt and `max_tokens` exceed the KV pool or
-        `max_length`."""
+        """Queue a request. Raises UserError if its ID is in use, or if prompt and `max_tokens` together exceed what the
+        KV pool can hold, or `max_length`."""
         if request.id in self._requests:
             raise UserError(f"request ID {request.id} is in use: should be unique among unfinished requests")
         limits = self._limits
@@ -117,8 +117,9 @@ class Scheduler:
         self._queue.push(sequence)
 
     def cancel(self, request_id: str) -> Output | None:
-        """Cancel a request and return its last output; None if it is unknown or has finished. Its KV blocks are freed
-        at once, or, if a batch in flight writes to them, when that batch's results are recorded by `publish`."""
+        """Cancel the request with the ID `request_id` and return its last output; None if it is unknown or has
+        finished. Its KV blocks are freed at once, or, if a batch in flight writes to them, when that batch's results
+        are recorded by `publish`."""
         if (sequence := self._requests.get(request_id)) is None:
             return None
         if sequence.age < 0:
@@ -151,8 +152,8 @@ class Scheduler:
         return self._build(picked, group) if picked else None
 
     def publish(self, batch: StepBatch, results: SequenceOf[TokenResult]) -> list[Output]:
-        """Record a batch that has been computed; return the new outputs, one for each request that got tokens or ended.
-        results: one for each output row [R], from `sample_batch`."""
+        """Record the results of a batch that has been computed; return the new outputs, one for each request that got
+        tokens or ended. results: one for each of the batch's R output rows, from `sample_batch`."""
         outputs: list[Output] = []
         row = 0
         for sequence, count in zip(batch.sequences, np.diff(batch.starts).tolist(), strict=True):
@@ -174,10 +175,10 @@ class Scheduler:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Figures by name. Now: sequences that are `waiting`, `running`, or
-        `paused` (these keep their blocks); KV blocks that are `free` (without content), `cached` (evictable) and
-        `held`. Since the start: `prefix_queries`, tokens of admitted sequences looked up in the prefix cache,
-        `prefix_hits`, those of them found, and `pauses`."""
+        """Figures by name: the numbers of sequences that are `waiting`, `running`, or `paused` (these keep their
+        blocks) now; the numbers of KV blocks that are `free` (without content), `cached` (evictable) and `held` now;
+        and since the start `prefix_queries` (tokens of admitted sequences looked up in the prefix cache), `prefix_hits`
+        (those found) and `pauses`."""
         paused = sum(sequence.paused for sequence in self._admitted)
         pool, held = self.pool, self.pool.size - self.pool.available
         return {
@@ -228,9 +229,9 @@ class Scheduler:
             self._state = joined
 
     def _find_prefix(self, sequence: Sequence) -> tuple[int, list[list[int]]]:
-        """Return the prefix of a waiting sequence that the prefix cache has, in the form of `BlockPool.find`. It never
-        includes the last token, whose logits are needed. Nothing is found if the prompt's log-probabilities are
-        requested."""
+        """Return the prefix of a waiting sequence that the prefix cache has: (number of KV blocks, for each block table
+        the indices of those inside the sliding window). It never includes the last token, whose logits are needed.
+        Nothing is found if the prompt's log-probabilities are requested."""
         if sequence.scores_prompt:
             return self.pool.find([], self.windows)
         sequence.chain.extend(sequence.tokens)
@@ -286,7 +287,7 @@ class Scheduler:
 
     def _build(self, picked: list[tuple[Sequence, int, range]], group: int) -> StepBatch:
         """Return the batch of the picked sequences. picked: for each sequence (its state, number of tokens to compute,
-        range of positions whose logits are wanted)."""
+        range of positions whose logits are wanted). group: pipeline group of all of them."""
         tokens = array("i")
         output_rows: list[int] = []
         for sequence, count, positions in picked:
@@ -312,8 +313,8 @@ class Scheduler:
         )  # fmt: skip
 
     def _advance(self, sequence: Sequence, count: int, results: SequenceOf[TokenResult]) -> Output | None:
-        """Record `count` computed tokens of a sequence, and the results of its output rows; return the output for its
-        request, None if there is nothing new."""
+        """Record `count` computed tokens of a sequence, and the results of its output rows (tokens whose logits are
+        wanted); return the output for its request, None if there is nothing new."""
         if any(result.token < 0 for result in results):
             self._finish(sequence, "error")  # its blocks are not registered in the prefix cache
             return Output(sequence.request.id, [], "error", sequence.cached_tokens)
@@ -367,7 +368,7 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Release the KV blocks and the block-table row of a sequence that has ended."""
+        """Release the KV blocks of a sequence that has ended, and its row in the scheduler's array of block tables."""
         while any(sequence.held):
             for held in filter(None, sequence.held):
                 self.pool.release(held.pop(), sequence.age)
@@ -380,8 +381,8 @@ class Scheduler:
 
 
 def sample_batch(batch: StepBatch, logits: StepOutput) -> list[TokenResult]:
-    """Return one result for each output row of a batch: a sampled token after a sequence's last known token; for other
-    rows (`prompt_logprobs`) the prompt's next token with its log-probability. Depends on the arguments alone; in a
-    pipeline the last stage sends the results to the others. logits: [R, V], or R rows."""
+    """Return one result for each of the R output rows of a batch: a sampled token after a sequence's last known token;
+    for other rows (`prompt_logprobs`) the prompt's next token with its log-probability. Depends on the arguments alone;
+    in a pipeline the last stage sends the results to the others. logits: [R, V], or R rows."""
     rows = map(HostRow, logits) if isinstance(logits, np.ndarray) else logits
     return [sequence.sample_row(row, position) for row, (sequence, position) in zip(rows, batch.outputs(), strict=True)]

@@ -66,7 +66,8 @@ class Sequence:
         return len(self.tokens) - len(self.request.tokens)
 
     def output_positions(self, count: int) -> range:
-        """Return the positions whose logits are wanted, as a range, among the next `count` tokens to be computed."""
+        """Return the positions in the sequence whose logits are wanted, as a range, if the next `count` tokens are
+        computed."""
         end = self.computed + count
         ends = end == len(self.tokens)
         begin = end - ends
@@ -75,15 +76,17 @@ class Sequence:
         return range(begin, end - (ends and not self.request.sampling.max_tokens))
 
     def prepare_draw(self, position: int) -> Draw:
-        """Return the `Draw` for `sample_row` at the same position, an index in the sequence."""
+        """Return the `Draw` (inputs with which a GPU reduces the row of logits in advance) for `sample_row` at the same
+        position, an index in the sequence."""
         request = self.request
         if position == len(self.tokens) - 1:
             return prepare_draw(request.sampling, choice=request.choice, position=self.answered)
         return Draw(target=self.tokens[position + 1], ranked=request.sampling.prompt_logprobs or 0)
 
     def sample_row(self, row: LogitRow, position: int) -> TokenResult:
-        """Return the result for the logits at a position. At the sequence's last token it is a sampled token; before
-        that, the prompt's next token with its log-probability. Its token is -1 if logits are NaN or infinite."""
+        """Return the token result for `row`, the logits at a position (an index in the sequence). At the sequence's
+        last token it is a newly sampled token; before that, the prompt's next token with its log-probability. Its token
+        is -1 if logits are NaN or infinite."""
         sampling = self.request.sampling
         try:
             if position == len(self.tokens) - 1:

@@ -207,10 +207,10 @@ class _Phases:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """Checked settings of a server: checkpoint, layout and dtype. ledger: predicted memory, with the number of KV
-    blocks that fit. place: rank of this process if torchrun or SLURM started one process per rank, else None. device:
-    "cpu" or "cuda". plan: predicts the memory for given `steps`. kernels: (instruction set, reason for plain torch) of
-    CPU ranks, from `prepare_kernels`."""
+    """Checked settings of a server. checkpoint: model directory. dtype: of parameters and KV cache. ledger: predicted
+    memory, with the number of KV blocks that fit. place: rank of this process if torchrun or SLURM started one process
+    per rank, else None. device: "cpu" or "cuda". plan: predicts the memory for given `steps`. kernels: (instruction
+    set, reason for plain torch) of CPU ranks, from `prepare_kernels`."""
 
     checkpoint: Path
     config: ModelConfig
@@ -226,8 +226,9 @@ class _Settings:
 def _check_model(
     path: Path, layout: str, place: rendezvous.Place | None, options: ServeOptions, log: Callable[[str], None]
 ) -> _Settings:
-    """Check everything that can be checked without loading the weights, and return the checked settings. place: rank of
-    this process if torchrun or SLURM started one process per rank, else None. Raises UserError."""
+    """Check everything that can be checked without loading the weights, and return the checked settings. path, layout,
+    options, log: arguments of `serve`. place: rank of this process if torchrun or SLURM started one process per rank,
+    else None. Raises UserError if an argument is invalid or the model does not fit in memory."""
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UserError(f'serving needs {", ".join(missing)}: run pip install "meshwright[serve]"')
     checkpoint = find_checkpoint(path, log, check_hashes=False)
@@ -254,8 +255,9 @@ def _check_model(
 
 
 def _prepare_kernels(model: _Settings, phases: _Phases) -> _Settings:
-    """Compile the kernels of CPU ranks if necessary, and return the settings with them; without kernels the predicted
-    memory becomes that of plain torch. Raises UserError if the layout needs kernels."""
+    """Compile the kernels of CPU ranks if necessary, and return the settings `model` with them; without kernels the
+    predicted memory becomes that of plain torch. phases: logger of durations. Raises UserError if the layout needs
+    kernels."""
     if model.device != "cpu":
         return model
     instruction_set, reason = prepare_kernels(model.dtype, model.layout, phases.log)
@@ -265,7 +267,8 @@ def _prepare_kernels(model: _Settings, phases: _Phases) -> _Settings:
 
 
 def _make_replicas(model: _Settings, directory: str, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
-    """Create the server's replicas, without starting their ranks. directory: private directory for Unix sockets."""
+    """Create the server's replicas, without starting their ranks. model: checked settings. directory: private directory
+    for Unix sockets. options, log: arguments of `serve`."""
     layout, place = model.layout, model.place
     here = layout.world_size if place is None else place.host_ranks or place.ranks
     plan = RankPlan(
@@ -283,10 +286,12 @@ def _make_replicas(model: _Settings, directory: str, options: ServeOptions, log:
 
 
 async def _start(model: _Settings, replicas: Replicas, phases: _Phases) -> Prompts:
-    """Start all ranks; meanwhile check the checkpoint's hashes and load the tokenizer. Return the tokenizer."""
+    """Start the ranks of all `replicas`; meanwhile check the checkpoint's hashes and load the tokenizer. Return the
+    tokenizer. model: checked settings. phases: logger of durations."""
 
     def load() -> Prompts:
-        """Load the tokenizer and check the hashes, which may take minutes: the process can end before."""
+        """Load the tokenizer, check the checkpoint's hashes, and return the tokenizer. That may take minutes, so it
+        runs in a daemon thread, which a process that exits does not wait for."""
         from meshwright.serving.prompts import Prompts
 
         prompts = Prompts.of_directory(model.checkpoint, model.config, model.ledger.sizes.max_length)
@@ -295,7 +300,7 @@ async def _start(model: _Settings, replicas: Replicas, phases: _Phases) -> Promp
         return prompts
 
     async def start() -> None:
-        """Start the ranks."""
+        """Start the ranks, and log how long it took."""
         await replicas.start()
         hellos = list(replicas.hellos.values())
         phases.end(
@@ -316,7 +321,8 @@ async def _start(model: _Settings, replicas: Replicas, phases: _Phases) -> Promp
 
 def _describe_memory(ledger: ServingLedger, replicas: Replicas) -> dict[str, Any]:
     """Return the memory of all ranks together: {"predicted": {item: bytes}, "measured": {kind: bytes}, "total_gib":
-    predicted total}. ledger: predicted memory. replicas: whose ranks have reported theirs."""
+    predicted total in GiB}. ledger: predicted memory. replicas: replicas whose ranks have reported their measured
+    memory."""
     measured: Counter[str] = Counter()
     for hello in replicas.hellos.values():
         measured.update(hello["memory"])

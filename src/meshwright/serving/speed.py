@@ -82,6 +82,7 @@ class StepTimes:
         admissions: list[float] = []
 
         def admit(work: Work) -> None:
+            """Admit the request with the remaining work `work`: add the time of its prompt, and schedule its end."""
             nonlocal seconds, keys
             seconds += self._predict_prompt(work)
             context = work.context + work.prompt + work.answer // 2
@@ -100,6 +101,7 @@ class StepTimes:
         return admissions
 
     def _predict_prompt(self, work: Work) -> float:
-        """Return the predicted seconds by which computing a request's prompt lengthens the steps."""
+        """Return the predicted seconds by which computing the prompt of the request with remaining work `work`
+        lengthens the steps."""
         _, b, c = self.coefficients
         return b * work.prompt + c * work.prompt * (work.context + work.prompt / 2)

@@ -33,16 +33,17 @@ class ClientLeft(Exception):
 
 
 class JobRunner:
-    """Runs the jobs of a server on its engine and records their metrics. A job is a parsed HTTP request that generates
-    text. client: engine."""
+    """Runner of jobs on the engine `client`; it records their metrics. A job is a parsed HTTP request that generates
+    text. settings: settings of the HTTP API."""
 
     def __init__(self, client: EngineClient, metrics: ServingMetrics, settings: HttpSettings) -> None:
         self.settings = settings
         self._client, self._metrics = client, metrics
 
     async def collect(self, job: Job, receive: Receive) -> dict[str, Any]:
-        """Run a job to its end and return the JSON object of its response. Raises ApiError, or ClientLeft if the client
-        disconnects, which cancels the job."""
+        """Run a job (parsed HTTP request) to its end and return the JSON object of its response. receive: ASGI's
+        function, by which a disconnect is noticed. Raises ApiError if the request is refused or fails, or ClientLeft if
+        the client disconnects, which cancels the job."""
         pieces: list[list[Piece]] = [[] for _ in job.choices]
         run = self.start(job, lambda choice, piece: pieces[choice.index].append(piece))
         left = asyncio.create_task(_wait_until_left(receive))
@@ -103,7 +104,8 @@ class JobRunner:
 
 class EventStream(Response):
     """HTTP response of server-sent events for one job (a parsed HTTP request that generates text). All events that wait
-    are sent in one write. Construction submits the job's requests to the engine; ApiError if they are refused."""
+    are sent in one write. Construction submits the job's requests to the engine of `runner`, and raises ApiError if
+    they are refused."""
 
     media_type = "text/event-stream"
 
@@ -117,13 +119,15 @@ class EventStream(Response):
         self._run = runner.start(job, self._take)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events as they come until the job ends, or the client leaves or reads too slowly."""
+        """Send the events, by ASGI's arguments, as they come until the job ends, or the client leaves or reads too
+        slowly."""
         run, left = self._run, asyncio.create_task(_wait_until_left(receive))
         drop: Callable[[], None] = scope.get(ABORT, left.cancel)
         timers: list[asyncio.TimerHandle] = []
 
         def limit_drain(_: object) -> None:
-            """Drop the connection some time after the last token, immediately if the client is too slow."""
+            """Close the connection `HttpSettings.drain_seconds` after the last token, or immediately if the client
+            reads too slowly."""
             self._news.set()
             slow = not run.cancelled() and isinstance(run.exception(), SlowReader)
             timers.append(run.get_loop().call_later(0 if slow else self._settings.drain_seconds, drop))
@@ -152,7 +156,8 @@ class EventStream(Response):
                 timer.cancel()
 
     def _take(self, choice: Choice, piece: Piece) -> None:
-        """Append the event of a new piece to those that wait to be sent. Raises SlowReader if they exceed the limit."""
+        """Append the event of a new piece of `choice` to the events that wait to be sent. Raises SlowReader if too many
+        bytes wait."""
         event = self._job.formatter.format_piece(choice, piece, self._job.choices)
         if not event:
             return
@@ -176,7 +181,7 @@ class EventStream(Response):
 
 
 async def _wait_until_left(receive: Receive) -> None:
-    """Wait until the client has closed the connection."""
+    """Wait until the client has closed the connection. receive: ASGI's function."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -50,8 +50,8 @@ class AnswerText:
     """Text of one answer that the client sees: detokenized tokens up to the first stop string, which is left out.
 
     Text that may be the beginning of a stop string is held back until later tokens decide, so that the joined pieces do
-    not depend on how tokens are divided into outputs. stop: stop strings, none of them empty. min_tokens: number of
-    first tokens whose text is not searched for stop strings.
+    not depend on how tokens are divided into outputs. detokenizer: converts the tokens to text. stop: stop strings,
+    none of them empty. min_tokens: number of first tokens whose text is not searched for stop strings.
 
     Attributes:
         offsets: For each token, the index in the answer's text of the first character that the token completes; may lie

@@ -27,15 +27,15 @@ from meshwright.spec.config import ModelConfig
 
 
 class OrderedTensorParallel(TensorParallel):
-    """Tensor-parallel operations whose all-reduce adds the ranks' partial results in rank order, so that the result
-    does not depend on the tensor's size; without sequence parallelism and gradients."""
+    """Tensor-parallel operations over the axis tp of `mesh` whose all-reduce adds the ranks' partial results in rank
+    order, so that the result does not depend on the tensor's size; without sequence parallelism and gradients."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh.tp, sequence_parallel=False)
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the all-reduced partial results of a row-parallel layer, [B, S, H], added in rank order. `site`: label
-        of the call in traces."""
+        """Return the sum over the tensor-parallel ranks of `x_BSH`, a rank's partial result of a row-parallel layer,
+        [B, S, H], added in rank order. `site`: label of the call in traces."""
         if self.trivial:
             return x_BSH
         parts = x_BSH.new_empty(self.size, *x_BSH.shape)
@@ -51,9 +51,9 @@ class PagedCache:
     of sequences. Layers of different block tables share tensors, as each block belongs to one table.
 
     Attention is computed token by token, so that a token's result does not depend on which others are in the batch. The
-    attribute `length` of the model's cache interface stays 0, since callers always pass positions. tables: block tables
-    of the model. layers: indices of the stage's layers. blocks: number of KV blocks. kv_heads: key-value heads of this
-    rank.
+    attribute `length` of the model's cache interface stays 0, since callers always pass positions. config:
+    configuration of the model. tables: its block tables. layers: indices of the stage's layers. blocks: number of KV
+    blocks. kv_heads: key-value heads of this rank. dtype: of keys and values.
     """
 
     length = 0
@@ -96,7 +96,8 @@ class PagedCache:
 
     def attend(self, layer: int, q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
         """Write the keys and values of the selected tokens to the cache of the layer with index `layer`. Return their
-        causal attention, inside the layer's sliding window, [1, N, T, D]; 0 for padding."""
+        causal attention, inside the layer's sliding window, [1, N, T, D]; 0 for padding. q_BNTD: queries [1, N, T, D].
+        k_BKTD, v_BKTD: keys and values [1, K, T, D]."""
         table, place = self._layers[layer]
         tokens = self._slots_WT.shape[1]
         for cache, new in zip(self._pairs[place], (k_BKTD, v_BKTD), strict=True):
@@ -111,8 +112,8 @@ class PagedCache:
         sequence."""
 
     def _attend_segment(self, layer: int, q_ND: torch.Tensor, slots_C: torch.Tensor) -> torch.Tensor:
-        """Return the attention [N, D] of one token's queries `q_ND` over the KV-cache slots `slots_C`, computed in
-        float32 or float64."""
+        """Return the attention [N, D] of one token's queries `q_ND` over the KV-cache slots `slots_C` of its context in
+        the layer with index `layer`, computed in float32 or float64."""
         window = self._windows[layer]
         if window is not None:  # blocks before the window may have been freed
             slots_C = slots_C[max(0, len(slots_C) - window) :]
@@ -125,10 +126,11 @@ class PagedCache:
 
 
 class TorchRunner:
-    """Runner of serving steps in plain torch: the model with a paged KV cache. Tokens are computed in tiles of a fixed
-    number (one by one in models with experts), so that a token's bits do not depend on the rest of the batch.
+    """Runner of serving steps on a CPU in plain torch: the model with a paged KV cache. Tokens are computed in tiles of
+    a fixed number (one by one in models with experts), so that a token's bits do not depend on the rest of the batch.
 
-    weights: reader of this rank's weights. limits: sizes of KV pool and buffers.
+    weights: reader of this rank's weights. mesh: gives the axes tp and pp. dtype: of parameters and KV cache. limits:
+    sizes of KV pool and buffers.
 
     Attributes:
         config: Configuration of the model.
@@ -152,7 +154,8 @@ class TorchRunner:
         self._logit_rows = limits.logits if self._stage.last else 0
 
     def memory(self) -> dict[str, int]:
-        """Return {kind: bytes}: `weights`, `kv` (cache), `logits` (of a step; a last stage's only)."""
+        """Return {kind: bytes}: `weights`, `kv` (cache), `logits` (of a step; 0 unless this is the last pipeline
+        stage)."""
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
             "kv": self._cache.nbytes,
@@ -160,8 +163,9 @@ class TorchRunner:
         }
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Compute this rank's pipeline stage for a batch. Return the logits [R, V] of its output rows, or from a stage
-        that is not last the hidden states [T, H]. `hidden`: the previous stage's hidden states, None on the first."""
+        """Compute this rank's pipeline stage for a batch of T tokens. Return the logits [R, V] of its R output rows
+        (tokens whose logits are wanted), or from a stage that is not last the hidden states [T, H]. `hidden`: the
+        previous stage's hidden states [T, H], None on the first."""
         with torch.inference_mode():
             begins = range(0, len(batch.tokens), self._tile)
             states_TH = torch.cat([self._run_tile(batch, begin, hidden) for begin in begins])
@@ -170,8 +174,9 @@ class TorchRunner:
             return states_TH.float().numpy()
 
     def _run_tile(self, batch: StepBatch, begin: int, hidden: npt.NDArray[np.float32] | None) -> torch.Tensor:
-        """Run this rank's pipeline stage on the tile of tokens from index `begin` on, padded to full size; return their
-        hidden states [T, H]. `hidden`: the previous stage's output for all tokens, None on the first stage."""
+        """Run this rank's pipeline stage on the tile of tokens of `batch` from index `begin` on, padded to full size;
+        return their hidden states [T, H], without padding. `hidden`: the previous stage's output for all tokens, None
+        on the first stage."""
         size, end = self._tile, min(len(batch.tokens), begin + self._tile)
         numbers = np.zeros((2, 1, size), np.int64)
         numbers[0, 0, : end - begin] = batch.tokens[begin:end]

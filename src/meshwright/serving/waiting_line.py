@@ -195,8 +195,8 @@ class WaitingLine:
         return max(self.returning * count, min(count, self._limits.requests // GUARD))
 
     def _set_expected(self, place: _Place, expected: bool) -> None:
-        """Set whether the client of `place` is expected to retry. While it is, new requests are held back in its
-        favour."""
+        """Set whether the client of `place` is expected to retry. While that is so, new requests are held back in favor
+        of its request."""
         if (place in self._expected) is not expected:
             at = bisect_left(self._numbers, place.number)
             if expected:
@@ -207,8 +207,8 @@ class WaitingLine:
             self._expected ^= {place}
 
     def _expire(self, now: float) -> None:
-        """Run the checks that are scheduled up to the time `now`. They update `returning`, let new requests pass places
-        whose clients are late, and remove places that have expired."""
+        """Run the checks of places that are scheduled up to the time `now`, in seconds of the line's clock. They update
+        `returning`, let new requests pass places whose clients are late, and remove places that have expired."""
         while self._ends and self._ends[0][0] <= now:
             when, _, place = heapq.heappop(self._ends)
             if place.returned:
@@ -225,7 +225,8 @@ class WaitingLine:
                 self._watch(place, place.expires if place in self._late else place.due + LATE_SECONDS)
 
     def _watch(self, place: _Place, when: float) -> None:
-        """Schedule a check of `place` at the time `when`, unless an earlier one is scheduled."""
+        """Schedule a check of `place` at the time `when`, in seconds of the line's clock, unless an earlier one is
+        scheduled."""
         if when < place.watched:
             place.watched = when
             heapq.heappush(self._ends, (when, next(self._counter), place))

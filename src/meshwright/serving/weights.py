@@ -92,7 +92,7 @@ class RankWeights:
         return values.view(placed.shape)
 
     def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Copy this rank's shards into the parameters of `model`, converted to `dtype`; names are the same."""
+        """Copy this rank's shards into the parameters of the same names of `model`, converted to `dtype`."""
         for name in self:
             parameter = model.get_parameter(name)
             parameter.copy_(self.read(name, dtype).view_as(parameter))
@@ -105,15 +105,16 @@ class RankWeights:
         return self._mapped
 
     def _make_scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor of `numel` elements in a buffer that all calls share, as fresh pages would
-        cost as much as the copy into them."""
+        """Return an uninitialized tensor of `numel` elements of `dtype` in a buffer that all calls share, as fresh
+        pages would cost as much as the copy into them."""
         size = numel * dtype.itemsize
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         return self._scratch[:size].view(dtype)
 
     def _drop(self) -> None:
-        """Release the memory pages of the entry read last; if needed again, they are read from the file."""
+        """Release the memory pages of the checkpoint tensor that was read last; if needed again, they are read from the
+        file."""
         if self._mapped is not None:
             release_pages(self._mapped.data_ptr(), self._mapped.nbytes)
             self._mapped = None

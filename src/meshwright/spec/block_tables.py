@@ -49,7 +49,8 @@ class BlockTables:
 
 
 def serving_stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
-    """Return the `count` pipeline stages into which a server cuts the model, balanced in FLOPs."""
+    """Return the `count` pipeline stages into which a server cuts the model with configuration `config`, balanced in
+    FLOPs."""
     return stages_of(config, count, min(_BALANCED_FOR, config.max_positions))
 
 
@@ -85,8 +86,8 @@ def max_sequence_tokens(blocks: int, windows: Sequence[int | None], chunk: int, 
 @lru_cache(maxsize=64)
 def block_tables(config: ModelConfig, stages: int) -> BlockTables:
     """Choose the assignment of a model's layers to block tables of the paged KV cache, for serving in `stages` pipeline
-    stages. Of the assignments with 1 to 8 tables, the one with the fewest KV-cache bytes for a sequence of maximum
-    length wins; in a tie, the one with the fewest tables."""
+    stages. config: configuration of the model. Of the assignments with 1 to 8 tables, the one with the fewest KV-cache
+    bytes for a sequence of maximum length wins; in a tie, the one with the fewest tables."""
     counts = Counter(config.layer_window(layer) for layer in range(config.layers))
     longest = None if None in counts else max(window for window in counts if window is not None)
     shares = {tuple(-(-count // size) for count in counts.values()) for size in range(1, config.layers + 1)}
@@ -101,9 +102,9 @@ def block_tables(config: ModelConfig, stages: int) -> BlockTables:
 
 
 def _assign_layers(config: ModelConfig, stages: Sequence[Stage], choice: dict[int | None, int]) -> BlockTables:
-    """Assign the layers of each pipeline stage evenly to block tables. choice: sliding window -> number of tables for
-    layers with this window. If `choice` has a single window, its tables serve all layers, including those with smaller
-    windows."""
+    """Assign the layers of each pipeline stage evenly to block tables. config: configuration of the model. stages: its
+    pipeline stages. choice: {sliding window in tokens (None: no window): number of tables for layers with this window}.
+    If `choice` has a single window, its tables serve all layers, including those with smaller windows."""
     windows = tuple(window for window, count in choice.items() for _ in range(count))
     layers, depths = list[tuple[int, int]](), list[int]()
     for stage in stages:

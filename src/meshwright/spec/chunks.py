@@ -8,8 +8,8 @@ SMALLEST_CHUNK = 512  # tokens; smaller chunks would spend too much time on accu
 
 
 def loss_chunks(tokens: int, vocabulary: int, device: str) -> list[int]:
-    """Split `tokens` tokens into chunks for the chunked loss; return the number of tokens of each chunk. The sizes are
-    nearly equal.
+    """Split `tokens` tokens into chunks for the chunked loss, which computes the logits of one chunk at a time; return
+    the number of tokens of each chunk. The sizes are nearly equal.
 
     `vocabulary`: largest number of logits per token on any tp rank, so that all tp ranks get the same chunks; `device`:
     "cpu" or "cuda".
@@ -23,10 +23,11 @@ def keeps_head_gradient(tokens: int, vocabulary: int, layers: int, recompute: st
     """Return True if the last pipeline stage computes the gradient of the head's weight in its forward pass and keeps
     it until backward, which then need not recompute the logits.
 
-    It does so if the backward pass follows immediately (`at_once`). Unless `recompute` is "full", it also does so if
-    the gradient ([V, H] per micro-batch in flight) takes at most half of the stage's saved activations, counted as 16
-    tensors [T, H] per layer. `tokens`: T, tokens of a micro-batch on this rank; `vocabulary`: V, logits per token on
-    this rank; `layers`: layers of the stage; `recompute`: activation checkpointing ("none", "selective" or "full").
+    It does so if the backward pass follows immediately (`at_once` is True). Unless `recompute` is "full", it also does
+    so if the gradient ([V, H] per micro-batch in flight) takes at most half of the stage's saved activations, counted
+    as 16 tensors [T, H] per layer. `tokens`: T, tokens of a micro-batch on this rank; `vocabulary`: V, logits per token
+    on this rank; `layers`: number of layers of the stage; `recompute`: activation checkpointing ("none", "selective" or
+    "full").
     """
     return at_once or (recompute != "full" and vocabulary <= 8 * tokens * layers)
 

@@ -29,11 +29,13 @@ class ModelConfig:
     """Architecture of a transformer: a decoder, or an encoder if its family is one. Sizes are in elements. The
     constructor raises ``UserError`` if fields contradict each other or the family.
 
-    ``sliding_window``: number of tokens that a token attends to, itself included (None: all before it), in the layers
-    that ``windowed_layers`` marks (None: in all layers). ``gated``: the MLP computes activation(gate) * up, as in
-    SwiGLU. ``tied``: the output head shares the embedding matrix. ``more_eos_tokens``: end-of-sequence ids besides
-    ``eos_token``. ``initializer_range``: standard deviation of initial weights. Decoders with ``post_norms`` (a norm on
-    each sublayer's output, as in Gemma 2) or ``embedding_norm`` (as in BLOOM) can be planned but not run.
+    ``vocabulary``: number of token ids. ``intermediate``: width of a dense MLP. ``max_positions``: longest sequence in
+    tokens. ``positions``: position encoding. ``sliding_window``: number of tokens that a token attends to, itself
+    included (None: all before it), in the layers that ``windowed_layers`` marks (None: in all layers).
+    ``query_key_norm``: a norm on the queries and keys of each head. ``gated``: the MLP computes activation(gate) * up,
+    as in SwiGLU. ``tied``: the output head shares the embedding matrix. ``more_eos_tokens``: end-of-sequence ids
+    besides ``eos_token``. ``initializer_range``: standard deviation of initial weights. Decoders with ``post_norms`` (a
+    norm on each sublayer's output, as in Gemma 2) or ``embedding_norm`` (as in BLOOM) can be planned but not run.
 
     Mixture of experts, if ``experts`` > 0: every layer except ``dense_layers`` (indices) has that many MLPs of width
     ``expert_intermediate``, of which a token uses ``experts_per_token``, and a shared expert of width
@@ -143,7 +145,7 @@ class ModelConfig:
         return next(filter(None, (limit_error(name, value) for name, value in values.items())), None)
 
     def _experts_problem(self) -> str | None:
-        """Return an error message for the first contradiction in the mixture-of-experts fields; None if there is
+        """Return an error message for the first invalid or contradictory mixture-of-experts field; None if there is
         none."""
         if not FAMILIES[self.family].experts:
             given = [name for name in ("experts", "experts_per_token", "expert_intermediate") if getattr(self, name)]
@@ -182,8 +184,8 @@ class ModelConfig:
         return None
 
     def _encoder_problem(self) -> str | None:
-        """Return an error message for the first contradiction in the fields that only encoders have; None if there is
-        none."""
+        """Return an error message for the first invalid or contradictory one of the fields that only encoders have;
+        None if there is none."""
         if not self.encoder:
             given = [name for name in ("token_types", "labels") if getattr(self, name)]
             given += [f"head {self.head!r}"] if self.head != "next" else []
@@ -200,7 +202,7 @@ class ModelConfig:
         return None
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if the layer's MLP is a mixture of experts."""
+        """Return True if the MLP of the layer with index `layer` is a mixture of experts."""
         return self.experts > 0 and layer not in self.dense_layers
 
     @property
@@ -215,12 +217,14 @@ class ModelConfig:
 
     @property
     def tied_head(self) -> bool:
-        """True if the output projection shares the embedding matrix."""
+        """True if the output head shares the embedding matrix; False for heads without a projection to the
+        vocabulary."""
         return self.tied and self.head in ("next", "masked")
 
     @property
     def pooled(self) -> bool:
-        """True if the model has a pooler, which turns a sequence into one vector."""
+        """True if the model has a pooler (a dense layer with tanh on the first token, as in BERT), which turns a
+        sequence into one vector."""
         return self.encoder and self.head != "masked"
 
     @property
@@ -234,7 +238,8 @@ class ModelConfig:
         return (() if self.eos_token is None else (self.eos_token,)) + self.more_eos_tokens
 
     def layer_window(self, layer: int) -> int | None:
-        """Return the sliding window of a layer in tokens, the token itself included; None: full causal attention."""
+        """Return the sliding window, in tokens with the token itself included, of the layer with index `layer`; None:
+        full attention."""
         if self.windowed_layers is not None and not self.windowed_layers[layer]:
             return None
         return self.sliding_window

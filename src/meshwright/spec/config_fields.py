@@ -28,7 +28,7 @@ class NeutralValue:
 
 
 def _accept_only(*values: object) -> NeutralValue:
-    """Return the rule that accepts only the given `values` of a field and names them in errors."""
+    """Return the rule for a `config.json` field that accepts only the given `values` and names them in errors."""
     return NeutralValue(" or ".join(map(repr, values)), lambda value, fields: value in values)
 
 
@@ -222,7 +222,7 @@ def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, A
 
 def foreign_architecture_note(data: Mapping[str, Any], family: Family) -> str | None:
     """Return a one-line warning if a configuration asks for custom code, or for another architecture than its family's;
-    else None. data: ``config.json`` object."""
+    else None. data: ``config.json`` object. family: the family that it was read as."""
     if data.get("auto_map"):
         return f'"auto_map": custom modeling code (trust_remote_code) is never run; treated as {family.architecture}'
     named = data.get("architectures") or [family.architecture]

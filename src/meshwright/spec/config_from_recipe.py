@@ -122,9 +122,10 @@ def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
 
 
 def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
-    """Add sizes that follow from overridden ones to ``overrides`` (ModelConfig field name -> new value), in place. A
-    rule is applied only if `base` obeys it: head_dim = hidden / heads, kv_heads = heads, intermediate = 4 hidden
-    (ungated MLP). Fields with one value per layer are cut or extended to the new number of layers."""
+    """Add sizes that follow from overridden ones to ``overrides`` ({ModelConfig field name: new value}), in place. A
+    rule is applied only if `base`, the configuration to be changed, obeys it: head_dim = hidden / heads, kv_heads =
+    heads, intermediate = 4 hidden (ungated MLP). Fields with one value per layer are cut or extended to the new number
+    of layers."""
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
     if base.head_dim * base.heads == base.hidden and hidden % heads == 0:
         overrides.setdefault("head_dim", hidden // heads)

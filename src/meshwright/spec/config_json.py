@@ -79,8 +79,8 @@ def config_from_huggingface(data: Mapping[str, Any], where: str = "config.json")
 
 
 def config_from_path(path: str | Path) -> ModelConfig:
-    """Read the ModelConfig of a model. `path`: a Hugging Face directory or a ``config.json``. ``UserError`` if the file
-    is missing or not JSON."""
+    """Read the ModelConfig of a model. `path`: a Hugging Face directory or a ``config.json``. Raises ``UserError`` if
+    the file is missing or not JSON, or if the model is not supported."""
     return config_from_huggingface(read_config(path), where=str(config_file(path)))
 
 
@@ -90,8 +90,8 @@ def config_file(path: str | Path) -> Path:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Read a ``config.json`` as a dict. `path`: the file or its directory. ``UserError`` if it is missing or not
-    JSON."""
+    """Read a ``config.json`` and return its JSON object. `path`: the file or its directory. Raises ``UserError`` if the
+    file is missing or not a JSON object."""
     file = config_file(path)
     try:
         data = read_json(file, "config_bytes")
@@ -114,7 +114,8 @@ def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
 
 def read_family(data: Mapping[str, Any], where: str) -> Family:
     """Return the family that ``model_type`` names in a ``config.json`` object (`data`). Raises ``UserError``, with the
-    list of known families, for an unknown one. ``where``: name of the configuration in errors."""
+    list of known families, for an unknown one, and for a quantized model. ``where``: name of the configuration in
+    errors."""
     name = data.get("model_type")
     known = ", ".join(FAMILIES)
     if name is None:
@@ -265,7 +266,7 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
 
 def _window_layers(read: Reader) -> int:
     """Return ``max_window_layers`` of a Qwen2 ``config.json`` (default 28): in qwen2 the index of the first layer with
-    a sliding window, in qwen2_moe that of the first layer without one."""
+    a sliding window, in qwen2_moe that of the first layer without one. read: typed access to the file."""
     _, value = read.get(("max_window_layers",), 28)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise UserError(f'{read.where}: "max_window_layers" must be a whole number, not {shorten_repr(value)}')
@@ -274,7 +275,7 @@ def _window_layers(read: Reader) -> int:
 
 def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
     """Convert a ModelConfig to a ``config.json`` object that transformers 4 and 5 can read; the inverse of
-    `config_from_huggingface`."""
+    `config_from_huggingface`. Raises ``UserError`` for a family that can be planned but not run."""
     if config.planning_only:
         raise UserError(f"{config.family} can be planned but not written: {config.planning_only}")
     family = FAMILIES[config.family]

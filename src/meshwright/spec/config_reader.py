@@ -22,8 +22,8 @@ ACTIVATIONS = {
 
 
 class Reader:
-    """Typed access to the keys of a configuration (`data`). defaults: key -> value if the key is missing. where: name
-    of the configuration, which errors give together with the key."""
+    """Typed access to the keys of a ``config.json`` object (`data`). defaults: {key: value if the key is missing}.
+    where: name of the configuration, which errors give together with the key."""
 
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
         """Wrap a ``config.json`` object (`data`). `defaults`: the family's values of missing keys; `where`: name of the
@@ -47,8 +47,9 @@ class Reader:
         return keys[0], self.defaults.get(keys[0], default)
 
     def integer(self, limit: str, keys: Iterable[str], default: int | None = None) -> int:
-        """Return the integer under the first of the synonyms ``keys`` that is present, else `default` (None: required).
-        ``UserError`` unless it is between 1 and the limit called `limit` in `meshwright.limits`."""
+        """Return the integer under the first of the synonyms ``keys`` that is present, else `default` (None: the key is
+        required). ``UserError`` unless it is at least 1 and at most the limit with the name `limit` in
+        `meshwright.limits`."""
         key, value = self.get(keys, default)
         if value is None:
             value = default
@@ -72,8 +73,8 @@ class Reader:
         return float(value)
 
     def boolean(self, key: str) -> bool:
-        """Return the boolean under ``key``; False if the key is missing, has no default, or is null. ``UserError`` for
-        any other type."""
+        """Return the boolean under ``key``; if the key is missing, the family's default for it, or False without one;
+        if it is null, False. ``UserError`` for any other type."""
         _, value = self.get((key,), False)
         value = False if value is None else value
         if not isinstance(value, bool):
@@ -81,8 +82,9 @@ class Reader:
         return value
 
     def activation(self, keys: Iterable[str], default: str) -> str:
-        """Return Meshwright's name of the activation function whose Hugging Face name is under the first of the
-        synonyms ``keys`` that is present; `default` if none is. ``UserError`` for an unknown name."""
+        """Return Meshwright's name ("silu", "gelu", "gelu_tanh", "relu", "relu2") of the activation function whose
+        Hugging Face name is under the first of the synonyms ``keys`` that is present, else of `default`, a Hugging Face
+        name too. ``UserError`` for an unknown name."""
         key, value = self.get(keys, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise UserError(
@@ -91,8 +93,9 @@ class Reader:
         return ACTIVATIONS[value]
 
     def tokens(self, key: str, vocabulary: int) -> tuple[int, ...]:
-        """Return the token ids under ``key``, whose value is one id, a list or null. Ids outside the `vocabulary`
-        (number of token ids) are left out."""
+        """Return the token ids under ``key``, whose value is one id, a list of ids or null; empty for null or a missing
+        key without default. Ids outside the `vocabulary` (number of token ids) are left out. ``UserError`` for another
+        type."""
         _, value = self.get((key,))
         if value is None:
             return ()

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any]:
     """Read the ModelConfig fields that only an encoder has, by name: token types, head, labels, padding token. The head
-    is determined by the first of ``architectures`` (default: masked language modelling). read: typed access to its
-    ``config.json``. vocabulary: number of token ids."""
+    is determined by the first of ``architectures`` (default: masked language modeling). read: typed access to the
+    ``config.json``. family: the encoder's family. vocabulary: number of token ids. Raises ``UserError`` for another
+    head."""
     architectures = read.data.get("architectures") or [family.architecture]
     known = ", ".join(family.heads)
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
@@ -34,8 +35,8 @@ def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any
 
 
 def _read_labels(read: Reader) -> tuple[str, ...]:
-    """Return the class names in ``id2label`` or, without that key, ``LABEL_0``, ``LABEL_1``, ... for ``num_labels``
-    classes (default 2)."""
+    """Return the names of the classes in ``id2label`` or, without that key, ``LABEL_0``, ``LABEL_1``, ... for
+    ``num_labels`` classes (default 2). read: typed access to the ``config.json``."""
     _, names = read.get(("id2label",))
     if names is None:
         return tuple(f"LABEL_{number}" for number in range(read.integer("labels", ("num_labels",), 2)))
@@ -47,7 +48,8 @@ def _read_labels(read: Reader) -> tuple[str, ...]:
 
 
 def write_encoder(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """Return the ``config.json`` keys and values that only an encoder has; the inverse of `read_encoder`."""
+    """Return the ``config.json`` keys and values that only an encoder of the family `family` has; the inverse of
+    `read_encoder`."""
     (architecture,) = (name for name, head in family.heads.items() if head == config.head)
     written: dict[str, Any] = {
         "architectures": [architecture],

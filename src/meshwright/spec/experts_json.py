@@ -90,7 +90,8 @@ def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
 
 
 def _read_whole_number(read: Reader, key: str) -> int:
-    """Return the integer >= 0 under ``key``, 0 if it is missing or null; ``UserError`` for other values."""
+    """Return the integer >= 0 under ``key``, 0 if it is missing or null; ``UserError`` for other values. read: typed
+    access to the ``config.json``."""
     _, value = read.get((key,), 0)
     value = 0 if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -10,10 +10,10 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Family:
     """Architecture choices that all models of a family share. name: ``model_type`` in config.json. architecture: class
-    name in transformers. fixed: ModelConfig field -> the only value that it may have. defaults: config.json key ->
-    value if the key is missing. planning_only: reason why the family can be planned but not run; None if it can be run.
-    experts: True if layers hold mixtures of experts. heads: for an encoder, class name in transformers -> its
-    ``ModelConfig.head``; empty for a decoder."""
+    name in transformers. fixed: {ModelConfig field: the only value that it may have}. defaults: {config.json key: value
+    if the key is missing}. planning_only: reason why the family can be planned but not run; None if it can be run.
+    experts: True if layers hold mixtures of experts. heads: for an encoder, {class name in transformers: its
+    ``ModelConfig.head``}; empty for a decoder."""
 
     name: str
     architecture: str
@@ -25,7 +25,7 @@ class Family:
 
     @property
     def attention_bias(self) -> bool:
-        """True if the one key ``attention_bias`` sets the biases of all attention projections."""
+        """True if the ``config.json`` key ``attention_bias`` sets the biases of all attention projections together."""
         return self.fixed["positions"] == "rope" and "output_bias" not in self.fixed
 
     @property

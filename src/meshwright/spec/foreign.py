@@ -18,8 +18,8 @@ REST = "(rest)"
 
 
 class ForeignParameter(NamedTuple):
-    """Trained parameter of a user's module. name: its name in `named_parameters`. unit: name of its FSDP unit. decay:
-    True if weight decay applies."""
+    """Trained parameter of a user's module. name: its name in `named_parameters`. shape: its unsharded shape. unit:
+    name of its FSDP unit (parameters that are all-gathered together). decay: True if weight decay applies."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class ForeignParameter(NamedTuple):
 
 class KeptValue(NamedTuple):
     """Buffer or frozen parameter of a user's module, which is saved in checkpoints but not trained. name: its name in
-    the module. dtype: name of its dtype as in torch and numpy, such as "int64"."""
+    the module. shape: its shape. dtype: name of its dtype as in torch and numpy, such as "int64"."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,22 +37,22 @@ class KeptValue(NamedTuple):
 
 
 class ModulePartition(Partition):
-    """Pipeline partition of a user's own module: a single stage."""
+    """Pipeline partition of a module that the user defined: a single stage on one pipeline rank."""
 
     @classmethod
     def whole(cls, table: ParameterTable) -> ModulePartition:
-        """Return the partition whose one stage holds every parameter."""
+        """Return the partition with a single stage, which holds every parameter of `table`."""
         return cls(table, (Stage(0, range(0), first=True, last=True),), ((0,),))
 
     def units(self, stage: Stage) -> tuple[str, ...]:
-        """Return the names of all FSDP units, in the order of the parameter table."""
+        """Return the names of all FSDP units, in the order of the parameter table. stage: the only stage."""
         return self.table.units
 
 
 def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
-    """Build the parameter table of a user's module, with one entry for each of its trained `parameters`. FSDP units are
-    in the order of their first parameters, except that `REST`, the unit of parameters outside all others, comes
-    first."""
+    """Build the parameter table of a user's module, with one entry for each of its trained `parameters`. FSDP units
+    (parameters that are all-gathered together) are in the order of their first parameters, except that `REST`, the unit
+    of parameters outside all others, comes first."""
     units = dict.fromkeys([each.unit for each in parameters if each.unit == REST])
     units |= dict.fromkeys(each.unit for each in parameters)
     tensors = []
@@ -96,8 +96,8 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
 
 
 def _foreign_tensor(parameter: ForeignParameter) -> ModelParameter:
-    """Return the `ModelParameter` for a parameter of a user's module: a single entry (tensor on disk), not sharded over
-    tp."""
+    """Return the `ModelParameter` for a parameter of a user's module: it has a single entry (tensor of a checkpoint)
+    and is not sharded over tp."""
     entry = _replicated_entry(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
     return ModelParameter(parameter.name, parameter.unit, (entry,))
 

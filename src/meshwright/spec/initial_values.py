@@ -35,16 +35,17 @@ _LONG = 1 << 14  # 64-bit integers above which a call that releases the GIL pays
 def draw_normal_values(
     seed: int, name: str, start: int, stop: int, columns: tuple[int, int, int] | None = None, threads: int = 1
 ) -> NDArray[np.float32]:
-    """Return the standard normal values [stop - start] of the elements [start, stop) of a flattened tensor.
+    """Return the standard normal values [stop - start] of the elements [start, stop) of a flattened tensor; they depend
+    only on `seed`, `name` and the elements' indices.
 
-    name: the tensor's name on disk. columns: (first, end, width): the tensor is a matrix of `width` columns, and
-    `start` and `stop` count only the elements of its columns [first, end); None: all. threads: number of threads that
-    draw."""
+    seed: seed of the model's initial values. name: the tensor's name on disk. columns: (first, end, width): the tensor
+    is a matrix of `width` columns, and `start` and `stop` count only the elements of its columns [first, end); None:
+    all. threads: number of threads that draw."""
     key = np.frombuffer(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "<u8")
     values = np.empty(stop - start, np.float32)
 
     def draw(begin: int) -> None:
-        """Draw the chunk of values that begins with value number `begin` of `values`."""
+        """Draw up to `_CHUNK` values, those from index `begin` of `values` on, and write them there."""
         part = values[begin : begin + _CHUNK]
         bits = _draw_bits(key, _list_spans(start + begin, start + begin + len(part), columns))
         scratch = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.int64)
@@ -62,8 +63,9 @@ def draw_normal_values(
 
 
 def _list_spans(start: int, stop: int, columns: tuple[int, int, int] | None) -> Iterator[tuple[int, int]]:
-    """Yield the ranges (first, end) of the flattened tensor that hold its elements [start, stop), counted among
-    `columns`: one for each row of the matrix, or one for all columns."""
+    """Yield the ranges (first, end) of the flattened tensor that hold its elements [start, stop). columns: (first, end,
+    width): `start` and `stop` count only the elements in the columns [first, end) of a matrix of `width` columns, and
+    one range is yielded for each row; None: they count all elements, and one range is yielded."""
     if columns is None:
         yield start, stop
         return
@@ -93,9 +95,9 @@ def _draw_bits(key: NDArray[np.uint64], spans: Iterable[tuple[int, int]]) -> NDA
 
 
 def _compute_quantiles(bits: NDArray[np.uint32], values: NDArray[np.float32], scratch: tuple[Any, Any, Any]) -> None:
-    """Write the standard normal quantiles of random 32-bit integers to `values`. The lowest bit is the sign; the others
-    number one of 2^31 equal intervals of the probabilities below 1/2, from the smallest up. scratch: uint32, float32
-    and int64 arrays of at least as many elements, which are overwritten."""
+    """Write the standard normal quantiles of the random 32-bit integers `bits` [n] to `values` [n]. The lowest bit is
+    the sign; the others number one of 2^31 equal intervals of the probabilities below 1/2, from the smallest up.
+    scratch: uint32, float32 and int64 arrays of at least n elements, which are overwritten."""
     nodes, differences = _tabulate_quantile()
     integer, number, node = (each[: len(bits)] for each in scratch)
     np.right_shift(bits, np.uint32(1), out=integer)
@@ -117,7 +119,8 @@ def _compute_quantiles(bits: NDArray[np.uint32], values: NDArray[np.float32], sc
 
 @cache
 def _tabulate_quantile() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the quantile at each node, and the differences to the next node for a fraction of 1. Nodes are the
+    """Return two arrays for the linear interpolation of the standard normal quantile: its value at each node, and the
+    difference to the next node, divided by 2^17 (the steps of a float32's fraction between nodes). Nodes are the
     intervals 2^e (1 + k / 64), for e from -1 to 30 and k from 0 to 63, and 2^31, whose quantile is 0."""
     normal = NormalDist()
     intervals = [2.0**e * (1 + k / _NODES) for e in range(-1, 31) for k in range(_NODES)]

@@ -30,8 +30,8 @@ unsharded gradient buffers."""
 
 
 def padded_numel(numel: int, shards: int) -> int:
-    """Round `numel`, the number of elements of a flat buffer, up so that the buffer divides into `shards` equal shards
-    whose size is a multiple of `ALIGNMENT` elements."""
+    """Return `numel`, the number of elements of a flat buffer, rounded up so that the buffer divides into `shards`
+    equal shards whose size is a multiple of `ALIGNMENT` (32) elements."""
     step = ALIGNMENT * shards
     return -(-numel // step) * step
 
@@ -56,7 +56,8 @@ def count_reused_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """Initial values of a tensor. kind: "normal" (mean 0, standard deviation `std`), all "ones", or all "zeros"."""
+    """Initial values of a tensor. kind: "normal", all "ones", or all "zeros". std: standard deviation of "normal",
+    whose mean is 0; not used otherwise."""
 
     kind: Literal["normal", "ones", "zeros"]
     std: float = 0.0
@@ -91,7 +92,7 @@ class ParameterEntry:
     describe the matrix in memory.
 
     ``tensor``: name of the model parameter (such as fused qkv) of which the entry is a slice along dim 0, starting at
-    index ``offset``. ``unit``: name of its FSDP unit.
+    index ``offset``. ``unit``: name of its FSDP unit (parameters that ZeRO-3 all-gathers together).
 
     ``split``: {axis: dim along which the axis shards the entry}: {"tp": 0} for column-parallel and vocabulary-parallel
     weights, {"tp": 1} for row-parallel ones, {} if replicated. ``blocks``: sizes along that dim of consecutive blocks,
@@ -144,12 +145,13 @@ class ParameterEntry:
         return math.prod(self.shape)
 
     def buffer_kind(self, layout: Layout) -> BufferKind:
-        """Return the kind of flat buffer that holds the entry: "experts" for a routed expert under expert parallelism,
-        else "dense"."""
+        """Return the kind of flat buffer that holds the entry under `layout`: "experts" for a routed expert under
+        expert parallelism, else "dense"."""
         return "experts" if self.expert is not None and layout.expert_parallel else "dense"
 
     def ep_rank(self, layout: Layout) -> int | None:
-        """Return the ep rank that holds this entry of a routed expert; None for other entries, and if ep is 1."""
+        """Return the ep rank that holds this entry of a routed expert under `layout`; None for other entries, and if ep
+        is 1."""
         if self.expert is None or layout.ep == 1:
             return None
         number, experts = self.expert
@@ -176,13 +178,12 @@ class ParameterEntry:
         return layout.tp // pieces if self.remainder == "replicate" and pieces < layout.tp else 1
 
     def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
-        """Return the mesh axes over which the entry's gradient is all-reduced.
+        """Return the mesh axes over which the entry's gradient is all-reduced under `layout`.
 
-        * ``data`` (dp x cp), always, because ranks see different samples and different slices of a sequence. For routed
-        experts under expert parallelism it is ``expert_data`` instead. * ``tp``, if the gradient is partial: over each
-        group of ``replicas(layout)`` consecutive tp ranks with the same values.
-
-        The pipeline ranks that hold the FSDP unit (`partition.Partition.holders`) all-reduce its gradient too.
+        "data" (dp x cp), always, because ranks see different samples and different slices of a sequence; for routed
+        experts under expert parallelism it is "expert_data" instead. "tp" too, if the gradient is partial: over each
+        group of ``replicas(layout)`` consecutive tp ranks with the same values. The pipeline ranks that hold the FSDP
+        unit (`partition.Partition.holders`) all-reduce its gradient too.
         """
         axes = ["data" if self.buffer_kind(layout) == "dense" else "expert_data"]
         if self.replicas(layout) > 1 and (
@@ -212,8 +213,9 @@ class ParameterEntry:
         return self.granularity
 
     def intervals(self, layout: Layout, coordinates: Mapping[str, int], dim: int) -> list[tuple[int, int, int]]:
-        """Return the index ranges along ``dim`` that one rank holds, as tuples (start in the unsharded entry, length,
-        start in the rank's shard). coordinates: {axis: position} of the rank, such as {"tp": 1}."""
+        """Return the index ranges along ``dim`` that one rank holds under `layout`, as tuples (start in the unsharded
+        entry, length, start in the rank's shard); empty if the rank has no shard. coordinates: {axis: position} of the
+        rank, such as {"tp": 1}."""
         if self.ep_rank(layout) not in (None, coordinates.get("ep")):
             return []
         axis = next((axis for axis, at in self.cut_dims(layout).items() if at == dim), None)
@@ -244,13 +246,13 @@ class ModelParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Unsharded shape; [output, input] for matrices."""
+        """Unsharded shape of the parameter; [output, input] for matrices."""
         first = self.entries[0].model_shape
         return (sum(entry.model_shape[0] for entry in self.entries), *first[1:])
 
     @property
     def numel(self) -> int:
-        """Number of elements of the unsharded tensor."""
+        """Number of elements of the unsharded parameter."""
         return math.prod(self.shape)
 
     @property
@@ -259,7 +261,8 @@ class ModelParameter:
         return self.entries[0].decay
 
     def buffer_kind(self, layout: Layout) -> BufferKind:
-        """Return the kind of flat buffer that holds the tensor: "dense" or "experts"."""
+        """Return the kind of flat buffer that holds the parameter under `layout`: "experts" for routed experts under
+        expert parallelism, else "dense"."""
         return self.entries[0].buffer_kind(layout)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
@@ -268,8 +271,8 @@ class ModelParameter:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def local_offset(self, entry: ParameterEntry, layout: Layout) -> int:
-        """Return the index along dim 0 of a rank's shard of this tensor at which its shard of `entry` begins. `entry`:
-        one of `entries`."""
+        """Return the index along dim 0 of a rank's shard of this parameter, under `layout`, at which its shard of
+        `entry` begins. `entry`: one of `entries`."""
         before = itertools.takewhile(lambda other: other.name != entry.name, self.entries)
         place = entry.ep_rank(layout)
         return sum(other.local_shape(layout)[0] for other in before if other.ep_rank(layout) == place)

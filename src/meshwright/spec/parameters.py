@@ -39,24 +39,26 @@ class ParameterTable:
 
     @cached_property
     def _entry_by_name(self) -> dict[str, ParameterEntry]:
-        """The parameter entries by their names on disk."""
+        """Parameter entries (tensors of a checkpoint) as {name on disk: entry}."""
         return {entry.name: entry for entry in self.entries}
 
     @cached_property
     def _tensor_by_name(self) -> dict[str, ModelParameter]:
-        """The model parameters by name."""
+        """Model parameters as {name: parameter}."""
         return {tensor.name: tensor for tensor in self.tensors}
 
     @cached_property
     def _tensors_by_unit(self) -> dict[str, tuple[ModelParameter, ...]]:
-        """The model parameters of each FSDP unit."""
+        """Model parameters of each FSDP unit as {name of the unit: parameters}, in the order of the unit's flat
+        buffers."""
         found: dict[str, list[ModelParameter]] = {unit: [] for unit in self.units}
         for tensor in self.tensors:
             found[tensor.unit].append(tensor)
         return {unit: tuple(tensors) for unit, tensors in found.items()}
 
     def entry(self, name: str) -> ParameterEntry:
-        """Return the parameter entry with this name on disk."""
+        """Return the parameter entry (one tensor of a checkpoint) whose name on disk is `name`; `KeyError` if there is
+        none."""
         return self._entry_by_name[name]
 
     def tensor(self, name: str) -> ModelParameter:
@@ -76,14 +78,14 @@ class ParameterTable:
         return tuple(each for each in tensors if each.buffer_kind(layout or Layout()) == buffer)
 
     def unit_buffers(self, unit: str, layout: Layout) -> tuple[BufferKind, ...]:
-        """Return the kinds of flat buffers of the FSDP unit called `unit`: "dense", and "experts" too if its routed
-        experts are sharded over other ranks than its other parameters (expert parallelism)."""
+        """Return the kinds of flat buffers that the FSDP unit called `unit` has under `layout`: "dense", and "experts"
+        too if its routed experts are sharded over other ranks than its other parameters (expert parallelism)."""
         apart = any(tensor.buffer_kind(layout) == "experts" for tensor in self._tensors_by_unit[unit])
         return ("dense", "experts") if apart else ("dense",)
 
     def needed_by(self, unit: str) -> tuple[str, ...]:
-        """Return the names of the FSDP units whose parameters the computation of the unit called `unit` reads: its own
-        and, for a tied head, the embedding."""
+        """Return the names of the FSDP units whose parameters the computation of the unit called `unit` reads: `unit`
+        itself and, for a head that shares the embedding matrix, "embedding"."""
         return (unit, "embedding") if self.tied and unit == "head" else (unit,)
 
     @cached_property
@@ -98,8 +100,8 @@ class ParameterTable:
         return round(sum(entry.numel * entry.active for entry in self.entries))
 
     def local_slices(self, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
-        """Return the blocks of a parameter entry that one rank holds. ``coordinates``: {axis: position} of the rank,
-        from ``layout.coordinates``.
+        """Return the blocks of a parameter entry (one tensor of a checkpoint) that one rank holds. ``coordinates``:
+        {axis: position} of the rank, from ``layout.coordinates``.
 
         The blocks of all ranks cover the entry, with each element on ``entry.replicas(layout)`` tp ranks. A routed
         expert under expert parallelism is covered once by each block of ep x etp ranks.
@@ -113,14 +115,15 @@ class ParameterTable:
         return tuple(boxes)
 
     def unit_numel(self, unit: str, layout: Layout | None = None, buffer: BufferKind = "dense") -> int:
-        """Return the number of elements of a rank's flat buffer of the FSDP unit called `unit`, before ZeRO sharding
-        and padding. layout: None: one device. buffer: "dense" or "experts"."""
+        """Return the number of elements of a rank's flat buffer of the FSDP unit called `unit` (parameters that ZeRO-3
+        all-gathers together), before ZeRO sharding and padding. layout: None: one device. buffer: "dense" or
+        "experts"."""
         tensors = self.unit_tensors(unit, layout, buffer)
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
     def tensor_range(self, tensor: ModelParameter, layout: Layout | None = None) -> tuple[int, int]:
-        """Return the range [start, stop) of elements of its FSDP unit's flat buffer that a rank's shard of an engine
-        tensor (the model's parameter, such as fused qkv) occupies. layout: None: one device."""
+        """Return the range [start, stop) of elements that a rank's shard of the model parameter `tensor` (such as fused
+        qkv) occupies in the flat buffer of its FSDP unit. layout: None: one device."""
         layout = layout or Layout()
         together = self.unit_tensors(tensor.unit, layout, tensor.buffer_kind(layout))
         before = itertools.takewhile(lambda other: other.name != tensor.name, together)
@@ -128,8 +131,8 @@ class ParameterTable:
         return start, start + math.prod(tensor.local_shape(layout))
 
     def entry_range(self, entry: ParameterEntry, layout: Layout | None = None) -> tuple[int, int]:
-        """Return the range [start, stop) of elements of its FSDP unit's flat buffer that a rank's shard of the
-        parameter entry `entry` occupies. layout: None: one device."""
+        """Return the range [start, stop) of elements that a rank's shard of the parameter entry `entry` (one tensor of
+        a checkpoint) occupies in the flat buffer of its FSDP unit. layout: None: one device."""
         layout = layout or Layout()
         tensor = self.tensor(entry.tensor)
         start = self.tensor_range(tensor, layout)[0]
@@ -138,7 +141,7 @@ class ParameterTable:
 
 
 def parameter_table(config: ModelConfig) -> ParameterTable:
-    """Build the parameter table of a model of any family."""
+    """Build the parameter table of the model with configuration `config`, of any family."""
     builder = _Builder(config)
     builder.build()
     units: dict[str, dict[str, list[ParameterEntry]]] = {}
@@ -188,10 +191,11 @@ _COLUMNS, _ROWS = _Cut({"tp": 0}), _Cut({"tp": 1})  # column parallel, row paral
 
 
 class _Builder:
-    """Builder of a model's parameter entries, which it collects in ``entries``, FSDP unit by unit in forward order."""
+    """Builder of the parameter entries (tensors of a checkpoint) of the model with configuration `config`. It collects
+    them in ``entries``, FSDP unit by unit in forward order."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Start without entries; `build` appends them."""
+        """Start without entries; `build` appends those of the model with configuration `config`."""
         self.config = config
         self.names = DISK_NAMES[config.family]
         self.entries: list[ParameterEntry] = []
@@ -202,7 +206,7 @@ class _Builder:
         self.residual = Initial("normal", config.initializer_range / math.sqrt(additions))
 
     def build(self) -> None:
-        """Append the entries of the whole model: embeddings, layers, head."""
+        """Append to `entries` those of the whole model: embeddings, layers, head."""
         config = self.config
         hidden, vocabulary = config.hidden, config.vocabulary
         self.add(_Place("embedding", "embedding"), (vocabulary, hidden), _VOCABULARY)
@@ -223,8 +227,9 @@ class _Builder:
             self.add(_Place("head", "head"), (vocabulary, hidden), _VOCABULARY)
 
     def encoder_head(self) -> None:
-        """Append an encoder's head: for masked language modelling the transform, norm and output bias; otherwise the
-        pooler and, for classification, the classifier. All but the output bias are replicated over tp."""
+        """Append to `entries` those of an encoder's head: for masked language modeling the transform, norm and output
+        bias; otherwise the pooler and, for classification, the classifier. All but the output bias are replicated over
+        tp."""
         hidden = self.config.hidden
         dense = {"masked": "transform"}.get(self.config.head, "pooler")
         for shape, suffix in (((hidden, hidden), "weight"), ((hidden,), "bias")):
@@ -238,14 +243,15 @@ class _Builder:
                 self.add(_Place("head", "classifier"), shape, _BY_TOKENS, suffix=suffix)
 
     def layer(self, unit: str, layer: int) -> None:
-        """Append the entries of the transformer layer with index `layer` to the FSDP unit called `unit`."""
+        """Append to `entries` those of the transformer layer with index `layer`. unit: name of its FSDP unit, such as
+        "layers.0"."""
         config = self.config
         hidden, head_dim, intermediate = config.hidden, config.head_dim, config.intermediate
         query, key = config.heads * head_dim, config.kv_heads * head_dim
         attention, mlp = f"{unit}.attention", f"{unit}.mlp"
 
         def norm(part: str) -> None:
-            """Append one of the layer's norms, named by its key in `DISK_NAMES`."""
+            """Append one of the layer's norms. part: its key in `DISK_NAMES`, such as "mlp_norm"."""
             self.norm(_Place(unit, part, layer, f"{unit}.{part}"))
 
         norm("attention_norm")
@@ -312,8 +318,9 @@ class _Builder:
             self.add(_Place(unit, "shared_expert_gate", layer, f"{mlp}.shared_gate"), (1, hidden), _BY_HEADS)
 
     def linear(self, place: _Place, output: int, inputs: int, cut: _Cut, *, bias: bool) -> None:
-        """Append a weight [output, inputs] at `place`. `cut`: its sharding; {"tp": 0} is column parallel (outputs are
-        sharded), {"tp": 1} row parallel (inputs are sharded). `bias`: True to append a bias [output] too."""
+        """Append the entry of a weight [output, inputs]. place: its position in the model. cut: its sharding; {"tp": 0}
+        is column parallel (outputs are sharded), {"tp": 1} row parallel (inputs are sharded). bias: True to append a
+        bias [output] too."""
         column = cut.split["tp"] == 0
         self.add(place, (output, inputs), cut, initial=self.normal if column else self.residual)
         if bias:  # a row-parallel layer adds it after the reduction, to each rank's token slice
@@ -321,9 +328,9 @@ class _Builder:
             self.add(at, (output,), cut if column else _BY_TOKENS, suffix="bias")
 
     def norm(self, place: _Place, size: int | None = None, cut: _Cut = _BY_TOKENS) -> None:
-        """Append the weight of a norm at `place` and, if the model has norm biases, its bias. `size`: number of
-        elements (None: hidden size). `cut`: its sharding; by default replicated over tp, with partial gradients under
-        sequence parallelism."""
+        """Append the entry of a norm's weight and, if the model has norm biases, of its bias. place: its position in
+        the model. size: number of elements (None: hidden size). cut: its sharding; by default replicated over tp, with
+        partial gradients under sequence parallelism."""
         # Gemma 2 multiplies by 1 + weight.
         ones = Initial("zeros" if self.config.family == "gemma2" else "ones")
         shape = (size or self.config.hidden,)
@@ -342,10 +349,10 @@ class _Builder:
         initial: Initial | None = None,
         balances: bool = False,
     ) -> None:
-        """Append one entry at `place`. `shape`: its shape as `nn.Linear` stores it, [output, input]; `cut`: its
-        sharding; `suffix`: "weight" or "bias"; `disk_suffix`: suffix on disk, if it is another; `initial`: initial
-        values (None: the default for its number of dims); `balances`: True for a router bias that balances the experts'
-        load."""
+        """Append one parameter entry (tensor of a checkpoint). place: its position in the model. shape: its shape as
+        `nn.Linear` stores it, [output, input]. cut: its sharding. suffix: "weight" or "bias". disk_suffix: suffix on
+        disk, if it is another. initial: initial values (None: the default for its number of dims). balances: True for a
+        router bias that balances the experts' load."""
         transposed = self.config.family == "gpt2" and place.layer is not None and len(shape) == 2
         expert = place.expert
         self.entries.append(

@@ -27,12 +27,14 @@ class Partition:
     @classmethod
     def of(cls, program: PipelineProgram, config: ModelConfig, table: ParameterTable, sequence: int) -> Partition:
         """Partition a model for a pipeline program: into as many stages as the program has, balanced in FLOPs, on the
-        program's ranks. table: the model's parameter table. sequence: tokens of a sequence."""
+        program's ranks. config: configuration of the model. table: its parameter table. sequence: tokens of a
+        sequence."""
         return cls(table, stages_of(config, program.stages, sequence), program.placement)
 
     @classmethod
     def whole(cls, table: ParameterTable) -> Partition:
-        """Return the partition of an uncut model: one stage on one pipeline rank."""
+        """Return the partition of a model that is not cut: one stage on one pipeline rank. table: the model's parameter
+        table."""
         layers = sum(unit.startswith("layers.") for unit in table.units)
         return cls(table, (Stage(0, range(layers), first=True, last=True),), ((0,),))
 
@@ -41,7 +43,8 @@ class Partition:
         return tuple(stage for stage in self.stages if any(homes[stage.index] == pp_rank for homes in self.placement))
 
     def units(self, stage: Stage) -> tuple[str, ...]:
-        """Return the names of a stage's FSDP units, in forward order."""
+        """Return the names of the FSDP units (parameters that ZeRO-3 all-gathers together) of `stage`, in forward
+        order."""
         return units_of(self.table, stage)
 
     def needed(self, stage: Stage) -> tuple[str, ...]:

@@ -40,7 +40,8 @@ def _read_presets() -> dict[str, dict[str, Any]]:
 
 @cache
 def find_preset(name: str) -> Preset:
-    """Return the preset of this name; ``UserError`` with the nearest name if there is none."""
+    """Return the preset with this name, such as "llama-3-8b". Raises ``UserError``, with the nearest name, if there is
+    none."""
     tables = _read_presets()
     if name not in tables:
         raise UserError(unknown("preset", name, tables, LISTED))
@@ -51,7 +52,8 @@ def find_preset(name: str) -> Preset:
 
 
 def preset(name: str) -> ModelConfig:
-    """Return the ModelConfig of a preset; ``UserError`` with the nearest name if there is none."""
+    """Return the ModelConfig of the preset with this name, such as "llama-3-8b". Raises ``UserError``, with the nearest
+    name, if there is none."""
     return find_preset(name).config
 
 

@@ -19,9 +19,9 @@ def refuse(
 ) -> None:
     """Check that a model can run on a layout; raise ``UserError`` with the first reason why not, in one line.
 
-    ``batch``: sequences per step over all ranks; ``sequence``: tokens in each sequence (None: not checked);
-    ``world_size``: ranks available (None: not checked). ``planning``: True to check only that the layout makes sense
-    for the model, not that this version of Meshwright can run it.
+    ``config``: configuration of the model; ``batch``: sequences per step over all ranks; ``sequence``: tokens in each
+    sequence (None: not checked); ``world_size``: ranks available (None: not checked). ``planning``: True to check only
+    that the layout makes sense for the model, not that this version of Meshwright can run it.
     """
     if not planning:
         if config.planning_only:
@@ -47,8 +47,9 @@ def refuse(
 
 
 def serving_layout(text: str, config: ModelConfig) -> Layout:
-    """Parse a layout string (`text`), such as "tp2 pp2", for serving, generation and evaluation. It may have dp, tp,
-    pp, and an ep that divides tp. Raises UserError for other axes, and for a layout that the model cannot use.
+    """Parse a layout string (`text`), such as "tp2 pp2", for serving, generation and evaluation of the model with
+    configuration `config`. It may have dp, tp, pp, and an ep that divides tp. Raises UserError for other axes, and for
+    a layout that the model cannot use.
 
     The result has tp without sequence parallelism, because the tokens of a step cannot be split over ranks, and shards
     experts over the tp ranks of a replica, because replicas exchange no tokens.
@@ -74,7 +75,8 @@ def _ranks_problem(layout: Layout, world_size: int | None) -> str | None:
 
 
 def _batch_problem(layout: Layout, batch: int) -> str | None:
-    """Return an error message if `batch` is not a multiple of dp x micro-batches, else None."""
+    """Return an error message if `batch`, in sequences per step, is not a multiple of dp x micro-batches of `layout`,
+    else None."""
     share = layout.dp * layout.micro_batches
     if batch % share == 0:
         return None
@@ -84,7 +86,8 @@ def _batch_problem(layout: Layout, batch: int) -> str | None:
 
 
 def _encoder_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if the layout would split an encoder over tp, cp, pp or ep, else None."""
+    """Return an error message if `layout` would split an encoder over tp, cp, pp or ep, else None; None for a decoder.
+    config: configuration of the model."""
     if not config.encoder:
         return None
     cut = next(
@@ -94,7 +97,8 @@ def _encoder_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _tensor_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if tp does not divide the model's heads, widths or vocabulary, else None."""
+    """Return an error message if tp of `layout` does not divide the model's heads or MLP widths, or leaves a rank
+    without vocabulary entries, else None. config: configuration of the model."""
     tp = layout.tp
     for what, size in (
         (f"{config.heads} heads", config.heads),
@@ -122,7 +126,9 @@ def _tensor_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _sequence_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
-    """Return an error message if the sequence is too long or does not divide over cp and tp, else None."""
+    """Return an error message if `sequence`, in tokens, is longer than the model's positions or does not divide over cp
+    and tp of `layout`, else None; None: not checked. config: configuration of the model. planning: True to accept more
+    positions than the model was trained for, unless they are learned."""
     if sequence is None:
         return None
     # Learned positions end with their table; rotary positions can be extrapolated.
@@ -141,7 +147,8 @@ def _sequence_problem(layout: Layout, config: ModelConfig, sequence: int | None,
 
 
 def _context_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if Ulysses context parallelism does not divide the attention heads, else None."""
+    """Return an error message if `layout` has Ulysses context parallelism whose degree does not divide the model's
+    attention heads, else None. config: configuration of the model."""
     if layout.cp == 1 or layout.cp_method != "ulysses":
         return None
     heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
@@ -157,7 +164,9 @@ def _context_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
-    """Return an error message if the pipeline has more stages than the model has layers, else None."""
+    """Return an error message if the pipeline of `layout` has more stages than the model has layers, else None. config:
+    configuration of the model. sequence: tokens of a sequence (None: the model's positions), with which the schedule is
+    generated to count its stages; planning: True: not generated."""
     stages = layout.pp * layout.chunks
     if (
         stages <= config.layers and not planning
@@ -170,7 +179,8 @@ def _pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | None,
 
 
 def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if ep does not divide the experts or etp their width, else None."""
+    """Return an error message if ep of `layout` does not divide the model's experts, or etp their width, else None.
+    config: configuration of the model."""
     if not layout.expert_parallel:
         return None
     if not config.experts:

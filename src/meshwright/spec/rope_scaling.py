@@ -20,16 +20,19 @@ RopeKind = Literal["linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """RoPE scaling method and its parameters. ``None`` in an optional field means the method's own default.
+    """RoPE scaling method (``kind``) and its parameters. ``None`` in an optional field means the method's own default.
 
-    * ``linear`` (Chen et al. 2023, arXiv:2306.15595): every rotary frequency is divided by ``factor``. * ``llama3``
-    (Llama 3.1): frequencies with wavelengths above ``original_max_positions / low_frequency_factor`` are divided by
-    ``factor``; those with wavelengths below ``original_max_positions / high_frequency_factor`` are kept; between the
-    two there is a ramp. * ``yarn`` (Peng et al. 2023, arXiv:2309.00071): dimensions with more than ``beta_fast``
-    rotations within ``original_max_positions`` keep their frequency, those with fewer than ``beta_slow`` have it
-    divided by ``factor``, with a ramp between. ``truncate``: False: do not round the ends of the ramp to whole
-    dimensions. Cosine and sine are multiplied by ``attention_scale``: ``attention_factor`` if given, else the ratio of
-    two factors computed from ``mscale`` and ``mscale_all_dim`` if both are given.
+    "linear" (Chen et al. 2023, arXiv:2306.15595): every rotary frequency is divided by ``factor``.
+
+    "llama3" (Llama 3.1): frequencies with wavelengths above ``original_max_positions / low_frequency_factor`` are
+    divided by ``factor``; those with wavelengths below ``original_max_positions / high_frequency_factor`` are kept;
+    between the two there is a ramp.
+
+    "yarn" (Peng et al. 2023, arXiv:2309.00071): dimensions with more than ``beta_fast`` rotations within
+    ``original_max_positions`` keep their frequency, those with fewer than ``beta_slow`` have it divided by ``factor``,
+    with a ramp between. ``truncate``: False: do not round the ends of the ramp to whole dimensions. Cosine and sine are
+    multiplied by ``attention_scale``: ``attention_factor`` if given, else the ratio of two factors computed from
+    ``mscale`` and ``mscale_all_dim`` if both are given.
     """
 
     kind: RopeKind
@@ -93,7 +96,8 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
     """Read a RopeScaling from a ``rope_scaling`` or ``rope_parameters`` object (`entry`); None for plain RoPE.
 
     ``where``: name of the object in errors (``config.json: rope_scaling``). ``max_positions``: default of
-    ``original_max_position_embeddings`` (tokens), as in transformers. Raises ``UserError``.
+    ``original_max_position_embeddings`` (tokens), as in transformers. Raises ``UserError`` for an unknown method or
+    key, and for a missing or invalid value.
     """
     kind = entry.get("rope_type", entry.get("type", "default"))
     plain = kind in (None, "default")
@@ -152,7 +156,7 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
 
 
 def write_rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    """Return the ``rope_scaling`` object of a configuration, without ``rope_theta``."""
+    """Return the ``rope_scaling`` object of a ``config.json`` for `scaling`, without ``rope_theta``."""
     entry: dict[str, Any] = {"rope_type": scaling.kind}
     for field, key in _KEYS[scaling.kind].items():
         value = getattr(scaling, field)

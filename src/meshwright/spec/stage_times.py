@@ -22,8 +22,8 @@ find the same program."""
 @dataclass(frozen=True, slots=True)
 class StageTimes:
     """Callable that estimates the forward, input-gradient and weight-gradient times of a model's pipeline stages from
-    their FLOPs. ranks: number of pipeline ranks. sequence: tokens of a sequence. recompute: activation checkpointing
-    ("none", "selective" or "full").
+    their FLOPs. config: configuration of the model. ranks: number of pipeline ranks. sequence: tokens of a sequence.
+    recompute: activation checkpointing ("none", "selective" or "full").
 
     A weight matmul costs the same in forward, input gradient and weight gradient. The attention core (scores and
     weighted values) has no weights; its backward, twice the forward FLOPs, counts as input gradient. Recomputation and
@@ -60,6 +60,7 @@ class StageTimes:
 
 def program_for(layout: Layout, config: ModelConfig, sequence: int) -> PipelineProgram:
     """Return the pipeline program (each rank's order of forwards, backwards and transfers) of a layout's schedule, for
-    a model and sequences of `sequence` tokens. Raises `UserError` if the schedule does not support the layout's numbers
-    (such as stages or micro-batches), and for a schedule file that is not one synchronous training step."""
+    the model with configuration `config` and sequences of `sequence` tokens. Raises `UserError` if the schedule does
+    not support the layout's numbers (such as stages or micro-batches), and for a schedule file that is not one
+    synchronous training step."""
     return generate_for_layout(layout, StageTimes(config, layout.pp, sequence, layout.recompute))

@@ -29,15 +29,16 @@ class Stage:
 
 
 def whole_model(config: ModelConfig) -> Stage:
-    """Return the single stage that holds the whole model."""
+    """Return the single pipeline stage that holds the whole model with configuration `config`."""
     return Stage(0, range(config.layers), first=True, last=True)
 
 
 @lru_cache(maxsize=1024)
 def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ...]:
-    """Cut the model into `count` pipeline stages of at least one layer each, in forward order.
+    """Cut the model with configuration `config` into `count` pipeline stages of at least one layer each, in forward
+    order.
 
-    The cut minimises the FLOPs of the largest stage for sequences of `sequence` tokens, then the sum of the stages'
+    The cut minimizes the FLOPs of the largest stage for sequences of `sequence` tokens, then the sum of the stages'
     squared FLOPs. The head is counted; an embedding look-up counts as two operations per feature. Among equal cuts,
     later stages get more layers, because they hold the fewest activations in most schedules.
     """
@@ -53,7 +54,8 @@ def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ..
 
 
 def units_of(table: ParameterTable, stage: Stage) -> tuple[str, ...]:
-    """Return the names of a stage's FSDP units, in forward order. table: the model's parameter table."""
+    """Return the names of a stage's FSDP units (parameters that ZeRO-3 all-gathers together), in forward order. table:
+    the model's parameter table."""
     head = table.units[-1]
     before = [unit for unit in table.units[:-1] if not unit.startswith("layers.")]
     middle = [f"layers.{layer}" for layer in stage.layers]

@@ -23,9 +23,9 @@ section 3.1)."""
 
 
 def count_predictions(config: ModelConfig, rows: int, sequence: int) -> int:
-    """Return the number of positions that the output head computes for `rows` sequences of `sequence` tokens. Decoder:
-    all tokens. Encoder: with the masked-language-model head the fraction `MASKED_SHARE` of the tokens, otherwise one
-    position per sequence."""
+    """Return the number of positions that the output head of the model computes for `rows` sequences of `sequence`
+    tokens. config: configuration of the model. Decoder: all tokens. Encoder: with the masked-language-model head the
+    fraction `MASKED_SHARE` of the tokens, otherwise one position per sequence."""
     if not config.encoder:
         return rows * sequence
     return max(1, round(MASKED_SHARE * rows * sequence)) if config.head == "masked" else rows
@@ -45,8 +45,9 @@ def keys_per_token(sequence: int, window: int | None = None, causal: bool = True
 
 def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = True) -> dict[str, float]:
     """Return the forward FLOPs per token of the layer with index `layer`, as {operation name ("attention.qkv",
-    "mlp.up", ...): FLOPs}. In a mixture of experts only the experts that a token uses count. sequence: tokens of a
-    sequence. causal: True to count only the attention scores that causal masking leaves, about half."""
+    "mlp.up", ...): FLOPs}. config: configuration of the model; in a mixture of experts only the experts that a token
+    uses count. sequence: tokens of a sequence. causal: True to count only the attention scores that causal masking
+    leaves, about half; False: all."""
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     keys = keys_per_token(sequence, config.layer_window(layer), causal and not config.encoder)
     up_matrices = 2 if config.gated else 1
@@ -66,8 +67,9 @@ def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = T
 
 
 def head_flops(config: ModelConfig, sequence: int) -> float:
-    """Return the forward FLOPs per token of the output head's matmuls, averaged over a sequence of `sequence` tokens:
-    an encoder's head computes only the masked tokens (`MASKED_SHARE`) or one position per sequence."""
+    """Return the forward FLOPs per token of the matmuls of the output head, averaged over a sequence of `sequence`
+    tokens: an encoder's head computes only the masked tokens (`MASKED_SHARE`) or one position per sequence. config:
+    configuration of the model."""
     if not config.encoder:
         return 2.0 * config.hidden * config.vocabulary
     share = MASKED_SHARE if config.head == "masked" else 1 / sequence

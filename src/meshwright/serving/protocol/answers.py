@@ -18,7 +18,7 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 class AnswerFormatter:
-    """Base class that formats the responses of one API (OpenAI's or llama.cpp's), whole or as server-sent events.
+    """Base class of the formatters of one API's responses (OpenAI's or llama.cpp's), whole or as server-sent events.
 
     body: body of the request. prompts: tokenizer. names: fields of the response: `id` of the request, `model`, and
     `seed` of the random draws.
@@ -39,12 +39,13 @@ class AnswerFormatter:
         raise NotImplementedError
 
     def close_stream(self, choices: Sequence[Choice]) -> bytes:
-        """Return the last events, as bytes, of a streamed response with these choices (usage, end marker)."""
+        """Return the last events (usage, end marker), as bytes, of a streamed response; empty bytes if the API has
+        none. choices: all choices of the response."""
         return b""
 
     def answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the JSON object of a response without streaming. pieces: all text and tokens of each choice, in the
-        same order."""
+        """Return the JSON object of a response without streaming. choices: its choices (answers). pieces: all text and
+        tokens of each choice, in the same order."""
         raise NotImplementedError
 
     def describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
@@ -58,8 +59,10 @@ class AnswerFormatter:
 
 
 class OpenAIFormatter(AnswerFormatter):
-    """Base class that formats the responses of OpenAI's completions and chat completions. Arguments as in
-    `AnswerFormatter`: body of the request; tokenizer; `id`, `model` and `seed` of the response."""
+    """Base class of the formatters of OpenAI's completions and chat completions.
+
+    body: body of the request. prompts: tokenizer. names: fields of the response: `id` of the request, `model`, and
+    `seed` of the random draws."""
 
     prefix = ""  # of the response's ID
     kind = chunk_kind = ""  # `object` of a whole response and of an event
@@ -91,12 +94,13 @@ class OpenAIFormatter(AnswerFormatter):
         return self._head + inner + b'],"usage":' + to_json(count_usage(choices)) + b"}\n\n"
 
     def close_stream(self, choices: Sequence[Choice]) -> bytes:
-        """Return the last events, as bytes, of a streamed response: the usage, if requested, and `data: [DONE]`."""
+        """Return the last events, as bytes, of a streamed response: the usage, summed over `choices`, if requested, and
+        `data: [DONE]`."""
         return (self._format_event(None, choices) if self._usage else b"") + END_OF_STREAM
 
     def answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the JSON object of a response without streaming. pieces: all text and tokens of each choice, in the
-        same order."""
+        """Return the JSON object of a response without streaming. choices: its choices (answers). pieces: all text and
+        tokens of each choice, in the same order."""
         described = []
         for choice, piece in zip(choices, pieces, strict=True):
             described.append(self._describe(choice, piece, whole=True))
@@ -109,7 +113,8 @@ class OpenAIFormatter(AnswerFormatter):
 
     def _describe_prompt_token(self, result: TokenResult, count: int) -> dict[str, Any]:
         """Return vLLM's `prompt_logprobs` entry of one prompt token: {token ID: {logprob, rank, decoded_token}} for the
-        token and the `count` most likely ones."""
+        token and the `count` most likely ones. result: the token with its log-probability and those of the most likely
+        tokens."""
         top, text = result.top[:count], self._prompts.token_text
         ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
         return {
@@ -166,7 +171,8 @@ class CompletionFormatter(OpenAIFormatter):
 
     def _describe_top(self, result: TokenResult, count: int) -> dict[str, float | None] | None:
         """Return {token text: log-probability} of the `count` most likely tokens and of the token itself; of several
-        tokens with the same text the likelier is kept. None if the token has no log-probability."""
+        tokens with the same text the likelier is kept. None if the token has no log-probability. result: the token with
+        its log-probability and those of the most likely tokens."""
         if result.logprob is None:
             return None
         described: dict[str, float | None] = {}
@@ -193,8 +199,8 @@ class ChatFormatter(OpenAIFormatter):
         return {"delta": {"content": text} if text else {}}
 
     def describe_logprobs(self, tokens: Sequence[PlacedToken], count: int) -> dict[str, Any]:
-        """Return the `logprobs` object of a choice: `content`, a list with one object per token. count: number of most
-        likely alternatives per token (`top_logprobs`)."""
+        """Return the `logprobs` object of a choice: `content`, a list with one object for each of `tokens`. count:
+        number of most likely alternatives per token (`top_logprobs`)."""
         content = [
             self.describe_token(result.token, result.logprob)
             | {"top_logprobs": [self.describe_token(token, logprob) for token, logprob in result.top[:count]]}
@@ -216,6 +222,6 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _finite(logprob: float | None) -> float | None:
-    """Return a log-probability with -inf replaced by the lowest finite one that this server reports, as JSON has no
-    infinity; None stays None."""
+    """Return the log-probability `logprob`, but at least `LEAST_LOGPROB` (-9999), as JSON has no infinity; None stays
+    None."""
     return None if logprob is None else max(logprob, LEAST_LOGPROB)

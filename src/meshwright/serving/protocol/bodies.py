@@ -66,7 +66,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, values: Any) -> Any:
-        """Remove fields that are null from the JSON object; raise an error for a field with an unsupported value."""
+        """Return the JSON object `values` without null fields; raise an error for an unsupported value of a field."""
         if not isinstance(values, dict):
             return values
         given = {name: value for name, value in values.items() if value is not None}
@@ -77,7 +77,7 @@ class Body(BaseModel):
 
 
 class EndpointBody(Body):
-    """Base class of the bodies of all endpoints, which refuse the same known fields."""
+    """Base class of all endpoints' bodies, which refuse the fields in `UNSUPPORTED` unless these change nothing."""
 
     unsupported = UNSUPPORTED
 
@@ -91,7 +91,7 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, values: Any) -> Any:
-        """Refuse parts of other types."""
+        """Raise an error for a part whose `type` is not "text"; return `values`, the part's JSON object, unchanged."""
         if isinstance(values, dict) and isinstance(kind := values.get("type"), str) and kind != "text":
             raise PydanticCustomError("unsupported_parameter", "only parts of type text are supported")
         return values
@@ -117,7 +117,7 @@ GenerationPrompt = Annotated[bool, Field(description="end messages with the head
 
 
 class ConversationBody(EndpointBody):
-    """Body of `/apply-template`: the messages of a conversation."""
+    """Body of `/apply-template`: a conversation's messages; `add_generation_prompt`: append the assistant's header."""
 
     messages: Messages
     add_generation_prompt: GenerationPrompt = True
@@ -207,13 +207,13 @@ class GenerationBody(EndpointBody):
         raise NotImplementedError
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Tokenize the prompts. Return one pair for each: (token IDs, text of the prompt to be echoed before the answer
-        or None). Raises UserError for an invalid prompt."""
+        """Tokenize the body's prompts by `prompts`, the model's tokenizer. Return one pair for each prompt: (token IDs,
+        its text to be echoed before the answer, or None). Raises UserError for an invalid prompt."""
         raise NotImplementedError
 
     def truncate(self, tokens: list[int], prompts: Prompts) -> list[int]:
-        """Return the last tokens of a prompt, as many as the field `truncate_prompt_tokens` allows (None: all; -1:
-        `max_length` of the model)."""
+        """Return the last of a prompt's `tokens`, as many as the field `truncate_prompt_tokens` allows (None: all; -1:
+        `max_length` of `prompts`, the model's tokenizer)."""
         most = prompts.max_length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return tokens if most is None else tokens[-most:]
 
@@ -253,8 +253,8 @@ class PromptBody(GenerationBody):
         return self.logprobs
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Tokenize the prompts. Return one pair for each: (token IDs, text of the prompt to be echoed before the answer
-        or None). Raises UserError for an invalid prompt."""
+        """Tokenize the body's prompts by `prompts`, the model's tokenizer. Return one pair for each prompt: (token IDs,
+        its text to be echoed before the answer, or None). Raises UserError for an invalid prompt."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         inputs: list[tuple[list[int], str | None]] = []
         for given in cast("list[str | list[int]]", [self.prompt] if single else self.prompt):
@@ -287,8 +287,8 @@ class LlamaBody(PromptBody):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, values: Any) -> Any:
-        """Remove fields from the JSON object whose value means the default: `seed` or `n_predict` of -1, `n_probs` of
-        0."""
+        """Return the JSON object `values` without fields whose value means the default: `seed` or `n_predict` of -1,
+        `n_probs` of 0."""
         neutral = {"seed": -1, "n_predict": -1, "n_probs": 0}
         return {name: value for name, value in values.items() if name not in neutral or value != neutral[name]}
 
@@ -345,8 +345,8 @@ class ChatBody(OpenAIBody, ConversationBody):
         return self.top_logprobs if self.logprobs else None
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Tokenize the conversation in the chat template. Return [(token IDs, None)]: a single prompt, without echo.
-        Raises UserError."""
+        """Tokenize the conversation in the chat template, by `prompts`, the model's tokenizer. Return [(token IDs,
+        None)]: one prompt, without echo. Raises UserError for an invalid conversation."""
         return [(self.truncate(prompts.encode_chat(self.to_messages(), self.add_generation_prompt), prompts), None)]
 
 
@@ -354,7 +354,7 @@ _Body = TypeVar("_Body", bound=Body)
 
 
 def parse_body(model: type[_Body], data: bytes) -> _Body:
-    """Parse and validate a JSON body as a `model`. Raises ApiError (400), which names the first wrong field."""
+    """Parse and validate the JSON `data` as a `model`. Raises ApiError (400), which names the first wrong field."""
     try:
         values = from_json(data, allow_inf_nan=False)
         check_nesting(values)
@@ -369,8 +369,8 @@ def parse_body(model: type[_Body], data: bytes) -> _Body:
 
 
 def _field_error(error: ValidationError) -> ApiError:
-    """Convert a pydantic error to an ApiError (400) about the first wrong field. If the field may have several types,
-    the message is about that of which most is right, else about all. It does not quote the value."""
+    """Convert a pydantic error to an ApiError (400) about the first wrong field, without its value. If the field may
+    have several types, the message is about the type that the value matches furthest; if it matches none, about all."""
     first, code, wanted, mismatched = "", None, list[str](), list[str]()
     for each in error.errors(include_url=False, include_input=False):
         place, inner = ["", ""], 0

@@ -31,8 +31,9 @@ FAILED_ENDS = {
 
 
 class ApiError(Exception):
-    """Error response of the HTTP API. status: HTTP status. param: name of the wrong field, or None. code: short name of
-    the error for programs, such as "invalid_json"."""
+    """Error response of the HTTP API. status: HTTP status. message: text for the user. param: name of the wrong field,
+    or None. code: short name of the error for programs, such as "invalid_json". headers: HTTP headers to add to the
+    response."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
@@ -53,7 +54,8 @@ class ApiError(Exception):
 
 
 def retry_headers(seconds: float) -> dict[str, str]:
-    """Return the headers that tell a client to retry after `seconds`."""
+    """Return the HTTP headers `retry-after` (whole seconds) and `retry-after-ms`, which tell a client to retry after
+    `seconds`."""
     return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
@@ -70,8 +72,8 @@ def refusal_error(refusal: Refusal) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Convert any exception to an ApiError. An unexpected exception becomes a 500 and is logged without its message,
-    which may contain a prompt."""
+    """Convert the exception `error`, of any type, to an ApiError. An unexpected exception becomes a 500 and is logged
+    without its message, which may contain a prompt."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):

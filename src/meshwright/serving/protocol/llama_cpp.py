@@ -16,8 +16,9 @@ class LlamaFormatter(AnswerFormatter):
     """Formats the responses of llama.cpp's `/completion`, which have a single choice."""
 
     def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
-        """Return the event, as bytes, for a new piece of a streamed answer; the last event also has settings, stop
-        reason and timings."""
+        """Return the event, as bytes, for a new `piece` of the streamed answer `choice`; empty bytes if the piece needs
+        no event. The last event also has settings, stop reason and timings. choices: all choices of the response, here
+        one."""
         if piece.finish_reason is not None:
             return b"data: " + to_json(self._describe_end(choice, piece)) + b"\n\n"
         if not piece.text and not self._body.logprobs:
@@ -25,12 +26,13 @@ class LlamaFormatter(AnswerFormatter):
         return b"data: " + to_json({**self._describe(choice, piece), "stop": False}) + b"\n\n"
 
     def answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the JSON object of a response without streaming, from its only choice and all its text and tokens."""
+        """Return the JSON object of a response without streaming. choices: its only choice. pieces: all text and tokens
+        of this choice."""
         return self._describe_end(choices[0], pieces[0])
 
     def _describe(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the JSON fields with the text and tokens of `piece`, and the numbers of tokens generated so far and of
-        the prompt."""
+        """Return the JSON fields with the text and tokens of `piece`, a part of the answer `choice`, and the numbers of
+        tokens generated so far and of the prompt."""
         tokens = [token.result for token in piece.tokens]
         described: dict[str, Any] = {
             "index": 0, "content": piece.text,
@@ -50,8 +52,8 @@ class LlamaFormatter(AnswerFormatter):
         return {"id": token, **self.describe_token(token, logprob)}
 
     def _describe_end(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the JSON object that ends an answer: the last event of a stream, or the whole response, with settings,
-        stop reason and timings. piece: the text and tokens to put into it."""
+        """Return the JSON object that ends the answer `choice`: the last event of a stream, or the whole response, with
+        settings, stop reason and timings. piece: the text and tokens to put into it."""
         now, body, request = time.perf_counter(), self._body, choice.request
         first = choice.first or now
         computed = len(request.tokens) - choice.cached_tokens
