@@ -136,7 +136,7 @@ FAULTS = {  # layout, owner, function, text, replacement
         *("dp2 zero1", zero.ParameterPrefetcher, "_unshard", "unit.unshard()", "pass"),
     ),
     "optimizer updates parameters during their all-gather": (
-        *("dp2 zero1", trainer.Trainer, "step", "self.optimizer.step("),
+        *("dp2 zero1", trainer.Trainer, "_update", "self.optimizer.step("),
         "self.parallel.all_gather_parameters(); self.optimizer.step(",
     ),
     "pipeline overwrites the activation that it sends": (

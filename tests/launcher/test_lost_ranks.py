@@ -62,7 +62,7 @@ def test_stopped_rank_0_is_named_with_missing_call(tmp_path):
         r"rank 0 has not entered call \d+ of ranks 0-2 \(all_reduce data\.targets over data\), where ranks 1, 2 have "
         r"been waiting for \d+\.\d s at parallel/\w+\.py:\d+ \(_sum_over_data\); its last completed call was "
         r"call \d+ \(.*\), \d+\.\d "
-        r"s ago, at training/trainer\.py:\d+ \(Trainer\._agree\); its process is stopped \(state T\); after step 3; "
+        r"s ago, at training/trainer\.py:\d+ \(Trainer\._all_reduce_outcome\); its process is stopped \(state T\); after step 3; "
         r"the same command resumes from step-000002",
         line,
     ), line
@@ -107,7 +107,7 @@ def test_wrong_shape_is_attributed_by_history_on_two_ranks(tmp_path):
     _, line = train(tmp_path, "dp2 fp32", rank=0, does="shape", site="step.verdict", call=4)
     assert re.match(
         r"rank 0 passes float64\[9\] to call \d+ of ranks 0,1 \(all_reduce step\.verdict over world\) where rank 1 "
-        r"passes float64\[6\], at training/trainer\.py:\d+ \(Trainer\._agree\)",
+        r"passes float64\[6\], at training/trainer\.py:\d+ \(Trainer\._all_reduce_outcome\)",
         line,
     ), line
 
