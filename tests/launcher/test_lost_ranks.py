@@ -62,8 +62,8 @@ def test_stopped_rank_0_is_named_with_missing_call(tmp_path):
         r"rank 0 has not entered call \d+ of ranks 0-2 \(all_reduce data\.targets over data\), where ranks 1, 2 have "
         r"been waiting for \d+\.\d s at parallel/\w+\.py:\d+ \(_sum_over_data\); its last completed call was "
         r"call \d+ \(.*\), \d+\.\d "
-        r"s ago, at training/trainer\.py:\d+ \(Trainer\._all_reduce_outcome\); its process is stopped \(state T\); after step 3; "
-        r"the same command resumes from step-000002",
+        r"s ago, at training/trainer\.py:\d+ \(Trainer\._all_reduce_outcome\); its process is stopped \(state T\); "
+        r"after step 3; the same command resumes from step-000002",
         line,
     ), line
     report = (tmp_path / "run/rank-lost.txt").read_text()
