@@ -158,10 +158,7 @@ static void combine(const Op& op, long t) {
 // --- execution --------------------------------------------------------------------------------------------------------
 
 struct Run {
-    const Op* ops;
-    long count;
-    const Step* step;
-    long threads;
+    const Op* ops; long count; const Step* step; long threads;
     std::vector<QueryTile> tiles;
     long spans = 1, tile_tokens = 1;  // most of any tile
     long parts = 1, floats = 0;  // of the current attention: items of a tile and head; floats of a span's results
@@ -307,8 +304,7 @@ class Pool {
     }
 
     Run run_{};
-    long current_ = 0;
-    uint64_t number_ = 0;
+    long current_ = 0; uint64_t number_ = 0;
     std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint64_t> ticket_{0};  // number of the operation, its items, the next item
     alignas(64) std::atomic<uint64_t> done_{0};

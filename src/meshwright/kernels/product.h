@@ -15,7 +15,6 @@ struct Pairs {  // 16 columns x 2 consecutive k, in bfloat16
 // registers; AVX-512 leaves some for 8 broadcast inputs.
 template <class W> constexpr int ACCUMULATORS = PARTS == 1 ? 18 : std::is_same_v<W, Pairs> ? 5 : 6;
 template <class W> constexpr int TILE_ROWS = std::min(8, ACCUMULATORS<W>);
-constexpr int MOST_PANELS = 4;
 constexpr long BLOCK_ROWS = 96, GROUP_PANELS = 8;  // of a work item with many rows: 128 columns
 #ifdef __AVX512BF16__
 constexpr long SECTION = 1024;  // its products take bfloat16 inputs, rounded section by section
@@ -74,7 +73,7 @@ template <class X, class W, int R = TILE_ROWS<W>>
 static void multiply(const X* const* x, long rows, const W* const* w, long panels, long stride, long depth, float* sums,
                      long columns) {
     if constexpr (R > 0) {
-        constexpr int most = std::clamp(ACCUMULATORS<W> / R, 1, MOST_PANELS);
+        constexpr int most = std::clamp(ACCUMULATORS<W> / R, 1, 4);
         for (long tiles; rows && (tiles = (rows - 1) / TILE_ROWS<W> + 1, (rows - 1) / tiles + 1 == R); rows -= R) {
             long p = 0;
             for (; p + most <= panels; p += most)
@@ -87,40 +86,50 @@ static void multiply(const X* const* x, long rows, const W* const* w, long panel
 }
 
 #ifdef __AVX512BF16__
-// For AMX: palette 1; bytes of a row and rows of the tiles 0 to 4. Every thread loads it before it executes operations.
-alignas(64) [[maybe_unused]] static const uint64_t TILES[8] = {1, 0, 0x40004000400040, 0x40, 0, 0, 0x1010101010};
+// For AMX: palette 1; bytes of a row and rows of the 8 tiles. Every thread loads it before it executes operations.
+alignas(64) [[maybe_unused]] static const uint64_t TILES[8] = {
+    1, 0, 0x40004000400040, 0x40004000400040, 0, 0, 0x1010101010101010};
 
-// The same with x rounded to bfloat16 and zero-padded, in `work`: [rows, a multiple of 16][depth, a multiple of AMX_K].
+// out[0 .. padded) = x[0 .. depth) rounded to bfloat16, then zeros. Both instructions that read it take denormal numbers
+// as zero, as this rounding does.
+static void round_row(const float* x, long depth, long padded, bfloat16* out) {
+    const auto half = [=](long k) { return _mm512_maskz_loadu_ps((1 << std::clamp(depth - k, 0L, LANES)) - 1, x + k); };
+    for (long k = 0; k < padded; k += AMX_K)
+        _mm512_storeu_si512(out + k, (__m512i)_mm512_cvtne2ps_pbh(half(k + LANES), half(k)));
+}
+
+// The same with x rounded to bfloat16 and zero-padded, in `work`: [rows, for AMX a multiple of 16][depth, a multiple of
+// AMX_K].
 static void multiply_rounded(const float* const* x, long rows, const Pairs* const* w, long panels, long depth,
                              float* sums, bfloat16* work) {
     const long padded = (depth + AMX_K - 1) / AMX_K * AMX_K;
-    const bfloat16* rounded[BLOCK_ROWS];
-    for (long r = 0; r < (rows + 15) / 16 * 16; ++r) {
-        rounded[r] = work + r * padded;
-        for (long k = 0; k < padded; ++k) work[r * padded + k] = r < rows && k < depth ? to_bfloat16(x[r][k]) : 0;
-    }
+    for (long r = 0; r < rows; ++r) round_row(x[r], depth, padded, work + r * padded);
 #ifndef __AMX_BF16__
+    const bfloat16* rounded[BLOCK_ROWS];
+    for (long r = 0; r < rows; ++r) rounded[r] = work + r * padded;
     multiply(rounded, rows, w, panels, 1, padded, sums, panels * LANES);
-#else  // tiles of 16 rows and two panels; of an odd number the last is multiplied twice
+#else  // two tiles of 16 rows times two panels; of an odd number of panels the last is multiplied twice
+    std::fill(work + rows * padded, work + (rows + 15) / 16 * 16 * padded, bfloat16(0));
     asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
     for (long p = 0; p < panels; p += 2)
-        for (long r = 0; r < rows; r += 16) {
-            alignas(64) float out[2][16][LANES];
-            _tile_zero(0);
-            _tile_zero(1);
+        for (long r = 0; r < rows; r += 32) {
+            const Pairs *a = w[p], *b = w[std::min(p + 1, panels - 1)];
+            alignas(64) float out[4][16][LANES];
+            _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
             for (long k = 0; k < padded; k += AMX_K) {
-                _tile_loadd(2, rounded[r] + k, padded * sizeof(bfloat16));
-                _tile_loadd(3, w[p] + k / 2, sizeof(Pairs));
-                _tile_loadd(4, w[std::min(p + 1, panels - 1)] + k / 2, sizeof(Pairs));
-                _tile_dpbf16ps(0, 2, 3);
-                _tile_dpbf16ps(1, 2, 4);
+                _tile_loadd(6, a + k / 2, sizeof(Pairs)); _tile_loadd(7, b + k / 2, sizeof(Pairs));
+                _tile_loadd(4, work + r * padded + k, padded * sizeof(bfloat16));
+                _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
+                if (rows - r <= 16) continue;
+                _tile_loadd(5, work + (r + 16) * padded + k, padded * sizeof(bfloat16));
+                _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
             }
-            _tile_stored(0, out[0], 64);
-            _tile_stored(1, out[1], 64);
-            for (long i = 0; i < std::min(16L, rows - r); ++i)
+            _tile_stored(0, out[0], 64); _tile_stored(1, out[1], 64);
+            _tile_stored(2, out[2], 64); _tile_stored(3, out[3], 64);
+            for (long i = 0; i < std::min(32L, rows - r); ++i)
                 for (long column = p; column < std::min(p + 2, panels); ++column) {
                     float* sum = sums + ((r + i) * panels + column) * LANES;
-                    store(sum, load(sum) + load(out[column - p][i]));
+                    store(sum, load(sum) + load(out[i / 16 * 2 + column - p][i % 16]));
                 }
         }
 #endif
@@ -144,8 +153,7 @@ static void multiply_panels(const float* const* x, long rows, const Matrix& w, l
                             float* sums) {
     constexpr bool pairs = std::is_same_v<W, Pairs>;
     constexpr long stride = pairs ? 1 : LANES;
-    const W* at[GROUP_PANELS];
-    const float* row[BLOCK_ROWS];
+    const W* at[GROUP_PANELS]; const float* row[BLOCK_ROWS];
     std::fill_n(sums, rows * panels * LANES, 0.0f);
     for (long begin = 0; begin < w.k; begin += SECTION) {
         const long depth = std::min(SECTION, w.k - begin);
@@ -180,8 +188,7 @@ static void multiply_item(const Op& op, const Items& items, long item, long inde
     const long first = item % items.row_blocks * items.block_rows, panel = item / items.row_blocks * items.group;
     const long rows = std::min(items.block_rows, items.rows - first);
     const long panels = std::min(items.group, items.panels - panel), columns = panels * LANES;
-    const float* x[BLOCK_ROWS];
-    float* out[BLOCK_ROWS];
+    const float* x[BLOCK_ROWS]; float* out[BLOCK_ROWS];
     for (long r = 0; r < rows; ++r) {
         const long place = op.kind == LINEAR ? first + r : op.routing.order[begin + first + r];
         x[r] = op.in + (op.mode ? place / op.routing.top_k : place) * op.in_stride;
