@@ -151,8 +151,8 @@ def _sum_losses(
 
 
 def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[int]]]:
-    """Build one request per document in the batch's rows that scores the document and generates nothing. Documents
-    without target tokens are left out.
+    """Build one scoring request (nothing is generated) for each document in the batch's rows. Documents without target
+    tokens are left out.
 
     Returns (requests, {request ID: positions of the target tokens in the request's prompt}). A prompt is the document
     up to and including its last target token.

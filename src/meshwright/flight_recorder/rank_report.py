@@ -80,8 +80,8 @@ class Snapshot:
         return any(each.calls is not None and each.calls.last is not None for each in self.seen)
 
     def format_report(self, first_line: str) -> str:
-        """Format the hang report: `first_line` (the conclusion), a paragraph for each rank, and the blamed group's
-        calls just before and after the one that shows the cause."""
+        """Format the hang report: `first_line` (the conclusion), a paragraph for each rank, and, of the process
+        group in which the hang was found, the calls just before and after the one that shows the cause."""
         verdict = self.verdict
         lines = [first_line, "", f"{self.when}, activity of each rank:", ""]
         shown = _choose_ranks([each.rank for each in self.seen], verdict)

@@ -180,8 +180,8 @@ def _describe_circle(waiting: Mapping[int, Call], blockers: Mapping[int, list[in
 
 def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
     """Find ranks that have made fewer calls in a group than other ranks; return the verdict that blames them. None if
-    there are none, or if no process has died, timed out or been stopped (SIGSTOP). Needed for CUDA, where hosts queue
-    calls without waiting in them.
+    no rank lags, and also while no process has died, timed out or been stopped (SIGSTOP), because ranks then lag in
+    normal operation. On CUDA a lag is what shows the cause, as hosts queue calls and do not block in them.
 
     If rank A is behind rank B, and rank B behind rank C, only A is blamed. ranks: rank -> its state. now: seconds of
     the monotonic clock.

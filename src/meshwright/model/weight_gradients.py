@@ -89,12 +89,12 @@ class WeightGradients:
 
     def parameters(self, key: Hashable) -> list[nn.Parameter]:
         """Return the parameters whose gradient computations are queued under `key`, in the order in which `run`
-        executes them. `key`: that of the backward pass, given to `collecting`."""
+        executes the computations. `key`: identifies a backward pass; the value that was passed to `collecting`."""
         return [product.parameter for product in self._queues[key]]
 
     def run(self, key: Hashable) -> None:
         """Execute the computations queued under `key`: add each gradient to the accumulation buffers and free its
-        operands. `key`: that of the backward pass, given to `collecting`."""
+        operands. `key`: identifies a backward pass; the value that was passed to `collecting`."""
         queue = self._queues.pop(key)
         with torch.no_grad():
             while queue:

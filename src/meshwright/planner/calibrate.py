@@ -131,9 +131,9 @@ def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[
 
 
 def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
-    """Return the calibration by finished runs: median, minimum and maximum of measured over predicted seconds, and
-    the unexplained share of memory (sum of unexplained bytes over sum of predicted peak bytes of the runs that have
-    both)."""
+    """Compute the calibration from finished runs: median, minimum and maximum of the ratio of measured to predicted
+    step seconds, and the unexplained share of memory: the runs' sum of measured minus predicted peak bytes, divided by
+    their sum of predicted peak bytes, over the runs that have a predicted peak."""
     ratios = [run.ratio for run in runs]
     told = [(run.peak_bytes, run.unexplained_bytes) for run in runs if run.peak_bytes is not None]
     share = sum(unexplained or 0 for _, unexplained in told) / sum(peak for peak, _ in told) if told else None

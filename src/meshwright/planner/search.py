@@ -240,8 +240,8 @@ class Decided:
         return np.asarray(self.every.seconds * factor[self.kinds])
 
     def _step(self, at: int, layout: Layout) -> Step:
-        """Return the predictor of step time of a candidate, reusing earlier results. at, layout: its index, and its
-        layout."""
+        """Return the step-time predictor of one candidate, which reuses results of earlier candidates. at: index of the
+        candidate. layout: its layout."""
         problem, work = self.problem, self.every.work[self.every.way[at]]
         return Step(
             problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,

@@ -252,13 +252,14 @@ class _Seed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Return 0, with the shape and dtype of a loss."""
+        """Return a scalar 0 of the dtype of `out` in place of a loss, whose backward gives `out` the gradient
+        `gradient`, of its shape."""
         ctx.gradient = gradient
         return out.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the given gradient."""
+        """Return the gradients of the two inputs of `forward`: the given one for `out`, None for `gradient`."""
         return ctx.gradient, None
 
 

@@ -159,9 +159,9 @@ def schedule(
 
     name: schedule such as "1f1b", `auto` (search), or `@FILE`. ranks, micro_batches: numbers of pipeline ranks and
     micro-batches; None only for a file. chunks: stages per rank (None: the schedule's default). durations: times of one
-    micro-batch, in any unit. A field that is one number, or one per rank, is for all stages of a rank together and is
-    divided equally among them; a field may also have one number per stage. memory: maximum saved activations of a rank,
-    in micro-batches on all its stages (None: no limit); used by `auto` only.
+    micro-batch, in any unit. Each field is one number, or one per rank, for all stages of a rank together, which is
+    divided equally among them; or one number per stage. memory: limit on a rank's saved activations, in units of the
+    activations of one micro-batch on all stages of the rank (None: no limit); used by `auto` only.
     parts: times of attention, dispatch, MLP and combine in a forward on all stages of a rank, instead of `durations`;
     the input gradient takes the same times, the weight gradient those of attention and MLP. Steps are then split into
     these components and simulated with two streams per rank. None: steps are not split.

@@ -187,7 +187,7 @@ class _Profile(NamedTuple):
 
     @property
     def seconds(self) -> int:
-        """About the seconds of the measurement."""
+        """Approximate duration of the profile's measurement in seconds, announced before it starts."""
         return PROFILE_SECONDS + PROFILE_SECONDS_MORE * (len(self.precisions or "1") - 1)
 
 
