@@ -85,7 +85,8 @@ def test_preference_formats_parse_alike():
         {"prompt": history, "chosen": [*history, good], "rejected": [*history, bad]},
         {"chosen": [*history, good], "rejected": [*history, bad]},
     ]
-    [example] = {RecordFormat("preference").parse_example(way) for way in ways}
+    example, *others = (RecordFormat("preference").parse_example(way) for way in ways)
+    assert others == [example] * 3
     assert [message.content for message in example.prompt] == ["u", "a", "u"]
     assert [branch[0].content for branch in example.branches] == ["good", "bad"]
 

@@ -17,30 +17,38 @@ _ROLE_KEYS = ("role", "from")
 
 class Message(NamedTuple):
     """One turn of a conversation. role: "system", "user", "assistant", "tool" or "developer". content: the message's
-    text. input: the text that an instruction applies to (Alpaca's `input`), or "".
+    text. input: the text that an instruction applies to (Alpaca's `input`), or "". fields: what else the message has
+    under the names of OpenAI's schema and of chat templates (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`
+    ...), as JSON values. trained: whether an assistant turn is trained on; None: by its place in the example.
     """
 
     role: str
     content: str
     input: str = ""
+    fields: Mapping[str, Any] = {}
+    trained: bool | None = None
 
-    def template_variables(self) -> dict[str, str]:
+    def template_variables(self) -> dict[str, Any]:
         """Return the message as variables of a chat template: `role`, `content` (content and input joined),
-        `instruction` (content alone) and `input`.
+        `instruction` (content alone), `input`, and the message's other fields.
         """
         whole = f"{self.content}\n\n{self.input}" if self.input else self.content
-        return {"role": self.role, "content": whole, "instruction": self.content, "input": self.input}
+        return {**self.fields, "role": self.role, "content": whole, "instruction": self.content, "input": self.input}
 
 
 class Example(NamedTuple):
     """A parsed training example: a prompt and its continuations (`branches`).
 
     Instructions and chats have one branch; a preference has two, the chosen and the rejected one. Assistant turns in
-    branches are responses to be trained on; those in the prompt are context.
+    branches are responses to be trained on; those in the prompt are context. tools: JSON schemas of the functions that
+    the assistant may call, as chat templates expect them. label: of an unpaired preference, whether the response is
+    desirable; else None.
     """
 
     prompt: tuple[Message, ...]
     branches: tuple[tuple[Message, ...], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    label: bool | None = None
 
     def join_texts(self) -> str:
         """Join the texts of all messages by blank lines, for cleaning rules and counts."""
@@ -51,9 +59,9 @@ class Example(NamedTuple):
         """Return a copy in which `rewrite(text)` replaces the text of every message, content and input each."""
 
         def rewrite_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
-            return tuple(Message(one.role, rewrite(one.content), rewrite(one.input)) for one in messages)
+            return tuple(one._replace(content=rewrite(one.content), input=rewrite(one.input)) for one in messages)
 
-        return Example(rewrite_messages(self.prompt), tuple(map(rewrite_messages, self.branches)))
+        return self._replace(prompt=rewrite_messages(self.prompt), branches=tuple(map(rewrite_messages, self.branches)))
 
 
 class RecordFormat(NamedTuple):
