@@ -90,6 +90,7 @@ CORPORA = ("stdlib",)
 DATA_FORMATS = ("auto", "text", "jsonl", "json", "parquet", "wet")
 RECORDS = ("text", "instruction", "chat", "preference")  # kind of a source's records
 TEMPLATES = ("instruction", "chatml", "model")  # chat templates
+ROLES = ("system", "user", "assistant", "tool", "developer")  # of messages
 TRAINED = ("responses", "all")  # target tokens of the loss
 TOO_LONG = ("truncate", "drop", "refuse")  # treatment of examples longer than a sequence
 TOKENIZERS = ("bytes", "bpe", "word", "character", "wordpiece", "unigram")

@@ -10,16 +10,13 @@ import click
 
 from meshwright.cli import data_records, plumbing
 from meshwright.cli.plumbing import file_option, json_option, overrides_argument, result_printer, write_file
+from meshwright.cli.sample_text import make_mark_table, make_sample_table
 from meshwright.cli.tables import make_fact_table, make_table
 from meshwright.cli.tokenizer_text import make_report_tables, make_token_lines
 from meshwright.terminal import escape_control_characters, print_message, render_tables
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from meshwright.data import PreparedData
-
-_LINES = 10  # maximum lines of a document in `data show`
 
 
 @plumbing.command(
@@ -59,26 +56,34 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @click.argument("recipe")
 @overrides_argument
 @click.option("--rows", default=2, type=click.IntRange(0, 1000), help="Number of samples to show.")
+@file_option("--html", help="Also write the samples to this page.")
 @json_option
-def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> None:
+def show(recipe: str, overrides: tuple[str, ...], rows: int, html: Path | None, as_json: bool) -> None:
     """Show counts of documents, tokens and dropped documents by rule, and samples as training reads them, one with a
-    document boundary.
+    document boundary. Of records also turns and tokens by role, and which tokens are trained on.
 
     Data that are not prepared yet are prepared first.
 
     \f
-    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. rows: number of samples to show. as_json: print
-    JSON.
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. rows: number of samples to show. html: page to
+    write, None for none. as_json: print JSON.
     """
-    from meshwright.data.description import describe_samples
+    from meshwright.data.description import describe_marks, describe_samples
+    from meshwright.data.sample_page import render_sample_page
 
     with result_printer(as_json) as answer:
         data, samples = _load_prepared(recipe, overrides, check=False)
-        summary, described = data.summary(samples), describe_samples(data, rows)
-        answer(
-            {**summary, "rows": described},
-            render_tables([_make_summary_tables(summary), *map(_make_sample_table, described)]),
-        )
+        document = {**data.summary(samples), "rows": describe_samples(data, rows)}
+        parts = [_make_summary_tables(document)]
+        if marks := describe_marks(data):
+            document["marks"] = marks
+            parts += ["", make_mark_table(marks)]
+        parts += map(make_sample_table, document["rows"])
+        if html is not None:
+            write_file(html, render_sample_page(Path(recipe).name, document))
+            document["files"] = {"page": str(html)}
+            parts.append(f"page: {html}")
+        answer(document, render_tables(parts))
 
 
 @plumbing.command("report", "meshwright data report recipe.toml --output report.html")
@@ -213,63 +218,3 @@ def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
             f"{source['epochs']:.2f}",
         )
     return [table, ""]
-
-
-def _make_sample_table(row: Mapping[str, Any]) -> Any:
-    """Format one training sample as a rich table: the text of each document next to its token positions. row: entry of
-    `describe_samples`."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    masked = set(row["masked_targets"])
-    length = row["documents"][-1]["stop"] + row.get("padding", 0)
-    title = Text.assemble(
-        (f"\nsample {row['sample']:,}", "bold"), f": {length:,} tokens, {row['target_tokens']:,} of them have a target"
-    )
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ellipsis")
-    for number, document in enumerate(row["documents"]):
-        colour = ("cyan", "yellow")[number % 2]
-        place = f"{document['start']}-{document['stop'] - 1}"
-        for line in (
-            _format_example_lines(document)
-            if "parts" in document
-            else map(Text, _shorten_lines(escape_control_characters(document["text"])))
-        ):
-            table.add_row(Text(place, style=colour), Text.assemble(("│ ", colour), line))
-            place = ""
-        if "parts" not in document and document["stop"] - 1 in masked:
-            table.add_row("", Text("┴ no target: another document follows", style="red"))
-    if padding := row.get("padding"):
-        table.add_row("", Text(f"┴ {padding:,} tokens of padding", style="red"))
-    return Group(title, table)
-
-
-def _format_example_lines(document: Mapping[str, Any]) -> list[Text]:
-    """Return an instruction example as lines of text, with the tokens that are trained on between ⟦ and ⟧; a long
-    example is shortened in the middle.
-
-    document: a document of `describe_samples`; its "parts" each have "text" and "trained".
-    """
-    from rich.text import Text
-
-    whole = Text()
-    for part in document["parts"]:
-        text = escape_control_characters(part["text"])
-        whole.append(f"⟦{text}⟧" if part["trained"] else text, style="bold green" if part["trained"] else "")
-    lines = list(whole.split("\n", allow_blank=True))
-    if len(lines) <= 2 * _LINES:
-        return lines
-    return [*lines[:_LINES], Text(f"⋯ {len(lines) - 2 * _LINES} more lines ⋯"), *lines[-_LINES:]]
-
-
-def _shorten_lines(text: str) -> list[str]:
-    """Return the lines of `text`; if they are more than `_LINES`, the middle ones are replaced by one line that
-    says how many were left out."""
-    lines = text.split("\n")
-    if len(lines) <= _LINES:
-        return lines
-    half = (_LINES - 1) // 2
-    return [*lines[:half], f"⋯ {len(lines) - 2 * half} more lines ⋯", *lines[-half:]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.packing.packed import NO_TARGET
 from meshwright.data.packing.packed_examples import PackedExamples
+from meshwright.data.packing.token_marks import AUTHORS, TRAINED_BIT, iterate_runs
 from meshwright.data.prepared import PreparedData
 
 _LOOK_AHEAD = 2_000  # samples searched for one with a document boundary
@@ -22,8 +23,10 @@ def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
     Keys of an object: `sample`: its index in the training split. `documents`: [{start, stop, text}], token range
     [start, stop) and decoded text, special tokens by name. `masked_targets`: positions whose next token is not a target
     of the loss. `target_tokens`: number of the other positions. For data packed from records (chat, instruction or
-    preference data) also `padding`, the number of tokens after the last document, and in each document `parts`: [{text,
-    trained}], its runs of tokens that are, or are not, targets.
+    preference data) also `padding`, the number of tokens after the last document, and in each document `parts`:
+    [{text, trained, author, special}], its runs of tokens alike in whether they are trained on, in whose turn they are
+    (a role, or "template" between turns), and in whether they are special tokens. A sample of such data is a row of S +
+    1 tokens.
     """
     split = data.split("train")
     order = data.make_sample_order().sample(np.arange(min(split.sequences, max(count, _LOOK_AHEAD))))
@@ -35,41 +38,43 @@ def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
     batch = split.read_batch(samples)
     rows = []
     for sample, tokens, targets, starts in zip(
-        samples, batch.tokens, batch.targets, batch.document_starts(), strict=True
+        samples.tolist(), batch.tokens, batch.targets, batch.document_starts(), strict=True
     ):
         masked = np.flatnonzero(targets == NO_TARGET).tolist()
-        row: dict[str, Any] = {
-            "sample": int(sample),
-            "documents": [
-                {"start": start, "stop": stop, "text": data.tokenizer.decode(tokens[start:stop])}
-                for start, stop in pairwise([*starts.tolist(), len(tokens)])
-            ],
-            "masked_targets": masked,
-            "target_tokens": len(tokens) - len(masked),
-        }
+        row = {"sample": sample, "masked_targets": masked, "target_tokens": len(tokens) - len(masked)}
         if isinstance(split, PackedExamples):
-            _mark_trained_tokens(row, data, tokens, targets)
+            documents = [_describe_example(data, *document) for document in split.read_marked_documents(sample)]
+            ends = list(accumulate((document.pop("length") for document in documents), initial=0))
+            row["padding"] = split.sequence + 1 - ends[-1]
+        else:
+            ends = [*starts.tolist(), len(tokens)]
+            documents = [{"text": data.tokenizer.decode(tokens[start:stop])} for start, stop in pairwise(ends)]
+        places = [{"start": start, "stop": stop} for start, stop in pairwise(ends)]
+        row["documents"] = [place | document for place, document in zip(places, documents, strict=True)]
         rows.append(row)
     return rows
 
 
-def _mark_trained_tokens(row: dict[str, Any], data: PreparedData, tokens: NDArray[Any], targets: NDArray[Any]) -> None:
-    """Add to each document of a described sample its `parts`: runs of tokens that are, or are not, targets of the loss.
-    Also move padding from `documents` to the key `padding` (number of tokens).
-
-    row: JSON object of the sample, as in `describe_samples`; changed in place. data: prepared data, whose tokenizer
-    decodes. tokens, targets: token ids and target ids (-100: ignored by the loss) of the sample, [S] each.
+def describe_marks(data: PreparedData) -> dict[str, Any]:
+    """Return turns, tokens and trained tokens by role of all training examples (see `token_marks.count_marks`); an
+    empty dict for plain text.
     """
-    trained = np.append(False, targets[:-1] != NO_TARGET)  # [S]: token i is the target of position i - 1
-    row["padding"] = 0
-    last = row["documents"][-1]
-    if targets[-1] == NO_TARGET and not trained[last["start"] : last["stop"]].any():  # every example has a target
-        row["padding"] = last["stop"] - last["start"]
-        row["documents"].pop()
-    for document in row["documents"]:
-        start, stop = document["start"], document["stop"]
-        turns = np.flatnonzero(np.diff(trained[start:stop])) + 1 + start
-        document["parts"] = [
-            {"text": data.tokenizer.decode(tokens[begin:end]), "trained": bool(trained[begin])}
-            for begin, end in pairwise([start, *turns.tolist(), stop])
-        ]
+    split = data.split("train")
+    return split.count_marks() if isinstance(split, PackedExamples) else {}
+
+
+def _describe_example(data: PreparedData, tokens: NDArray[Any], marks: NDArray[np.uint8]) -> dict[str, Any]:
+    """Return an example as a JSON object: `length` in tokens, `text`, and `parts`, as in `describe_samples`. data:
+    prepared data, whose tokenizer decodes. tokens, marks: token ids and their marks (see `token_marks`), [length] both.
+    """
+    special = np.isin(tokens, data.tokenizer.special_ids)
+    parts = [
+        {
+            "text": data.tokenizer.decode(tokens[begin:end]),
+            "trained": bool(marks[begin] & TRAINED_BIT),
+            "author": AUTHORS[marks[begin] >> 1],
+            "special": bool(special[begin]),
+        }
+        for begin, end in iterate_runs(marks << 1 | special.view(np.uint8))
+    ]
+    return {"length": len(tokens), "text": data.tokenizer.decode(tokens), "parts": parts}

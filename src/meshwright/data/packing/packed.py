@@ -146,7 +146,7 @@ class PackedDataset(ABC):
 
     def _map_shard(self, number: int, kind: str = TOKENS) -> NDArray[Any]:
         """Memory-map one file of the shard with index `number`, [tokens]. kind: "tokens.bin" (token ids, of type
-        `dtype`) or "trained.bin" (response mask, uint8).
+        `dtype`) or "trained.bin" (marks of the tokens, uint8).
         """
         if (number, kind) not in self._mapped:
             shard = self.shards[number]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshwright.data.packing.packed import NO_TARGET, PackedDataset, StoredTokens, TokenBatch
 from meshwright.data.packing.shards import TRAINED
+from meshwright.data.packing.token_marks import TRAINED_BIT, count_marks
 from meshwright.errors import UserError
 
 OPEN_ROWS = 256  # rows with remaining capacity that best fit chooses from
@@ -148,7 +150,8 @@ class PackedExamples(PackedDataset):
         for number in np.flatnonzero(long).tolist():
             kept[number] = _truncate_lengths(lengths[number], capacity)
             spans = zip(begins[number].tolist(), kept[number].tolist(), strict=True)
-            targets[number] = [self._read_document(begin, begin + length)[1].sum() for begin, length in spans]
+            marks = [self._read_document(begin, begin + length)[1] for begin, length in spans]
+            targets[number] = [(one & TRAINED_BIT).sum() for one in marks]
         answered = (before > 0).all(axis=1)
         dropped = long & answered if self.packing.too_long == "drop" else np.zeros(len(long), bool)
         used = (targets > 0).all(axis=1) & ~dropped
@@ -191,9 +194,42 @@ class PackedExamples(PackedDataset):
         rows = np.asarray(numbers, dtype=np.int64)
         assert rows.ndim == 1, rows.shape
         assert padded or rows.size == 0 or 0 <= rows.min() <= rows.max() < self.sequences, (rows, self.sequences)
+        values, marks, ids = self._read_rows(rows)
+        targets = np.where(marks[:, 1:] & TRAINED_BIT, values[:, 1:], NO_TARGET)
+        ids = ids[:, :-1] if self.document_mask else np.zeros_like(ids[:, :-1])
+        return TokenBatch(np.ascontiguousarray(values[:, :-1]), targets, np.ascontiguousarray(ids))
+
+    def read_marked_documents(self, number: int) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
+        """Read the documents of the packed row with index `number`, without padding; returns the token ids and the
+        marks (see `token_marks`) of each, [tokens] both.
+        """
+        [values], [marks], [ids] = self._read_rows(np.array([number]))
+        lengths = self.plan.kept[self.plan.order[slice(*self.plan.bounds[number : number + 2])]].ravel()
+        return [
+            (values[ids == document][:length], marks[ids == document][:length])
+            for document, length in enumerate(lengths.tolist())
+        ]
+
+    def count_marks(self) -> dict[str, Any]:
+        """Count turns, trained spans and tokens by role in all examples, before any truncation (see `count_marks` in
+        `token_marks`).
+        """
+        counts: dict[str, Any] = {}
+        for number, (first, end) in enumerate(itertools.pairwise(self._bounds.tolist())):
+            begins = self._document_begins[slice(*np.searchsorted(self._document_begins, [first, end]))] - first
+            marks = self._select_targets(self._map_shard(number, TRAINED), begins)
+            for name, more in count_marks(marks, begins).items():
+                held = counts.get(name, 0 if name == "spans" else {})
+                counts[name] = held + more if name == "spans" else dict(Counter(held) + Counter(more))
+        return counts
+
+    def _read_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]:
+        """Read packed rows; returns token ids, marks (see `token_marks`) and document ids, [rows, S + 1] each. Padding
+        has the mark 0 and a document id of its own. rows: indices; one beyond the last row consists of padding.
+        """
         plan, capacity = self.plan, self.sequence + 1
         values = np.full((len(rows), capacity), self.padding, dtype=np.int64)
-        trained = np.zeros((len(rows), capacity), dtype=bool)
+        marks = np.zeros((len(rows), capacity), dtype=np.uint8)
         ids = np.zeros((len(rows), capacity), dtype=np.int32)
         for place, row in enumerate(rows.tolist()):
             if row >= self.rows:
@@ -203,26 +239,29 @@ class PackedExamples(PackedDataset):
                 for piece, length in enumerate(plan.kept[example].tolist()):
                     begin = int(self._documents[plan.numbers[example] * self.packing.documents_per_example + piece, 0])
                     here = slice(at, at + length)
-                    values[place, here], trained[place, here] = self._read_document(begin, begin + length)
+                    values[place, here], marks[place, here] = self._read_document(begin, begin + length)
                     ids[place, here] = document
                     at, document = at + length, document + 1
             ids[place, at:] = document
-        targets = np.where(trained[:, 1:], values[:, 1:], NO_TARGET)
-        ids = ids[:, :-1] if self.document_mask else np.zeros_like(ids[:, :-1])
-        return TokenBatch(np.ascontiguousarray(values[:, :-1]), targets, np.ascontiguousarray(ids))
+        return values, marks, ids
 
-    def _read_document(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Read one document, the tokens [begin, end) of the split's token stream; returns (token ids [n], mask of the
-        tokens that are targets [n]).
+    def _read_document(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+        """Read one document, the tokens [begin, end) of the split's token stream; returns (token ids [n], their marks
+        [n]).
         """
         number = int(np.searchsorted(self._bounds, begin, side="right")) - 1
         span = slice(begin - int(self._bounds[number]), end - int(self._bounds[number]))
-        tokens = self._map_shard(number)[span]
+        marks = self._select_targets(self._map_shard(number, TRAINED)[span], 0)
+        return self._map_shard(number)[span], marks
+
+    def _select_targets(self, marks: NDArray[np.uint8], begins: NDArray[np.int64] | int) -> NDArray[np.uint8]:
+        """Return the marks of stored documents with the targets that `train_on` selects. begins: index of the first
+        token of each document, which nothing predicts.
+        """
         if self.packing.train_on == "all":
-            trained = np.ones(len(tokens), bool)
-            trained[:1] = False  # nothing predicts it
-            return tokens, trained
-        return tokens, self._map_shard(number, TRAINED)[span] != 0
+            marks = marks | np.uint8(TRAINED_BIT)
+            marks[begins] ^= TRAINED_BIT
+        return marks
 
     def _count_document_targets(self) -> NDArray[np.int64]:
         """Return the number of target tokens of each document before any truncation, int64 [examples, documents per

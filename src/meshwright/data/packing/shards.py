@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.files import AtomicFile, canonical_json, find_damage, read_json, sync_directory, write_atomic
+from meshwright.data.packing.token_marks import TRAINED_BIT
 from meshwright.data.sources.reading import Document
 from meshwright.data.tokenizers.tokenizer import TextTokenizer
 
@@ -40,7 +41,7 @@ class Shard:
 
     A record may have several documents. For records, the field `documents` counts records, the index is uint64
     [documents, 3] with the number of response tokens as last column, and there is one more file:
-    - NNNNN.trained.bin: response mask, uint8 [tokens]
+    - NNNNN.trained.bin: marks of the tokens (see `token_marks`), uint8 [tokens]
     """
 
     number: int
@@ -69,8 +70,8 @@ def format_shard_file_name(number: int, kind: str) -> str:
 
 class EncodedDocument(NamedTuple):
     """One tokenized document. tokens: token ids, those of start and end tokens included, [tokens]. text: the document's
-    text in UTF-8; empty for a record's second document. trained: for records the response mask, uint8 [tokens] (1: a
-    target); None for plain text.
+    text in UTF-8; empty for a record's second document. trained: for records the marks of the tokens (see
+    `token_marks`), uint8 [tokens]; None for plain text.
     """
 
     tokens: NDArray[Any]
@@ -214,7 +215,7 @@ class ShardWriter:
                     if piece.trained is not None:
                         trained = trained or stack.enter_context(AtomicFile(self.directory / names[TRAINED]))
                         trained.write(piece.trained.tobytes())
-                        row = (*row, int(piece.trained.sum()))
+                        row = (*row, int((piece.trained & TRAINED_BIT).sum()))
                     index_rows.append(row)
                     count, size = count + len(piece.tokens), size + len(piece.text)
                 progress(size)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from meshwright.names import nearest
+from meshwright.names import ROLES, nearest
 from meshwright.recipe.data import RECORD_KEYS
 
-ROLES = ("system", "user", "assistant", "tool", "developer")
 # Role names of ShareGPT's `from` and of other formats.
 _OTHER_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _CONTENT_KEYS = ("content", "value")

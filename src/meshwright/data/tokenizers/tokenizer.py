@@ -58,6 +58,11 @@ class TextTokenizer:
             self._never[tokenizer.token_to_id(token)] = token != unknown or token in frame
 
     @property
+    def special_ids(self) -> list[int]:
+        """Ids of the special tokens, ascending."""
+        return sorted(token for token in map(self.tokenizer.token_to_id, self.special) if token is not None)
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """Smallest little-endian dtype for token ids on disk: uint16 or uint32."""
         return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")

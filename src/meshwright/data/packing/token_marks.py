@@ -1,0 +1,54 @@
+"""Marks of the tokens of records, one byte each: whether the token is trained on, and in whose turn it is.
+
+Bit 0 is 1 for a target of the loss; the bits above it hold the index in `AUTHORS` of the turn's role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.names import ROLES
+
+TRAINED_BIT = 1
+AUTHORS = ("template", *ROLES)  # "template": text between turns, such as a default system prompt
+
+
+def author_bits(role: str) -> int:
+    """Return the bits of a mark that say that a token is in a turn of `role`, such as "user"."""
+    return AUTHORS.index(role) << 1
+
+
+def iterate_runs(marks: NDArray[Any]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges [begin, end) of consecutive equal `marks`, [tokens], in order."""
+    changes = np.flatnonzero(np.diff(marks)) + 1
+    return pairwise([0, *changes.tolist(), len(marks)]) if len(marks) else iter(())
+
+
+def count_marks(marks: NDArray[np.uint8], begins: NDArray[np.int64]) -> dict[str, Any]:
+    """Count turns, trained spans and tokens by role. Returns {"spans": ranges of consecutive trained tokens, "turns":
+    {role: turns}, "tokens": {author: tokens}, "trained_tokens": {author: trained tokens}}, with the authors that occur.
+
+    marks: [tokens] of documents one after another. begins: index at which each document begins, ascending.
+    """
+    trained, authors = marks & TRAINED_BIT != 0, marks >> 1
+    starts = np.zeros(len(marks), bool)
+    starts[begins[begins < len(marks)]] = True
+    changes = starts[1:] | (authors[1:] != authors[:-1])
+    first_of_turn = np.append(starts[:1], changes) & (authors != 0)
+    first_of_span = np.append(starts[:1], starts[1:] | ~trained[:-1]) & trained
+
+    def count_by_author(which: NDArray[np.bool_]) -> dict[str, int]:
+        counts = np.bincount(authors[which], minlength=len(AUTHORS)).tolist()
+        return {author: count for author, count in zip(AUTHORS, counts, strict=True) if count}
+
+    return {
+        "spans": int(first_of_span.sum()),
+        "turns": count_by_author(first_of_turn),
+        "tokens": count_by_author(np.ones(len(marks), bool)),
+        "trained_tokens": count_by_author(trained),
+    }
