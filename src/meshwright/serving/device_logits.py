@@ -25,28 +25,45 @@ class DeviceLogits:
 
     logits_RV: float32 [R, V], V vocabulary. draws: sampling inputs of each row. operations: module with the kernel
     `summarize_logits`. buffers: pinned host buffer and device buffer for the sampling inputs, each float64 [at least 3
-    R]. Kernels and copies are queued on the current CUDA stream; the caller must synchronize it before it reads rows.
+    R]. Kernels and copies are queued on the current CUDA stream; iteration waits for them.
+
+    decided: True if the figures alone determine every row's sampled token, without the host.
     """
 
     def __init__(
         self, logits_RV: torch.Tensor, draws: Sequence[Draw], operations: ModuleType, buffers: Sequence[torch.Tensor]
     ) -> None:
         self._logits, self._draws = logits_RV, draws
+        self.decided = all(draw.decides and not draw.ranked for draw in draws)
         rows, size = logits_RV.shape
         staged, used = (each[: 3 * rows].view(3, rows) for each in buffers)
         staged.copy_(torch.tensor([each[:3] for each in draws], dtype=torch.float64).T)
         used.copy_(staged, non_blocking=True)
-        self._figures = operations.summarize_logits(logits_RV, used).to("cpu", non_blocking=True)
+        figures_R7 = operations.summarize_logits(logits_RV, used)
+        self._drawn_R, self._figures = figures_R7[:, 4], figures_R7.to("cpu", non_blocking=True)
         self._ranked: tuple[torch.Tensor, torch.Tensor] | None = None
         if most := max(draw.ranked for draw in draws):
             above = max(32, 1 << most.bit_length())  # more than `most`, if not capped, so that ties are seen
             count = min(size, MOST_RANKED, above)
             values, tokens = logits_RV.topk(count)
             self._ranked = values.to("cpu", non_blocking=True), tokens.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if logits_RV.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def pass_on(self, tokens: torch.Tensor) -> None:
+        """Queue the copy of the sampled token IDs to `tokens`, int32 [R], the input of the runner's next step. Only if
+        `decided`, as that step overwrites the logits."""
+        tokens.copy_(self._drawn_R.int().clamp_(0, self._logits.shape[1] - 1))  # undefined if logits are NaN
+
+    def wait(self) -> None:
+        """Wait until the figures are in host memory."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def __iter__(self) -> Iterator[DeviceRow]:
-        """Yield the `DeviceRow` of each output row, in order. The CUDA stream on which the object was created must have
-        been synchronized."""
+        """Yield the `DeviceRow` of each output row, in order."""
+        self.wait()
         figures, ranked = self._figures.tolist(), None
         if self._ranked is not None:
             values, tokens = (each.numpy() for each in self._ranked)

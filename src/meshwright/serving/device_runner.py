@@ -78,10 +78,14 @@ class DeviceRunner:
         # Rows of `numbers`: tokens, positions, output rows, the three of tiles, slots of each block table.
         self._numbers, self._tables = (self._zeros(*size, dtype=torch.int32) for size in ((6 + many, width), tables))
         pinned = torch.cuda.is_available()
-        self._staged = [torch.zeros(each.shape, dtype=torch.int32, pin_memory=pinned) for each in
-                        (self._numbers, self._tables)]  # fmt: skip
-        draws = torch.zeros(3 * limits.logits, dtype=torch.float64, pin_memory=pinned)
-        self._draws = draws, self._zeros(len(draws), dtype=draws.dtype)
+        # Of two steps in turn: the next one is written while the copies of the last one may be queued.
+        sizes = self._numbers.shape, self._tables.shape
+        self._staged = [
+            [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for size in sizes]
+            + [torch.zeros(3 * limits.logits, dtype=torch.float64, pin_memory=pinned)]
+            for _ in range(2)
+        ]
+        self._draws = self._zeros(3 * limits.logits, dtype=torch.float64)
         tile = tile_scratch(self.config, mesh.tp.size, limits.max_length)
         self._scratch = (
             self._zeros(max(SCRATCH_BYTES // 4, tile), dtype=torch.float32),
@@ -95,27 +99,35 @@ class DeviceRunner:
         """Return {kind: bytes}: on the device `weights`, `kv` and `workspace` (buffers, and the extra KV block of
         padding tokens); on the host `pinned` (buffers of a step's numbers). Memory that steps, graphs and sampling take
         from the caching allocators is not counted."""
-        tables = [self._numbers, self._tables, *self._scratch, self._draws[1], *(self._rotation or ())]
+        tables = [self._numbers, self._tables, *self._scratch, self._draws, *(self._rotation or ())]
         padding = sum(each.nbytes for pair in self._cache for each in pair) // (self._limits.blocks + 1)
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
             "kv": self._limits.blocks * padding,
             "workspace": sum(each.nbytes for each in tables) + padding,
-            "pinned": sum(each.nbytes for each in (*self._staged, self._draws[0])),
+            "pinned": sum(each.nbytes for staged in self._staged for each in staged),
         }
 
-    def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> StepOutput:
+    def run(
+        self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None, after: DeviceLogits | None = None
+    ) -> StepOutput:
         """Compute this rank's pipeline stage for a batch of T tokens. Return its output rows (tokens whose logits are
-        wanted), with logits that stay on the GPU, or from a stage that is not last the hidden states [T, H]; valid
-        until the next call. `hidden`: the previous stage's hidden states [T, H], None on the first."""
+        wanted), with logits that stay on the GPU and for which the host has not waited, or from a stage that is not
+        last the hidden states [T, H]; valid until the next call, or the one after if that is given the result.
+        `hidden`: the previous stage's hidden states [T, H], None on the first. `after`: result of the previous call,
+        whose sampled tokens are the tokens of this batch."""
         tokens, rows, sequences = len(batch.tokens), len(batch.output_rows), len(batch.context)
         decoding = tokens == rows == sequences
         size = next(each for each in self._sizes if each >= tokens) if decoding else tokens
+        self._staged.reverse()
+        *staged, staged_draws = self._staged[0]
         tiles = self._stage_batch(batch, size, decoding)
         with torch.inference_mode():
-            self._numbers.copy_(self._staged[0], non_blocking=True)
+            self._numbers.copy_(staged[0], non_blocking=True)
             many = size if decoding else sequences
-            self._tables[:many].copy_(self._staged[1][:many], non_blocking=True)
+            self._tables[:many].copy_(staged[1][:many], non_blocking=True)
+            if after is not None:
+                after.pass_on(self._numbers[0, :tokens])
             if decoding and size in self._graphs:
                 graph, found = self._graphs[size]
                 graph.replay()
@@ -127,13 +139,12 @@ class DeviceRunner:
                 found = self.compute((size, tiles, size if decoding else rows), decoding, x_TH)
             if not self._stage.last:
                 return found[:tokens].float().cpu().numpy()
-            logits: StepOutput = []
-            if rows:
-                draws = [each.prepare_draw(position) for each, position in batch.outputs()]
-                logits = DeviceLogits(found[:rows], draws, self._operations, self._draws)
-            if self._device.type == "cuda":  # until the figures are copied and the staged batch can be overwritten
-                torch.cuda.current_stream(self._device).synchronize()
-        return logits
+            if not rows:
+                if self._device.type == "cuda":  # until the staged batch can be overwritten
+                    torch.cuda.current_stream(self._device).synchronize()
+                return []
+            draws = [each.prepare_draw(position) for each, position in batch.outputs()]
+            return DeviceLogits(found[:rows], draws, self._operations, (staged_draws, self._draws))
 
     def compute(self, counts: tuple[int, int, int], decoding: bool, x_TH: torch.Tensor | None = None) -> torch.Tensor:
         """Compute this rank's pipeline stage for the batch that is in the device's buffers, without a host
@@ -192,7 +203,7 @@ class DeviceRunner:
         """Write a batch into the pinned host buffers, from which it is copied to the GPU; return its number of
         attention tiles. decoding: True if every sequence has one token; the batch is then padded to `size` sequences,
         for a CUDA graph."""
-        numbers, tables = (each.numpy() for each in self._staged)
+        numbers, tables = (each.numpy() for each in self._staged[0][:2])
         tokens, sequences = len(batch.tokens), len(batch.context)
         numbers[0, :tokens], numbers[1, :tokens], numbers[6:, :tokens] = batch.tokens, batch.positions, batch.slots
         numbers[2, : len(batch.output_rows)] = batch.output_rows
@@ -349,4 +360,4 @@ class DeviceRunner:
                     pool = graph.pool()
                     self._graphs[size] = graph, found
             if self._stage.last:
-                DeviceLogits(found[:1], [Draw(1.0, 0.5, 0, 1)], self._operations, self._draws)
+                DeviceLogits(found[:1], [Draw(1.0, 0.5, 0, 1)], self._operations, (self._staged[0][2], self._draws))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
+from meshwright.serving.device_logits import DeviceLogits
 from meshwright.serving.logit_rows import StepOutput
 from meshwright.serving.request import Output, Request
 from meshwright.serving.runner import Runner
@@ -16,7 +16,7 @@ from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import block_tables
 from meshwright.spec.config import ModelConfig
 
-Float32 = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 
 class Engine:
@@ -30,6 +30,7 @@ class Engine:
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner, self.scheduler = runner, scheduler
+        self._following: tuple[StepBatch, StepOutput] | None = None  # the next step, if it has been launched
         self._last: dict[str, int] = {}  # figures of the last step; none if it computed nothing
         self._kernel_seconds = 0.0
 
@@ -51,21 +52,41 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run one step (at most one batch of tokens) and return the new outputs, one for each request that got tokens
-        or ended; empty if no sequence can run now."""
-        self._last = {}
-        batch = self.scheduler.schedule()
-        return [] if batch is None else self.scheduler.publish(batch, sample_batch(batch, self._run(batch)))
+        or ended; empty if no sequence can run now.
 
-    def _run(self, batch: StepBatch, hidden_TH: Float32 | None = None) -> StepOutput:
+        On a GPU that decides all tokens of a decode step itself, the following step is launched before the host
+        samples, so that the GPU does not wait for it; a sequence that ends then computes one token in vain."""
+        self._last = {}
+        launched, self._following = self._following, None
+        if launched is None:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                return []
+            launched = batch, self._run(batch)
+        batch, found = launched
+        if isinstance(found, DeviceLogits):
+            if found.decided and (following := self.scheduler.schedule_following(batch)) is not None:
+                self._following = following, self._run(following, after=found)
+            self._timed(found.wait)
+        self._count(batch)
+        return self.scheduler.publish(batch, sample_batch(batch, found))
+
+    def _run(self, batch: StepBatch, **given: Any) -> StepOutput:
         """Run the runner on a batch of T tokens and return its result: logits of the output rows, or from a pipeline
-        stage that is not last the hidden states [T, H]. Record time, tokens and keys of the step for `report`.
-        hidden_TH: the previous stage's hidden states; None on the first stage."""
+        stage that is not last the hidden states [T, H]. given: further arguments of the runner's `run`."""
+        return self._timed(partial(self.runner.run, batch, **given))
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, and add its duration to `kernel_seconds` of `report`."""
         began = time.perf_counter()
-        found = self.runner.run(batch, hidden_TH)
+        result = work()
         self._kernel_seconds += time.perf_counter() - began
-        # Each token attends to those up to itself.
+        return result
+
+    def _count(self, batch: StepBatch) -> None:
+        """Record tokens and keys of the step that computed `batch`, for `report`; each token attends to those up to
+        itself."""
         self._last = {"tokens": len(batch.tokens), "context": int(batch.positions.sum()) + len(batch.tokens)}
-        return found
 
     def report(self) -> dict[str, Any]:
         """Return figures by name, for the server's metrics: those of `Scheduler.stats`; `tokens`, the number of tokens

@@ -25,12 +25,14 @@ class Draw(NamedTuple):
         uniform: Random number in [0, 1): quantile of the softmax at which a token is drawn.
         target: Token ID whose log-probability is wanted (the prompt's next token); 0 if none: its logit is then unused.
         ranked: Number of most likely tokens (top-k) that sampling may read; 0: the most likely one alone.
+        decides: True if the sampled token is the one that these inputs select: no option depends on the host.
     """
 
     temperature: float = 0.0
     uniform: float = 0.0
     target: int = 0
     ranked: int = 0
+    decides: bool = False
 
 
 class LogitRow(Protocol):

@@ -82,6 +82,8 @@ def run_requests(
     finally:
         for request in requests:
             engine.cancel(request.id)
+        while not engine.idle:  # a step that was launched before its sequences were cancelled
+            engine.step()
 
 
 def _raise_error(output: Output) -> Output:

@@ -123,7 +123,8 @@ class PipelineEngine(Engine):
         if self._stage > 0:
             self._pending.pop((Kind.RECEIVE_FORWARD, number)).wait()
             hidden_TH = self._hidden.pop(number).numpy()
-        found = self._run(batch, hidden_TH)
+        found = self._run(batch, hidden=hidden_TH)
+        self._count(batch)
         if self._stage == self._stages - 1:
             self._results[number] = sample_batch(batch, found)
         else:

@@ -172,13 +172,14 @@ def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> D
     `position` of an answer (0: its first). choice: index among several answers to the prompt. `sample` must get the
     same arguments."""
     ranked = 0 if sampling.logprobs is None else sampling.logprobs
-    if _is_adjusted(sampling, position) or sampling.temperature < GREEDY_TEMPERATURE:  # adjusted: all logits are read
-        return Draw(ranked=ranked)
-    if sampling.top_k:
-        ranked = max(ranked, sampling.top_k)
-    elif sampling.top_p < 1 or sampling.min_p > 0:
-        ranked = max(ranked, _FIRST_LOOK[1])
-    return Draw(sampling.temperature, draw_uniform(sampling.seed, choice, position), 0, ranked)
+    adjusted = _is_adjusted(sampling, position)  # then all logits are read
+    if adjusted or sampling.temperature < GREEDY_TEMPERATURE:
+        return Draw(ranked=ranked, decides=not adjusted)
+    narrowed = sampling.top_p < 1 or sampling.min_p > 0
+    if sampling.top_k or narrowed:
+        ranked = max(ranked, sampling.top_k or _FIRST_LOOK[1])
+    uniform = draw_uniform(sampling.seed, choice, position)
+    return Draw(sampling.temperature, uniform, 0, ranked, not sampling.top_k and not narrowed)
 
 
 def score_token(row: LogitRow, token: int, alternatives: int) -> TokenResult:

@@ -63,9 +63,9 @@ class StepBatch:
 
     def outputs(self) -> Iterator[tuple[Sequence, int]]:
         """Iterate over (sequence, position in it) of each output row, in order."""
-        for sequence, count in zip(self.sequences, np.diff(self.starts).tolist(), strict=True):
-            for position in sequence.output_positions(count):
-                yield sequence, position
+        owners = np.searchsorted(self.starts, self.output_rows, side="right") - 1
+        for owner, position in zip(owners.tolist(), self.positions[self.output_rows].tolist(), strict=True):
+            yield self.sequences[owner], position
 
 
 class Scheduler:
@@ -151,6 +151,18 @@ class Scheduler:
                 rows -= len(positions)
         return self._build(picked, group) if picked else None
 
+    def schedule_following(self, batch: StepBatch) -> StepBatch | None:
+        """Return the decode step that follows `batch`, which is being computed: of each of its sequences the token that
+        `batch` will sample (0 in `tokens`). None unless all sequences of the batch decode and, as far as is known,
+        continue, and nothing else can run; or if one of them would have to pause."""
+        going = [each for each in batch.sequences if each.answered + 1 < each.request.sampling.max_tokens]
+        if self._queue or not len(going) == len(self._admitted) == len(batch.tokens) == len(batch.output_rows):
+            return None
+        self._state = None
+        if any(each.finish_reason is not None or self._extend(each, 2) < 2 for each in going):
+            return None
+        return self._build([(each, 1, range(each.computed + 1, each.computed + 2)) for each in going], batch.group, 1)
+
     def publish(self, batch: StepBatch, results: SequenceOf[TokenResult]) -> list[Output]:
         """Record the results of a batch that has been computed; return the new outputs, one for each request that got
         tokens or ended. results: one for each of the batch's R output rows, from `sample_batch`."""
@@ -160,9 +172,10 @@ class Scheduler:
             positions = sequence.output_positions(count)
             mine = results[row : row + len(positions)]
             row += len(positions)
-            sequence.in_flight = False
-            if sequence.finish_reason is not None:  # cancelled during the step
-                self._release(sequence)
+            sequence.in_flight -= 1
+            if sequence.finish_reason is not None:  # cancelled during the step, or ended by the batch before
+                if not sequence.in_flight:
+                    self._release(sequence)
             elif (output := self._advance(sequence, count, mine)) is not None:
                 outputs.append(output)
         assert row == len(results) == len(batch.output_rows)
@@ -285,19 +298,21 @@ class Scheduler:
         sequence.paused = not room
         return min(wanted, room)
 
-    def _build(self, picked: list[tuple[Sequence, int, range]], group: int) -> StepBatch:
+    def _build(self, picked: list[tuple[Sequence, int, range]], group: int, ahead: int = 0) -> StepBatch:
         """Return the batch of the picked sequences. picked: for each sequence (its state, number of tokens to compute,
-        range of positions whose logits are wanted). group: pipeline group of all of them."""
+        range of positions whose logits are wanted). group: pipeline group of all of them. ahead: number of tokens of
+        each that batches in flight compute; the tokens after these are unknown, 0 in the batch."""
         tokens = array("i")
         output_rows: list[int] = []
         for sequence, count, positions in picked:
-            sequence.in_flight = True
-            offset = len(tokens) - sequence.computed
+            sequence.in_flight += 1
+            offset = len(tokens) - sequence.computed - ahead
             output_rows.extend(range(offset + positions.start, offset + positions.stop))
-            tokens += sequence.tokens[sequence.computed : sequence.computed + count]
+            known = sequence.tokens[sequence.computed : sequence.computed + count]
+            tokens += array("i", [0] * count) if ahead else known
         sequences = [sequence for sequence, _, _ in picked]
         counts_S = np.array([count for _, count, _ in picked], np.int32)
-        computed_S = np.array([sequence.computed for sequence in sequences], np.int32)
+        computed_S = np.array([sequence.computed + ahead for sequence in sequences], np.int32)
         rows_S = np.array([sequence.row for sequence in sequences], np.int32)
         starts = np.zeros(len(picked) + 1, np.int32)
         np.cumsum(counts_S, out=starts[1:])

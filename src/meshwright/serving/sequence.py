@@ -23,6 +23,7 @@ class Sequence:
         request: The request.
         tokens: Token IDs of the prompt and of the answer so far.
         computed: Number of tokens whose keys and values are in the KV cache.
+        in_flight: Number of scheduled batches with its tokens that have not been published.
         paused: True if it keeps its KV blocks until more can be allocated safely.
         age: Number of its admission, from 0 on; a larger number is a younger sequence. -1 before admission.
         admitted: Time of its admission in seconds of `time.perf_counter`; 0 before.
@@ -44,7 +45,7 @@ class Sequence:
         self.total_blocks = count_blocks(longest)
         self.most_blocks = max_blocks_held(longest, windows, min(token_budget, len(self.tokens)))
         self.age = self.row = self.group = self.place = -1
-        self.in_flight = self.paused = False
+        self.in_flight, self.paused = 0, False
         self.admitted = 0.0
         self.finish_reason: FinishReason | None = None
         self.prompt_results: list[TokenResult | None] = [None]
@@ -77,17 +78,19 @@ class Sequence:
 
     def prepare_draw(self, position: int) -> Draw:
         """Return the `Draw` (inputs with which a GPU reduces the row of logits in advance) for `sample_row` at the same
-        position, an index in the sequence."""
-        request = self.request
-        if position == len(self.tokens) - 1:
-            return prepare_draw(request.sampling, choice=request.choice, position=self.answered)
+        position, an index in the sequence; it may be that of the next token, which has not been sampled yet."""
+        request, beyond = self.request, position - (len(self.tokens) - 1)
+        if beyond >= 0:
+            return prepare_draw(request.sampling, choice=request.choice, position=self.answered + beyond)
         return Draw(target=self.tokens[position + 1], ranked=request.sampling.prompt_logprobs or 0)
 
     def sample_row(self, row: LogitRow, position: int) -> TokenResult:
         """Return the token result for `row`, the logits at a position (an index in the sequence). At the sequence's
         last token it is a newly sampled token; before that, the prompt's next token with its log-probability. Its token
-        is -1 if logits are NaN or infinite."""
+        is -1 if logits are NaN or infinite, or the sequence has ended."""
         sampling = self.request.sampling
+        if self.finish_reason is not None:
+            return TokenResult(-1)
         try:
             if position == len(self.tokens) - 1:
                 choice = self.request.choice
