@@ -31,9 +31,13 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-def device_rows(logits: np.ndarray, draws: list[Draw]) -> list[DeviceRow]:
+def on_device(logits: np.ndarray, draws: list[Draw]) -> DeviceLogits:
     buffers = [torch.zeros(3 * len(draws) + 2, dtype=torch.float64) for _ in range(2)]
-    return list(DeviceLogits(torch.from_numpy(logits), draws, device_reference, buffers))
+    return DeviceLogits(torch.from_numpy(logits), draws, device_reference, buffers)
+
+
+def device_rows(logits: np.ndarray, draws: list[Draw]) -> list[DeviceRow]:
+    return list(on_device(logits, draws))
 
 
 @settings(max_examples=150, deadline=None)
@@ -67,6 +71,49 @@ def test_prompt_tokens_are_scored_as_in_host_memory(alternatives: int):
         found, expected = score_token(row, token, alternatives), score_token(HostRow(values), token, alternatives)
         assert found.logprob == pytest.approx(expected.logprob, abs=1e-6)
         assert [each for each, _ in found.top] == [each for each, _ in expected.top]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(OPTIONS, min_size=1, max_size=3), st.sampled_from([None, 1.0]))
+def test_tokens_passed_to_the_next_step_are_the_sampled_ones(options: list[dict], steps: float | None):
+    logits = np.random.default_rng(3).standard_normal((len(options), 90)).astype(np.float32)
+    logits = logits if steps is None else np.round(logits)
+    requests = [Sampling(max_tokens=20, **each) for each in options]
+    found = on_device(logits, [prepare_draw(each, position=number) for number, each in enumerate(requests)])
+    if found.decided:
+        tokens = torch.zeros(len(options), dtype=torch.int32)
+        found.pass_on(tokens)
+        rows = list(found)
+        expected = [
+            sample(HostRow(values), sampling, position=number).token
+            for number, (values, sampling) in enumerate(zip(logits, requests, strict=True))
+        ]
+        assert tokens.tolist() == expected
+        assert [
+            sample(row, each, position=n).token for n, (row, each) in enumerate(zip(rows, requests, strict=True))
+        ] == expected
+        assert all(row._host is None for row in rows), "the logits were read after the next step"
+
+
+def test_plain_sampling_is_decided_by_the_device_and_narrowed_sampling_is_not():
+    logits = np.zeros((1, 9), np.float32)
+    decided = [{}, {"temperature": 0.7}, {"logprobs": 0}, {"stop_tokens": frozenset({3})}]
+    not_decided = [
+        {"temperature": 0.7, "top_k": 3}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "min_p": 0.1},
+        {"logprobs": 2}, {"logit_bias": {1: 2.0}}, {"presence_penalty": 1.0},
+        {"min_tokens": 2, "stop_tokens": frozenset({3})},
+    ]  # fmt: skip
+    for expected, several in ((True, decided), (False, not_decided)):
+        for each in several:
+            assert on_device(logits, [prepare_draw(Sampling(max_tokens=5, **each))]).decided is expected, each
+    assert not on_device(logits, [Draw(target=4)]).decided
+
+
+def test_invalid_logits_pass_on_a_token_of_the_vocabulary():
+    tokens = torch.full((2,), 77, dtype=torch.int32)
+    logits = np.full((2, 9), np.nan, np.float32)
+    on_device(logits, [prepare_draw(Sampling()), prepare_draw(Sampling(temperature=1.0))]).pass_on(tokens)
+    assert all(0 <= token < 9 for token in tokens.tolist())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -113,6 +113,7 @@ def requests(draw) -> list[Request]:
     shape=st.tuples(st.integers(1, 5), st.integers(0, 20), st.integers(0, 3), st.integers(1, 3)),
     windows=st.sampled_from([(None,), (None,), (1,), (10,), (40,), (None, 10), (40, None), (10, 10, None), (1, 40)]),
     share=st.sampled_from([0.0, 0.5]),
+    ahead=st.booleans(),
 )
 def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
     wanted: list[Request],
@@ -121,6 +122,7 @@ def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
     shape: tuple[int, ...],
     windows: Windows,
     share: float,
+    ahead: bool,
 ):
     max_sequences, more_tokens, more_blocks, groups = shape
     max_sequences = max(max_sequences, groups)
@@ -140,11 +142,15 @@ def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
         if tick in cancels and (output := scheduler.cancel(str(cancels[tick]))) is not None:
             answers[output.request_id].add(output)
         group = tick % groups  # a batch is published when its group comes round again
+        batch = None
         if (landed := flying[group]) is not None:
+            batch = scheduler.schedule_following(landed[0]) if ahead else None
             for output in scheduler.publish(*landed):
                 answers[output.request_id].add(output)
-        oldest = next(iter(scheduler._admitted), None)
-        batch = scheduler.schedule(group)
+            if batch is not None:
+                batch.tokens[:] = [result.token for result in landed[1]]
+        oldest = None if batch is not None else next(iter(scheduler._admitted), None)
+        batch = scheduler.schedule(group) if batch is None else batch
         flying[group] = None if batch is None else (batch, sample_batch(batch, runner.run(batch)))
         if oldest is not None and oldest.group == group:
             assert batch is not None and oldest in batch.sequences, "the oldest sequence waits"

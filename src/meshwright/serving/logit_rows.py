@@ -25,7 +25,7 @@ class Draw(NamedTuple):
         uniform: Random number in [0, 1): quantile of the softmax at which a token is drawn.
         target: Token ID whose log-probability is wanted (the prompt's next token); 0 if none: its logit is then unused.
         ranked: Number of most likely tokens (top-k) that sampling may read; 0: the most likely one alone.
-        decides: True if the sampled token is the one that these inputs select: no option depends on the host.
+        decides: True if a token is sampled from the logits as they are; with `ranked` 0 a GPU then knows it.
     """
 
     temperature: float = 0.0

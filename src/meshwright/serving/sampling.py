@@ -175,11 +175,11 @@ def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> D
     adjusted = _is_adjusted(sampling, position)  # then all logits are read
     if adjusted or sampling.temperature < GREEDY_TEMPERATURE:
         return Draw(ranked=ranked, decides=not adjusted)
-    narrowed = sampling.top_p < 1 or sampling.min_p > 0
-    if sampling.top_k or narrowed:
-        ranked = max(ranked, sampling.top_k or _FIRST_LOOK[1])
-    uniform = draw_uniform(sampling.seed, choice, position)
-    return Draw(sampling.temperature, uniform, 0, ranked, not sampling.top_k and not narrowed)
+    if sampling.top_k:
+        ranked = max(ranked, sampling.top_k)
+    elif sampling.top_p < 1 or sampling.min_p > 0:
+        ranked = max(ranked, _FIRST_LOOK[1])
+    return Draw(sampling.temperature, draw_uniform(sampling.seed, choice, position), 0, ranked, decides=True)
 
 
 def score_token(row: LogitRow, token: int, alternatives: int) -> TokenResult:

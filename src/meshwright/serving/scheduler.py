@@ -152,9 +152,8 @@ class Scheduler:
         return self._build(picked, group) if picked else None
 
     def schedule_following(self, batch: StepBatch) -> StepBatch | None:
-        """Return the decode step that follows `batch`, which is being computed: of each of its sequences the token that
-        `batch` will sample (0 in `tokens`). None unless all sequences of the batch decode and, as far as is known,
-        continue, and nothing else can run; or if one of them would have to pause."""
+        """Return the decode step that follows `batch`, which is being computed; 0 stands for the tokens that `batch`
+        will sample. None unless all of its sequences decode and can continue, and nothing else can run."""
         going = [each for each in batch.sequences if each.answered + 1 < each.request.sampling.max_tokens]
         if self._queue or not len(going) == len(self._admitted) == len(batch.tokens) == len(batch.output_rows):
             return None
