@@ -282,6 +282,58 @@ def test_cancelled_request_frees_blocks_by_next_step():
     assert scheduler.idle and scheduler.stats["held"] == 0
 
 
+def test_following_step_is_scheduled_only_if_all_sequences_decode_and_nothing_else_can_run():
+    scheduler, runner = make(blocks=4, max_sequences=3, max_length=64)
+    for name in "ab":
+        scheduler.add(Request(name, prompt(14, ord(name)), Sampling(max_tokens=6)))
+    batch = scheduler.schedule()
+    assert scheduler.schedule_following(batch) is None  # a prompt
+    scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
+    batch = scheduler.schedule()
+    scheduler.add(Request("c", prompt(3), Sampling(max_tokens=1)))
+    assert scheduler.schedule_following(batch) is None  # a request waits
+    assert scheduler.cancel("c") is not None
+    following = scheduler.schedule_following(batch)
+    assert following is not None and (following.positions.tolist(), following.context.tolist()) == ([15, 15], [16, 16])
+    for each in (batch, following):
+        scheduler.publish(each, sample_batch(each, runner.run(each)))
+    batch = scheduler.schedule()  # takes the last two blocks
+    scheduler.cancel("a")
+    assert scheduler.schedule_following(batch) is None
+    scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
+    batch = scheduler.schedule()
+    following = scheduler.schedule_following(batch)
+    assert following is not None
+    scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
+    assert scheduler.schedule_following(following) is None  # b ends with its sixth token
+    scheduler.publish(following, sample_batch(following, runner.run(following)))
+    assert scheduler.idle
+
+
+def test_following_step_does_not_run_without_a_block_for_its_token():
+    scheduler, runner = make(blocks=3, max_sequences=2, max_length=48)
+    for name, length in (("a", 15), ("b", 15)):
+        scheduler.add(Request(name, prompt(length, ord(name)), Sampling(max_tokens=18)))
+    scheduler._answers.ratio = 0.0
+    step(scheduler, runner)
+    batch = scheduler.schedule()
+    assert len(batch.sequences) == 2 and batch.context.tolist() == [16, 16]
+    assert scheduler.schedule_following(batch) is None, "one block is left for two sequences"
+
+
+def test_sequence_cancelled_with_two_batches_in_flight_keeps_its_blocks_until_the_second():
+    scheduler, runner = make()
+    scheduler.add(Request("a", prompt(20), Sampling(max_tokens=9)))
+    step(scheduler, runner)
+    batch = scheduler.schedule()
+    following = scheduler.schedule_following(batch)
+    assert following is not None and scheduler.cancel("a") is not None
+    for each, held in ((batch, 2), (following, 0)):
+        assert scheduler.publish(each, sample_batch(each, runner.run(each))) == []
+        assert scheduler.stats["held"] == held
+    assert scheduler.idle
+
+
 def test_cancelled_waiting_request_never_runs():
     scheduler, runner = make(max_sequences=1)
     for name in "abc":
