@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from meshwright.data.records.conversations import Message
+from meshwright.data.records.message_regions import MessageRegions, list_parts, list_strings, locate_messages
+from meshwright.data.records.response_spans import Edges, TurnFinder, assign_marked_spans, find_turn_end_token
 from meshwright.data.records.template_process import RenderProcess
 from meshwright.data.records.template_rendering import BEGIN, END, LimitReached, NotATemplate, Renderer, TemplateError
 from meshwright.errors import UserError
@@ -20,20 +23,24 @@ from meshwright.names import TEMPLATES, nearest
 from meshwright.untrusted import read_file
 
 _NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}  # special tokens that a template writes itself
-_FIRST, _LAST = 0xF0000, 0xFFFFD  # private-use characters: stand-ins for those of messages
+# A string of at most 64 characters in a template, without escapes.
+_LITERAL = re.compile(r"'([^'\\\n]{2,64})'|\"([^\"\\\n]{2,64})\"")
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class RenderedConversation(NamedTuple):
     """A conversation rendered to text by a chat template.
 
     text: the rendered conversation. responses: character ranges [begin, end) in `text` of the assistant's turns to be
-    trained on, end token included. own: character ranges [begin, end) in `text` of the special tokens that the template
-    itself wrote; a special token spelled out in a message is ordinary text.
+    trained on, end token included; a turn may have several. own: character ranges [begin, end) in `text` of the special
+    tokens that the template itself wrote; a special token spelled out in a message is ordinary text. turns: (begin,
+    end, role) of each message's text, in order; empty if the template looks into texts, so that they cannot be found.
     """
 
     text: str
     responses: list[tuple[int, int]]
     own: list[tuple[int, int]]
+    turns: list[tuple[int, int, str]]
 
 
 @dataclass(frozen=True)
@@ -70,50 +77,53 @@ class ChatTemplate:
         """Compile the template. Raises `UserError` if the source is not valid Jinja."""
         _ = self._renderer
 
-    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], *, tools: Tools = (), prompt: bool = False) -> str:
         """Render the conversation `messages` to plain text, as `transformers.apply_chat_template(tokenize=False)` does.
 
-        prompt: append the header of the assistant's next turn. Raises `TemplateError` if the template refuses the
-        messages.
+        tools: JSON schemas of the functions that the assistant may call. prompt: append the header of the assistant's
+        next turn. Raises `TemplateError` if the template refuses the messages.
         """
-        return self._render_marked([message.template_variables() for message in messages], prompt)[0]
+        return self._render_marked([message.template_variables() for message in messages], tools, prompt)[0]
 
     def render_with_spans(
-        self, messages: Sequence[Message], trained_from: int = 0, *, prompt: bool = False
+        self, messages: Sequence[Message], trained_from: int = 0, *, tools: Tools = (), prompt: bool = False
     ) -> RenderedConversation:
         """Render a conversation, and find the character ranges of the assistant's turns to be trained on: those that
-        are not blank and whose index in `messages` is at least `trained_from`.
+        are not blank, whose index in `messages` is at least `trained_from`, and that are not marked as context.
 
-        prompt: True: append the header of the assistant's next turn, and return no ranges. Raises `TemplateError` if
-        the template refuses the messages, or the ranges cannot be determined.
+        tools, prompt: as in `render`; with a prompt there are no ranges. Raises `TemplateError` if the template refuses
+        the messages, leaves out the text of one, or the ranges cannot be determined.
         """
         seen = [message.template_variables() for message in messages]
-        text, marked = self._render_marked(seen, prompt)
-        turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
+        text, marked = self._render_marked(seen, tools, prompt)
         if prompt or trained_from >= len(messages):
-            spans: list[tuple[int, int]] = []
-        elif self.marks_responses:
-            if len(marked) != len(turns):
-                raise TemplateError(
-                    f"marks {len(marked)} parts with {{% generation %}}, but the assistant has {len(turns)} turns"
-                )
-            spans = marked
+            return RenderedConversation(text, [], self._find_own_tokens(seen, tools, text, prompt), [])
+        regions = locate_messages(seen, text, lambda some: self._render_marked(some, tools, False)[0], self._literals)
+        own = (
+            self._find_own_tokens(seen, tools, text, False)
+            if regions is None
+            else [match.span() for match in self._special_pattern.finditer(regions.hidden)]
+        )
+        turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
+        wanted = [number for number in turns if number >= trained_from and messages[number].trained is not False]
+        wanted = [number for number in wanted if list_parts(seen[number])]
+        if regions is not None:
+            _check_all_rendered(seen, regions)
+        if self.marks_responses:
+            spans = self._assign_marked(marked, turns, wanted, regions)
         else:
-            spans = [self._find_turn(messages, number, text) for number in turns]
-        wanted = [
-            span
-            for number, span in zip(turns, spans, strict=False)
-            if number >= trained_from and messages[number].content.strip()
-        ]
-        return RenderedConversation(text, wanted, self._find_own_tokens(seen, text, prompt))
+            spans = [self._find_turn(messages, seen, number, text, tools, regions) for number in wanted]
+        found = [] if regions is None else _list_turns(messages, regions, spans)
+        return RenderedConversation(text, spans, own, found)
 
-    def _render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> tuple[str, list[tuple[int, int]]]:
+    def _render_marked(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools, prompt: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation; returns (text, character ranges [begin, end) that {% generation %} marks). messages:
-        the template's variables for each message (`role`, `content` ...). prompt: append the header of the assistant's
-        next turn.
+        the template's variables for each message (`role`, `content` ...). tools, prompt: as in `render`.
         """
         try:
-            marked = self._renderer.render_marked(messages, prompt)
+            marked = self._renderer.render_marked(messages, prompt, tools)
         except LimitReached as error:
             raise UserError(f"{self.where} {error}: no template needs that for a conversation") from None
         parts = re.split(f"([{BEGIN}{END}])", marked)
@@ -125,22 +135,96 @@ class ChatTemplate:
                 spans.append((begin, len(text)))
             else:
                 text += part
-        return text, spans
+        return text, [(begin, end) for begin, end in spans if begin < end]
 
-    def _find_turn(self, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
-        """Return the character range [begin, end) in the rendered `text` of the assistant's turn messages[number]: from
-        after its header to the special token that ends it. Raises `TemplateError` if it cannot be determined.
+    def _assign_marked(
+        self, marked: list[tuple[int, int]], turns: list[int], wanted: list[int], regions: MessageRegions | None
+    ) -> list[tuple[int, int]]:
+        """Return the spans among `marked`, those of {% generation %}, that belong to the turns `wanted`. turns: indices
+        of the assistant's turns. Raises `TemplateError` if it cannot be determined whose they are.
         """
-        before = self.render(messages[:number], prompt=True) if number else ""
-        plain = self.render(messages[:number]) if number else ""
-        after = text if number == len(messages) - 1 else self.render(messages[: number + 1])
+        if regions is not None:
+            return [span for turn, span in assign_marked_spans(marked, regions.ranges, turns) if turn in wanted]
+        if len(marked) == len(turns):
+            return [span for turn, span in zip(turns, marked, strict=True) if turn in wanted]
+        if len(wanted) == len(turns):
+            return marked
+        raise TemplateError(
+            f"marks {len(marked)} parts with {{% generation %}}, but the assistant has {len(turns)} turns, and which "
+            "part is of which turn cannot be determined, as the template looks into the messages' text"
+        )
+
+    def _find_turn(
+        self, messages: Sequence[Message], seen: Sequence[Mapping[str, Any]], number: int, text: str, tools: Tools,
+        regions: MessageRegions | None,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Return the character range [begin, end) in the rendered `text` of the assistant's turn with index `number`:
+        from after its header to the special token that ends it. seen: the template's variables of `messages`. Raises
+        `TemplateError` if it cannot be determined.
+        """
+        if regions is not None and regions.ranges[number] is not None:
+            found = self._turn_finder.find(regions, number, lambda: self._look_up_edges(seen, number, tools))
+            if found is not None:
+                return found
+        return self._find_turn_by_prefix(messages, number, text, tools)
+
+    def _look_up_edges(self, seen: Sequence[Mapping[str, Any]], number: int, tools: Tools) -> Edges:
+        """Render the conversation up to the turn `number` for the text around it. seen: the template's variables of the
+        messages.
+        """
+
+        def render_end(some: Sequence[Mapping[str, Any]], prompt: bool) -> str | None:
+            """Return what the template writes after the text of the last of `some` messages."""
+            try:
+                text = self._render_marked(some, tools, prompt)[0]
+                regions = locate_messages(
+                    some, text, lambda hidden: self._render_marked(hidden, tools, prompt)[0], self._literals
+                )
+            except TemplateError:
+                return None
+            return (
+                None
+                if regions is None
+                else regions.hidden[max((e for _, e in filter(None, regions.ranges)), default=0) :]
+            )
+
+        return Edges(render_end(seen[:number], True) if number else None, render_end(seen[: number + 1], False))
+
+    @cached_property
+    def _turn_finder(self) -> TurnFinder:
+        """Finder of the assistant's turns, with what the template writes around the turn of a simple conversation."""
+        header, end = "", None
+        with suppress(TemplateError):
+            user, answer = Message("user", "A?").template_variables(), Message("assistant", "B.").template_variables()
+            plain, asked = (self._render_marked([user], (), prompt)[0] for prompt in (False, True))
+            header = asked.removeprefix(plain) if asked.startswith(plain) else ""
+            edges = self._look_up_edges([user, answer], 1, ())
+            end = None if edges.closing is None else find_turn_end_token(self._special_pattern, edges.closing)
+        return TurnFinder(self._special_pattern, header, end)
+
+    @cached_property
+    def _literals(self) -> list[str]:
+        """Strings in the template's source that it may look for in messages, such as "</think>"; no special tokens."""
+        found = {match[1] if match[1] is not None else match[2] for match in _LITERAL.finditer(self.source)}
+        return [each for each in found if each.strip() and not self._special_pattern.search(each)]
+
+    def _find_turn_by_prefix(
+        self, messages: Sequence[Message], number: int, text: str, tools: Tools
+    ) -> tuple[int, int]:
+        """Return the character range [begin, end) of the assistant's turn messages[number] in the rendered `text` of a
+        template whose text for the first messages is the beginning of its text for all. Raises `TemplateError` if it is
+        not.
+        """
+        before = self.render(messages[:number], tools=tools, prompt=True) if number else ""
+        plain = self.render(messages[:number], tools=tools) if number else ""
+        after = text if number == len(messages) - 1 else self.render(messages[: number + 1], tools=tools)
         differ = (at for at, (one, other) in enumerate(zip(before, text, strict=False)) if one != other)
         begin = next(differ, min(len(before), len(text)))
         if begin < len(plain) or not text.startswith(after) or len(after) < begin:
             raise TemplateError(
-                "does not mark the assistant's turns with {% generation %}, and they cannot be inferred: its text for "
-                f"the first {number + 1} messages is not the beginning of its text for all of them; put "
-                "{% generation %} and {% endgeneration %} around the assistant's turns in a .jinja file"
+                f"does not mark the assistant's turns with {{% generation %}}, and message {number + 1} (assistant) "
+                "cannot be found in its text, as the template looks into the messages' text; put {% generation %} and "
+                "{% endgeneration %} around the assistant's turns in a .jinja file"
             )
         content = messages[number].content.strip()
         found = text.find(content, begin, len(after))
@@ -179,34 +263,56 @@ class ChatTemplate:
                 return True
         return False
 
-    def _find_own_tokens(self, messages: Sequence[Mapping[str, str]], text: str, prompt: bool) -> list[tuple[int, int]]:
+    def _find_own_tokens(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools, text: str, prompt: bool
+    ) -> list[tuple[int, int]]:
         """Return the character ranges [begin, end) in the rendered `text` of the special tokens that the template
-        itself wrote, not a message. messages: the template's variables for each message (`role`, `content` ...).
-        prompt: True if the header of the assistant's next turn was appended.
+        itself wrote, not a message. messages: the template's variables for each message (`role`, `content` ...). tools,
+        prompt: as in `render`.
 
         If a message contains anything like a special token, the template is rendered again with the characters of all
         messages replaced by private-use characters; the special tokens that remain are the template's own. Raises
         `TemplateError` if the two kinds cannot be distinguished.
         """
-        if not any(self._may_spell(message["content"]) for message in messages):
+        texts, described = list_strings(list(messages)), list_strings(list(tools))
+        if not any(map(self._may_spell, texts + described)):
             return [match.span() for match in self._special_pattern.finditer(text)]
-        letters = sorted({letter for one in messages for letter in one["content"] if not letter.isspace()})
-        if len(letters) <= _LAST - _FIRST:
-            hide = {ord(letter): _FIRST + number for number, letter in enumerate(letters)}
-            show = {number: letter for letter, number in hide.items()}
-            hidden_messages = [
-                {key: value if key == "role" else value.translate(hide) for key, value in one.items()}
-                for one in messages
-            ]
-            hidden, _ = self._render_marked(hidden_messages, prompt)
-            if hidden.translate(show) == text:
-                return [match.span() for match in self._special_pattern.finditer(hidden)]
-        match = next(filter(None, (self._special_pattern.search(one["content"]) for one in messages)), None)
+        regions = locate_messages(messages, text, lambda some: self._render_marked(some, tools, prompt)[0])
+        if regions is not None and not any(map(self._may_spell, described)):
+            return [match.span() for match in self._special_pattern.finditer(regions.hidden)]
+        match = next(filter(None, map(self._special_pattern.search, texts + described)), None)
         what = f"the special token {match[0]}" if match else "a part of a special token"
         raise TemplateError(
             f"inspects the text of messages, and one contains {what}, which cannot be distinguished from the "
             "template's own; remove it from the record"
         )
+
+
+def _check_all_rendered(messages: Sequence[Mapping[str, Any]], regions: MessageRegions) -> None:
+    """Raise `TemplateError` if the template left out text of a message; reasoning it may leave out. messages: the
+    template's variables for each message.
+    """
+    for number, (message, rendered) in enumerate(zip(messages, regions.rendered, strict=True), 1):
+        for part in ("content", "tool_calls"):
+            if part in list_parts(message) - rendered:
+                name = part.replace("_", " ")
+                raise TemplateError(
+                    f"leaves out the {name} of message {number} ({message['role']}): take another template, or remove "
+                    "them from the record"
+                )
+
+
+def _list_turns(
+    messages: Sequence[Message], regions: MessageRegions, spans: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, str]]:
+    """Return (begin, end, role) of each message in the text, in its order; an assistant's turn includes its spans."""
+    turns = []
+    for message, held in zip(messages, regions.ranges, strict=True):
+        if held is not None:
+            own = [span for span in spans if span[0] < held[1] and held[0] < span[1]]
+            begins, ends = zip(held, *(own if message.role == "assistant" else ()), strict=True)
+            turns.append((min(begins), max(ends), message.role))
+    return sorted(turns)
 
 
 @cache

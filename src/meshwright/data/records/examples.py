@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.packing.shards import EncodedDocument
-from meshwright.data.records.chat_template import ChatTemplate, RenderedConversation
+from meshwright.data.packing.token_marks import TRAINED_BIT, author_bits
+from meshwright.data.records.chat_template import ChatTemplate, RenderedConversation, Tools
 from meshwright.data.records.conversations import Message
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.sources.reading import LONGEST_DOCUMENT, Document
@@ -62,10 +63,12 @@ class ExampleEncoder:
                     f"tokenized in one piece; shorten it, or set data.clean.maximum_characters = {LONGEST_DOCUMENT} "
                     "to drop such records"
                 )
-            prompt, of_it = document.example.prompt, document.example.branches
+            prompt, of_it, tools, _ = document.example
             branches.append((len(of_it), (document.text or "").encode()))
             try:
-                rendered += [self.template.render_with_spans((*prompt, *branch), len(prompt)) for branch in of_it]
+                rendered += [
+                    self.template.render_with_spans((*prompt, *branch), len(prompt), tools=tools) for branch in of_it
+                ]
             except TemplateError as error:
                 raise UserError(f"{document.name}: {self.template.where} {error}") from None
         encoded = iter(self._encode(rendered))
@@ -77,12 +80,13 @@ class ExampleEncoder:
                 for number, (tokens, trained) in enumerate(pieces)
             ]
 
-    def encode_prompt(self, messages: Sequence[Message], header: bool = True) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Message], header: bool = True, tools: Tools = ()) -> list[int]:
         """Tokenize a conversation that the assistant is to continue; returns token ids. Raises `UserError` if the
-        template refuses the messages. header: True: append the header of the assistant's next turn.
+        template refuses the messages. header: True: append the header of the assistant's next turn. tools: JSON schemas
+        of functions.
         """
         try:
-            rendered = self.template.render_with_spans(messages, len(messages), prompt=header)
+            rendered = self.template.render_with_spans(messages, len(messages), tools=tools, prompt=header)
         except TemplateError as error:
             raise UserError(f"{self.template.where} {error}") from None
         ((tokens, _),) = self._encode([rendered])
@@ -95,7 +99,7 @@ class ExampleEncoder:
         except TemplateError:
             return None
         ((tokens, trained),) = self._encode([rendered])
-        for token in tokens[trained != 0][::-1].tolist():
+        for token in tokens[trained & TRAINED_BIT != 0][::-1].tolist():
             if self.tokenizer.tokenizer.id_to_token(token) in self.tokenizer.special:
                 return int(token)
             if self.tokenizer.decode([token]).strip():
@@ -103,31 +107,36 @@ class ExampleEncoder:
         return None
 
     def _encode(self, rendered: Sequence[RenderedConversation]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
-        """Tokenize rendered conversations; returns for each (token ids [tokens], response mask uint8 [tokens])."""
+        """Tokenize rendered conversations; returns for each (token ids [tokens], their marks (see `token_marks`) uint8
+        [tokens]).
+        """
         named = [_hide_own_tokens(one, self._names) for one in rendered]
         with convert_library_errors("text cannot be tokenized"):
             encodings = self._encoder.encode_batch([text for text, _ in named], add_special_tokens=False)
         result = []
-        for (_, spans), encoding in zip(named, encodings, strict=True):
+        for one, (_, shift), encoding in zip(rendered, named, encodings, strict=True):
             tokens = np.array(encoding.ids, dtype=self.tokenizer.dtype)
-            trained = np.zeros(len(tokens), np.uint8)
-            if spans and len(tokens):
+            marks = np.zeros(len(tokens), np.uint8)
+            if len(tokens):
                 places = np.array(encoding.offsets, np.int64)
-                for begin, end in spans:
-                    # A token is a target if it has a character of the response; one without characters, if it is
-                    # between such tokens.
-                    inside = np.flatnonzero((places[:, 0] < end) & (places[:, 1] > begin))
+                marked = [(begin, end, author_bits(role)) for begin, end, role in one.turns]
+                marked += [(begin, end, TRAINED_BIT) for begin, end in one.responses]
+                for begin, end, bits in marked:
+                    # A token is in a range if it has a character of it; one without characters, if it is between such
+                    # tokens. A token of two turns belongs to the first one.
+                    inside = np.flatnonzero((places[:, 0] < shift(end)) & (places[:, 1] > shift(begin)))
                     if len(inside):
-                        trained[inside[0] : inside[-1] + 1] = 1
-                trained[0] = 0  # nothing comes before it that could predict it
-            result.append((tokens, trained))
+                        held = marks[inside[0] : inside[-1] + 1]
+                        held |= np.where((held == 0) | (bits == TRAINED_BIT), bits, 0).astype(np.uint8)
+                marks[0] &= ~np.uint8(TRAINED_BIT)  # nothing comes before it that could predict it
+            result.append((tokens, marks))
         return result
 
 
-def _hide_own_tokens(rendered: RenderedConversation, names: Mapping[str, str]) -> tuple[str, list[tuple[int, int]]]:
+def _hide_own_tokens(rendered: RenderedConversation, names: Mapping[str, str]) -> tuple[str, Callable[[int], int]]:
     """Replace the special tokens that the template wrote in the conversation `rendered` by random names that no message
-    can contain; returns (new text, character ranges [begin, end) of the responses in it). names: {special token: its
-    random name}.
+    can contain; returns (new text, function that converts a character position in the old text to one in the new).
+    names: {special token: its random name}.
     """
     parts: list[str] = []
     moved: list[tuple[int, int]] = []  # (place in the text, by how much what follows it moves)
@@ -143,7 +152,7 @@ def _hide_own_tokens(rendered: RenderedConversation, names: Mapping[str, str]) -
     shifts = [0, *(by for _, by in moved)]
 
     def shift_position(position: int) -> int:
-        """Convert a character position in the old text to one in the new text."""
+        """Convert a character position."""
         return position + shifts[int(np.searchsorted(ends, position, side="right"))]
 
-    return "".join(parts), [(shift_position(begin), shift_position(end)) for begin, end in rendered.responses]
+    return "".join(parts), shift_position

@@ -44,16 +44,18 @@ class RenderProcess:
         with self._lock:
             self._start()
 
-    def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """Render a conversation in the subprocess; returns the text with the private-use characters `BEGIN` and `END`
         around each {% generation %} block. messages: the template's variables for each message (`role`, `content` ...).
-        prompt: append the header of the assistant's next turn. Raises `TemplateError` if the template refuses the
-        messages, `LimitReached` if a limit is exceeded.
+        prompt: append the header of the assistant's next turn. tools: JSON schemas of functions. Raises `TemplateError`
+        if the template refuses the messages, `LimitReached` if a limit is exceeded.
         """
         with self._lock:
             if self._process is None or self._owner != os.getpid():
                 self._start()
-            return self._send_request({"messages": [dict(message) for message in messages], "prompt": prompt})
+            return self._send_request({"messages": list(map(dict, messages)), "prompt": prompt, "tools": list(tools)})
 
     def _start(self) -> None:
         """Start the subprocess and send it the template to be compiled. Raises `NotATemplate` if the template does not

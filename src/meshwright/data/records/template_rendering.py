@@ -58,18 +58,22 @@ class Renderer:
         except (RecursionError, SyntaxError, ValueError, ArithmeticError) as error:  # raised by Jinja's generated code
             raise NotATemplate(f"{type(error).__name__}: {error}") from None
 
-    def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """Render a conversation; returns the text with the private-use characters `BEGIN` and `END` around each {%
         generation %} block.
 
         messages: the template's variables for each message (`role`, `content` ...). prompt: append the header of the
-        assistant's next turn. Raises `TemplateError` if the template refuses the messages or fails, `LimitReached` if
-        the text is too long.
+        assistant's next turn. tools: JSON schemas of functions; if there are none, the template's variable is None.
+        Raises `TemplateError` if the template refuses the messages or fails, `LimitReached` if the text is too long.
         """
         from jinja2 import TemplateError as JinjaError
 
         try:
-            text: str = self._template.render(messages=messages, add_generation_prompt=prompt, **self._named)
+            text: str = self._template.render(
+                messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._named
+            )
         except (
             JinjaError,
             TypeError,
@@ -80,7 +84,7 @@ class Renderer:
             RecursionError,
         ) as error:
             raise TemplateError(f"cannot render it: {error}") from None
-        most = OUTPUT_CHARACTERS + OUTPUT_FACTOR * sum(len(value) for one in messages for value in one.values())
+        most = OUTPUT_CHARACTERS + OUTPUT_FACTOR * len(json.dumps(messages))
         if len(text) > most:
             raise LimitReached(f"writes {len(text):,} characters, more than the limit of {most:,}")
         return text
@@ -138,9 +142,9 @@ def serve_requests() -> None:
     """Main loop of the subprocess: read requests from standard input, one JSON object per line, and write one answer
     per line, until the input ends.
 
-    A request is {"source", "named"}, the template, which comes first, or {"messages", "prompt"}, a conversation. An
-    answer has one of "text", "error", "limit" and "not_a_template". The kernel ends the process when a request exceeds
-    10 seconds (`RENDER_SECONDS`) of processor time.
+    A request is {"source", "named"}, the template, which comes first, or {"messages", "prompt", "tools"}, a
+    conversation. An answer has one of "text", "error", "limit" and "not_a_template". The kernel ends the process when a
+    request exceeds 10 seconds (`RENDER_SECONDS`) of processor time.
     """
     create_environment()  # imports Jinja before memory is limited
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -160,7 +164,7 @@ def serve_requests() -> None:
                 renderer, answer = Renderer(request["source"], request["named"]), {"text": ""}
             else:
                 assert renderer is not None
-                answer = {"text": renderer.render_marked(request["messages"], request["prompt"])}
+                answer = {"text": renderer.render_marked(request["messages"], request["prompt"], request["tools"])}
             data = json.dumps(answer).encode()
         except NotATemplate as error:
             data = json.dumps({"not_a_template": str(error)[:1000], "line": error.line}).encode()

@@ -1,0 +1,180 @@
+"""Where the text of each message is in a rendered conversation, found without assumptions about the template.
+
+Every character of the messages but white space and what JSON escapes is replaced by a private-use character that stands
+for one letter of one part of one message, and the template is rendered again. If the result, translated back, is the
+true text, the template copies texts without looking into them, and each private-use character says whose text it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.data.records.template_rendering import TemplateError
+
+PARTS = ("content", "tool_calls", "reasoning", "other")
+_PART_OF_KEY = {
+    "content": "content", "instruction": "content", "input": "content", "tool_calls": "tool_calls",
+    "reasoning_content": "reasoning", "thinking": "reasoning",
+}  # fmt: skip
+_KEPT_KEYS = ("role", "id", "tool_call_id", "type")  # of messages and tool calls: templates compare them
+_FIRST, _LAST = 0xF0000, 0x10FFEF  # private-use planes, without the marks of {% generation %} blocks
+_UNUSABLE = (0xFFFFE, 0xFFFFF)
+_ESCAPED = frozenset('"\\')
+
+
+class TooManyLetters(Exception):
+    """Error: a conversation has more different letters than there are private-use characters."""
+
+
+class MessageRegions(NamedTuple):
+    """Positions of the messages in a rendered conversation.
+
+    hidden: the rendered text with private-use characters in place of the messages' letters. ranges: for each message
+    the characters [begin, end) from its first to its last letter in the text; None: it has none there. rendered: for
+    each message the parts (see `PARTS`) that are in the text.
+    """
+
+    hidden: str
+    ranges: list[tuple[int, int] | None]
+    rendered: list[frozenset[str]]
+
+
+def map_strings(value: Any, change: Callable[[str], str], kept: Sequence[str] = ()) -> Any:
+    """Return a copy of a JSON value in which `change(text)` replaces every string that is no key. kept: keys whose
+    values stay unchanged.
+    """
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: one if key in kept else map_strings(one, change, kept) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_strings(one, change, kept) for one in value]
+    return value
+
+
+def list_strings(value: Any, kept: Sequence[str] = ()) -> list[str]:
+    """Return the strings in a JSON value that are no keys. kept: keys whose values are left out."""
+    found: list[str] = []
+
+    def note(text: str) -> str:
+        found.append(text)
+        return text
+
+    map_strings(value, note, kept)
+    return found
+
+
+def list_parts(message: Mapping[str, Any]) -> frozenset[str]:
+    """Return the parts (see `PARTS`) of a message, as template variables, that have text other than white space."""
+    found = set()
+    for key, value in message.items():
+        texts = [] if key in _KEPT_KEYS else list_strings(value, _KEPT_KEYS)
+        if any(text.strip() and set(text) - _ESCAPED for text in texts):
+            found.add(_PART_OF_KEY.get(key, "other"))
+    return frozenset(found)
+
+
+class StandIns:
+    """Private-use characters that stand for the letters of messages, each for one letter of one part of a message."""
+
+    def __init__(self) -> None:
+        self._letters: list[str] = []
+        self._owners: list[tuple[int, int]] = []  # (index of the message, index in `PARTS`) of each character
+
+    def hide(self, messages: Sequence[Mapping[str, Any]], kept: re.Pattern[str]) -> list[dict[str, Any]]:
+        """Return copies of the messages with stand-ins for their letters. kept: what stays unchanged in texts, with one
+        group around all of it. Raises `TooManyLetters` if there are not enough private-use characters.
+        """
+        hidden = []
+        for number, message in enumerate(messages):
+            tables = [_StandInTable(self, number, part) for part in range(len(PARTS))]
+            hidden.append(
+                {
+                    key: value if key in _KEPT_KEYS else map_strings(value, _translator(tables, key, kept), _KEPT_KEYS)
+                    for key, value in message.items()
+                }
+            )
+        return hidden
+
+    def show(self, text: str) -> str:
+        """Return `text` with the letters in place of their stand-ins."""
+        return text.translate({_FIRST + number: letter for number, letter in enumerate(self._letters)})
+
+    def locate(self, text: str, messages: int) -> tuple[list[tuple[int, int] | None], list[frozenset[str]]]:
+        """Return (`ranges`, `rendered`) of `MessageRegions` for a hidden `text` of so many messages."""
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.int64) - _FIRST
+        places = np.flatnonzero((codes >= 0) & (codes < len(self._owners)))
+        owners = np.array(self._owners, np.int64).reshape(-1, 2)[codes[places]]
+        begins, ends = np.full(messages, len(text)), np.zeros(messages, np.int64)
+        np.minimum.at(begins, owners[:, 0], places)
+        np.maximum.at(ends, owners[:, 0], places + 1)
+        parts: list[set[str]] = [set() for _ in range(messages)]
+        for message, part in np.unique(owners, axis=0).tolist():
+            parts[message].add(PARTS[part])
+        spans = zip(begins.tolist(), ends.tolist(), strict=True)
+        return [(begin, end) if end else None for begin, end in spans], list(map(frozenset, parts))
+
+    def add(self, letter: str, owner: tuple[int, int]) -> int:
+        """Return the code of a new stand-in for `letter`. owner: (index of the message, index in `PARTS`)."""
+        while _FIRST + len(self._letters) in _UNUSABLE:
+            self._letters.append("")
+            self._owners.append((0, len(PARTS) - 1))
+        code = _FIRST + len(self._letters)
+        if code > _LAST:
+            raise TooManyLetters
+        self._letters.append(letter)
+        self._owners.append(owner)
+        return code
+
+
+class _StandInTable(dict[int, int]):
+    """Table for `str.translate` that creates the stand-ins of one part of a message as letters occur."""
+
+    def __init__(self, stand_ins: StandIns, message: int, part: int) -> None:
+        super().__init__()
+        self._stand_ins, self._owner = stand_ins, (message, part)
+
+    def __missing__(self, code: int) -> int:
+        letter = chr(code)
+        kept = letter.isspace() or code < 32 or letter in _ESCAPED
+        self[code] = code if kept else self._stand_ins.add(letter, self._owner)
+        return self[code]
+
+
+def _translator(tables: Sequence[_StandInTable], key: str, kept: re.Pattern[str]) -> Callable[[str], str]:
+    """Return the function that hides the strings under `key` of a message. tables: one for each of `PARTS`. kept: as in
+    `StandIns.hide`.
+    """
+    table = tables[PARTS.index(_PART_OF_KEY.get(key, "other"))]
+    return lambda text: "".join(
+        part if number % 2 else part.translate(table) for number, part in enumerate(kept.split(text))
+    )
+
+
+def locate_messages(
+    messages: Sequence[Mapping[str, Any]],
+    text: str,
+    render: Callable[[Sequence[Mapping[str, Any]]], str],
+    literals: Sequence[str] = (),
+) -> MessageRegions | None:
+    """Find the messages in their rendered `text`; None if the template looks into texts, so that they cannot be found.
+
+    render: renders messages (the template's variables of each) to text. literals: strings that the template may look
+    for in texts, such as "</think>"; if the text does not come out else, they stay as they are.
+    """
+    texts = list_strings(list(messages)) if literals else []
+    found = sorted({each for each in literals if any(each in text for text in texts)}, key=len, reverse=True)
+    for kept in ([], found) if found else ([],):
+        stand_ins = StandIns()
+        pattern = re.compile(f"({'|'.join(map(re.escape, kept))})" if kept else "((?!))")
+        try:
+            hidden = render(stand_ins.hide(messages, pattern))
+        except (TooManyLetters, TemplateError):
+            continue
+        if stand_ins.show(hidden) == text:
+            return MessageRegions(hidden, *stand_ins.locate(hidden, len(messages)))
+    return None
