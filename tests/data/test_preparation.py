@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.data import preparation as preparation_module
 from meshwright.data import prepare
+from meshwright.data.cleaning import rules
 from meshwright.errors import UserError
 from meshwright.recipe import CleanRecipe, DataRecipe
 from tests.data.corpus import files, recipe, undisturbed
@@ -62,6 +63,13 @@ def test_cache_key_covers_blocked_words(corpus: Path, tmp_path: Path):
         words.write_text(listed)
         directories.add(prepare(recipe(corpus, tmp_path, clean=CleanRecipe(blocked_words=str(words)))).directory)
     assert len(directories) == 2
+
+
+def test_cache_key_covers_the_rules_of_masks(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    masked, plain = recipe(corpus, tmp_path, clean=CleanRecipe(mask=["ip"])), recipe(corpus, tmp_path)
+    before = prepare(masked).directory, prepare(plain).directory
+    monkeypatch.setattr(rules, "MASKS_VERSION", rules.MASKS_VERSION + 1)
+    assert prepare(masked).directory != before[0] and prepare(plain).directory == before[1]
 
 
 def test_cache_key_depends_on_contents_not_location(corpus: Path, tmp_path: Path):

@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.cleaning.blocked_words import hash_word_list
-from meshwright.data.cleaning.decontamination import hash_evaluation_sets
-from meshwright.data.cleaning.rules import Rewriter
+from meshwright.data.cleaning.rules import Rewriter, collect_key_fields
 from meshwright.data.cleaning.survey import (
     FEW_DOCUMENTS,
     SHORT_DOCUMENT,
@@ -146,11 +144,7 @@ class _Preparation:
             "sources": self._sum_by_source([1] * len(self.files)),
             "text_key": recipe.text_key if any(file.format in KEYED_FORMATS for file in self.files) else None,
             "text_keys": [source.text_key for source in recipe.all_sources],
-            "clean": {
-                **recipe.clean.model_dump(),
-                "evaluation_sets": hash_evaluation_sets(recipe.clean.evaluation_sets, self.cache, self.log),
-                "blocked_words": hash_word_list(recipe.clean.blocked_words) if recipe.clean.blocked_words else None,
-            },
+            "clean": collect_key_fields(recipe.clean, self.cache, self.log),
             "tokenizer": recipe.tokenizer if tokenizer is None else tokenizer.sha256(),
             "vocabulary": recipe.vocabulary if _trains_tokenizer(recipe) else None,
             "training_text": TRAINING_TEXT,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from meshwright.data.cleaning import heuristics
-from meshwright.data.cleaning.blocked_words import BlockedWords
-from meshwright.data.cleaning.decontamination import EvaluationSets
+from meshwright.data.cleaning.blocked_words import BlockedWords, hash_word_list
+from meshwright.data.cleaning.decontamination import EvaluationSets, hash_evaluation_sets
 from meshwright.data.cleaning.language import check_languages, identify_language
 from meshwright.data.cleaning.minhash import MinHash
-from meshwright.data.cleaning.personal_data import mask_personal_data
+from meshwright.data.cleaning.personal_data import MASKS_VERSION, mask_personal_data
 from meshwright.data.cleaning.repetition import measure_repeated_lines
 from meshwright.recipe import CleanRecipe
 
@@ -47,6 +50,21 @@ def list_enabled_rules(recipe: CleanRecipe) -> tuple[str, ...]:
     }
     off |= {rule for rule, switch in switches.items() if not switch}
     return tuple(rule for rule in RULES if rule not in off)
+
+
+def collect_key_fields(recipe: CleanRecipe, cache: Path, log: Callable[[str], None]) -> dict[str, Any]:
+    """Return a JSON object of everything that determines the results of cleaning, for the cache key of prepared data:
+    the `[data.clean]` table `recipe`, the contents of the files that it names, and the version of the masks.
+
+    cache: directory that stores file listings of remote stores. log: receives a line when a store is unreachable and
+    its stored listing is used. Raises `UserError` if a file cannot be read.
+    """
+    return {
+        **recipe.model_dump(),
+        "evaluation_sets": hash_evaluation_sets(recipe.evaluation_sets, cache, log),
+        "blocked_words": hash_word_list(recipe.blocked_words) if recipe.blocked_words else None,
+        **({"masks_version": MASKS_VERSION} if recipe.mask else {}),
+    }
 
 
 _RECORD = re.compile(r":(?:row )?\d+(?:[ #]|$)")
