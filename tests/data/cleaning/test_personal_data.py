@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshwright.data.cleaning.finders.phone_numbers import find_phone_numbers
 from meshwright.data.cleaning.finders.top_level_domains import TOP_LEVEL_DOMAINS
@@ -75,6 +77,27 @@ def test_top_level_domains_are_those_of_the_root_zone():
 )
 def test_international_numbers_have_the_digits_of_their_plan(text: str, number: str | None):
     assert [text[start:end] for start, end in find_phone_numbers(text)] == ([] if number is None else [number])
+
+
+def test_spans_are_in_the_order_of_the_text():
+    text = "8.8.8.8 415-555-2671 a@b.de"
+    assert [span.kind for span in find_personal_data(text, ALL)] == ["ip", "phone", "email"]
+
+
+PIECES = [*"@.+-:/()[]_'<E 0123456789abcx=#日ü", "a@b.de", "8.8.8.8", "tel ", "2001:", "\ud800"]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=60).map("".join))
+def test_any_text_is_masked_at_its_spans(text: str):
+    spans = find_personal_data(text, ALL)
+    masked, counts = mask_personal_data(text, ALL)
+    ends = [0, *(span.end for span in spans)]
+    kept = [text[end:start] for end, start in zip(ends, [*(span.start for span in spans), len(text)], strict=True)]
+    assert all(end <= span.start < span.end for end, span in zip(ends, spans, strict=False))
+    assert masked == "".join(
+        part + mask for part, mask in zip(kept, [*(f"<{s.kind}>" for s in spans), ""], strict=True)
+    )
+    assert sum(counts.values()) == len(spans)
 
 
 def test_overlapping_personal_data_are_masked_once():

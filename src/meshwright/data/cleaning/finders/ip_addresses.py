@@ -104,11 +104,11 @@ def _find_ipv6(text: str) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of the public IPv6 addresses in `text`."""
     for match in _IPV6.finditer(text):
         address = match[0].removesuffix(":") if not match[0].endswith("::") else match[0]
-        before = text[max(0, match.start() - _CONTEXT) : match.start()].rpartition("\n")[2]
-        is_index = before.endswith("[") and before[-2:-1].isidentifier()  # x[2000::10]
-        if address.count(":") == 2 and address.replace(":", "").isdecimal():  # [3000::2] or 2600::1
-            is_index = is_index or not _NETWORK_BEFORE.search(before)
-        if not is_index and _is_public(address):
+        if address.count(":") == 2 and address.replace(":", "").isdecimal():  # a slice, [3000::2], or 2600::1
+            before = text[max(0, match.start() - _CONTEXT) : match.start()].rpartition("\n")[2]
+            if not _NETWORK_BEFORE.search(before):
+                continue
+        if _is_public(address):
             yield match.start(), match.start() + len(address)
 
 

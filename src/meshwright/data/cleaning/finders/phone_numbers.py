@@ -91,7 +91,7 @@ def find_phone_numbers(text: str) -> Iterator[tuple[int, int]]:
         start, stop = run.span()
         opening = _OPENING.search(text, max(0, start - 2), start)
         start = opening.start() if opening else start
-        is_first = True  # words stand before the first group only
+        is_first = True  # words stand before the first group only: the others need no search for them
         while group := _GROUP.search(text, max(start, last), stop):
             begin = group.start()
             end = _match_number(text, begin, last, is_first)
