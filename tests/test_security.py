@@ -16,7 +16,7 @@ import pytest
 from meshwright.checkpoint.manifest import Damaged
 from meshwright.checkpoint.slices import check_bounds, read_index
 from meshwright.data.records.chat_template import ChatTemplate
-from meshwright.data.records.conversations import Message
+from meshwright.data.records.messages import Message
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.sources.resolution import find_files
 from meshwright.errors import UserError, out_of_memory_message

@@ -246,7 +246,7 @@ class SharedProcess(RenderProcess):
 
 def read_template(data: bytes, directory: Path) -> None:
     from meshwright.data.records import chat_template
-    from meshwright.data.records.conversations import Message
+    from meshwright.data.records.messages import Message
 
     template = chat_template.ChatTemplate(
         decode(data), {"eos_token": "</s>", "bos_token": "<s>"}, frozenset(("</s>", "<s>")), "template"

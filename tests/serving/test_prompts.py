@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from meshwright.data.records.conversations import Message
+from meshwright.data.records.messages import Message
 from meshwright.errors import UserError
 from meshwright.serving.prompts import Prompts
 from tests.serving.fake_engine import SAMPLE, make_prompts

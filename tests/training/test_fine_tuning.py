@@ -13,7 +13,7 @@ import torch
 
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.data import NO_TARGET, PackedExamples, TokenBatch, prepare
-from meshwright.data.records.conversations import Message
+from meshwright.data.records.messages import Message
 from meshwright.errors import UserError
 from meshwright.evaluation.evaluation import run_evaluation
 from meshwright.launcher.recipe_checks import check_recipe

@@ -190,6 +190,9 @@ def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
             facts.add_row(f"packed {name}", line)
     for kind, count in summary["masked"].items():
         facts.add_row(f"removed by {kind}" if kind == "c4_lines" else f"masked {kind}", f"{count:,}")
+    if unused := summary["unused_keys"]:
+        listed = ", ".join(f"{escape_control_characters(key)} ({count:,})" for key, count in unused.items())
+        facts.add_row("keys not used", listed)
     facts.add_row("vocabulary", f"{summary['vocabulary']:,} tokens")
     facts.add_row("sha256", summary["sha256"])
     facts.add_row("directory", escape_control_characters(summary["directory"]))

@@ -37,7 +37,7 @@ from meshwright.data.files import (
 from meshwright.data.packing.shards import Shard, ShardWriter, TextEncoder, limit_rate
 from meshwright.data.prepared import PreparedData
 from meshwright.data.records.chat_template import check_template_tokens, find_template
-from meshwright.data.records.examples import ExampleEncoder
+from meshwright.data.records.examples import ExampleEncoder, collect_record_fields
 from meshwright.data.sources.contents import SourceDigests
 from meshwright.data.sources.reading import LONGEST_DOCUMENT, check_encoding
 from meshwright.data.sources.resolution import KEYED_FORMATS, SourceChanged, find_files
@@ -152,7 +152,7 @@ class _Preparation:
             "cut": [LONGEST_DOCUMENT, FEW_DOCUMENTS, SHORT_DOCUMENT],
             "shard_tokens": recipe.shard_tokens,
             "keep_text": self.keep_text,
-            **({"records": [recipe.records, recipe.record_keys, self.template[0]]} if self.template else {}),
+            **({"records": collect_record_fields(recipe, self.template[0])} if self.template else {}),
         }
 
     def find_manifest(self, contents: bool, log: Log | None) -> dict[str, Any] | None:
@@ -326,13 +326,16 @@ class _Preparation:
         files.
         """
         reader, total = make_reader(self.recipe, survey.longest), survey.bytes[split]
+        encoder = (
+            TextEncoder(tokenizer)
+            if self.template is None
+            else ExampleEncoder.of_directory(self.directory / "tokenizer", self.template[1])
+        )
         packer = ShardWriter(
             self.directory / split,
             lambda first: survey.iterate_documents(self.files, reader, split, first),
             self._find_split_ends(survey, split),
-            TextEncoder(tokenizer)
-            if self.template is None
-            else ExampleEncoder.of_directory(self.directory / "tokenizer", self.template[1]),
+            encoder,
             tokenizer_record[FILES[0]]["sha256"],
             self.recipe.shard_tokens,
             keep_text=self.keep_text or split == "validation",
@@ -340,6 +343,8 @@ class _Preparation:
         shards = packer.write_missing(
             limit_rate(lambda done: self.log(f"packing {split}: {done / total:.0%} of {total / 1e6:,.1f} MB of text"))
         )
+        for warning in encoder.list_warnings() if isinstance(encoder, ExampleEncoder) and split == "train" else ():
+            self.log(f"warning: {warning}")
         if number_of_shards := sum(map(len, shards)):
             tokens = sum(shard.tokens for by_source in shards for shard in by_source)
             documents = _format_count(survey.documents[split], "document")

@@ -145,6 +145,7 @@ class PreparedData:
             "dropped": dict(cleaning["dropped"]),
             "dropped_examples": dict(cleaning["examples"]),
             "masked": dict(cleaning["masked"]),
+            "unused_keys": dict(cleaning.get("unused_keys", {})),
             "sha256": self.sha256,
             "files": self.manifest["files"],
             "vocabulary": self.vocabulary,

@@ -9,9 +9,12 @@ from pydantic import Field, model_validator
 from meshwright.names import (
     DATA_FORMATS,
     HEURISTICS,
+    MESSAGE_KEYS,
     PERSONAL_DATA,
     RECORD_TYPES,
     RECORDS,
+    ROLES,
+    THINKING,
     TOO_LONG,
     TRAINED,
     unknown,
@@ -25,7 +28,16 @@ RECORD_KEYS: dict[str, tuple[str, ...]] = {
     "chat": ("messages",),
     "preference": ("prompt", "chosen", "rejected"),
 }
-_OF_RECORDS = ("record_keys", "template", "train_on", "pack", "too_long")  # keys that do not apply to text
+# Further keys that records of each kind may have.
+MORE_RECORD_KEYS: dict[str, tuple[str, ...]] = {
+    "instruction": ("system", "history", "prompt", "completion", "tools"),
+    "chat": ("conversations", "system", "tools", "functions"),
+    "preference": ("conversations", "system", "tools"),
+}
+# Keys that do not apply to text.
+_OF_RECORDS = (
+    "record_keys", "message_keys", "record_roles", "template", "thinking", "train_on", "pack", "too_long",
+)  # fmt: skip
 
 
 class CleanRecipe(Table):
@@ -97,8 +109,11 @@ class DataRecipe(Table):
     per cache file. clean: rules that drop and mask documents.
 
     records: "text", or the kind of fine-tuning examples ("instruction", "chat", "preference"), to which these apply:
-    record_keys: {standard key such as "instruction": key in the sources}. template: name or .jinja file of the chat
-    template. train_on: tokens in the loss, "responses" or "all". pack: several examples per sample. too_long:
+    record_keys: {standard key such as "instruction": key in the sources}. message_keys: {"role" or "content": key in
+    messages}. record_roles: {role in the sources: standard role}. template: name or .jinja file of the chat template.
+    thinking: reasoning of assistant turns that is kept: what the template renders ("template"), that of the last turn
+    ("last"), none ("none"), or of every turn, each as the last of an example of its own ("all"). train_on: tokens in
+    the loss, "responses" or "all". pack: several examples per sample. too_long:
     "truncate", "drop" or "refuse" examples longer than a sample.
     """
 
@@ -108,6 +123,9 @@ class DataRecipe(Table):
     text_key: Name = "text"  # of a JSONL line, or the column of a Parquet file; "a.b": the key b inside a
     records: Annotated[str, named("kind", RECORDS)] = "text"
     record_keys: dict[str, Name] = {}  # key of RECORD_KEYS -> key in the sources
+    message_keys: dict[Annotated[str, named("key", MESSAGE_KEYS)], Name] = {}  # "role", "content" -> key in messages
+    record_roles: dict[Name, Annotated[str, named("role", ROLES)]] = {}  # role in the sources -> standard role
+    thinking: Annotated[str, named("choice", THINKING)] = "template"  # reasoning that is kept
     template: Name | None = None  # a name of names.TEMPLATES or a .jinja file; default: by the kind of records
     train_on: Annotated[str, named("choice", TRAINED)] = "responses"
     pack: bool = True  # several examples in a row
@@ -153,7 +171,7 @@ class DataRecipe(Table):
                 kinds = ", ".join(f'"{kind}"' for kind in RECORDS[1:])
                 raise ValueError(f'{wrong_key} applies to records, but records is "text": set it to one of {kinds}')
             return self
-        keys = RECORD_KEYS[self.records]
+        keys = (*RECORD_KEYS[self.records], *MORE_RECORD_KEYS[self.records])
         if wrong := next((key for key in self.record_keys if key not in keys), None):
             raise ValueError(f"record_keys: {unknown(f'key of {self.records} records', wrong, keys)}")
         if self._differs_from_default("text_key") or any(source.text_key for source in self.sources or []):
@@ -168,6 +186,8 @@ class DataRecipe(Table):
             raise ValueError(
                 f'clean.heuristics "c4" removes lines of pages, but {self.records} records must stay whole: remove it'
             )
+        if self.records == "preference" and self.thinking == "all":
+            raise ValueError('thinking "all" makes an example of each turn, but preference records stay whole')
         if self.records == "preference" and (self.train_on != "responses" or not self.document_mask):
             raise ValueError(
                 "preference records are trained on their responses, which must not attend to each other: "

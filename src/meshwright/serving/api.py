@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from meshwright.checkpoint import find_checkpoint
-from meshwright.data.records.conversations import Message
+from meshwright.data.records.messages import Message
 from meshwright.errors import UserError
 from meshwright.launcher.device import one_device, refuse_device_of_layout
 from meshwright.layout import Layout

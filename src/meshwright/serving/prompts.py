@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers
 
-from meshwright.data.records.conversations import Message
 from meshwright.data.records.examples import ExampleEncoder
+from meshwright.data.records.messages import Message
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.tokenizers.library import convert_library_errors, parse_tokenizer
 from meshwright.data.tokenizers.special_tokens import (

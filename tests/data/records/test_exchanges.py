@@ -74,9 +74,15 @@ def test_imported_response_leaves_other_fields_unchanged(form: str):
         ({"instruction": 3}, '"instruction" is the number 3, not a string'),
         ({"messages": "Hi"}, "not a list of messages"),
         ({"messages": ["Hi"]}, "messages[0] is the string 'Hi', not a message"),
-        ({"messages": [{"role": "user", "content": [1]}]}, "messages[0].content is a list of 1, not a string"),
+        (
+            {"messages": [{"role": "user", "content": [1]}]},
+            'messages[0].content[0] is the number 1, not {"type": "text", "text": "..."}',
+        ),
         ({"messages": [{"role": "usr", "content": "x"}]}, 'did you mean "user"?'),
-        ({"conversations": [{"from": "human", "value": None}]}, "conversations[0].value is null, not a string"),
+        (
+            {"conversations": [{"from": "human", "value": None}]},
+            "conversations[0].value is null, and the message has no tool_calls",
+        ),
     ],
 )
 def test_invalid_record_error_names_position(record: dict, said: str):

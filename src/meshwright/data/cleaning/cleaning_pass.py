@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -123,7 +124,7 @@ def _iterate_segments(
     for at in range(file, len(files)):
         for document in itertools.islice(reader.read_documents(files[at]), judged[at], None):
             verdict = cleaner.judge_document(document.text, document.name, document.problem)
-            writer.add(at, document.name, document.text, verdict)
+            writer.add(at, document, verdict)
             log_progress(writer.first + writer.documents)
             if writer.characters >= SEGMENT_CHARACTERS or writer.documents >= SEGMENT_DOCUMENTS:
                 yield finish_segment()
@@ -240,9 +241,11 @@ class _ReportBuilder:
         sources = {side: np.zeros((len(self.labels), 2), np.int64) for side in sides}  # documents, bytes
         dropped = np.zeros((1 + len(RULES), 2), np.int64)
         changes = np.zeros(len(CHANGES), np.int64)
+        unused = Counter[str]()
         for segment in self.segments:
             codes = self.duplicates.codes[segment.first : segment.first + segment.documents]
             labels = np.repeat(*np.array([[self._label_of[at], count] for at, count in segment.header["pieces"]]).T)
+            unused.update(segment.header["unused"])
             kept = codes == KEPT
             columns = {side: segment.read_column(side if side in segment else "before") for side in sides}
             for side, chosen in (("before", np.ones(len(kept), bool)), ("after", kept)):
@@ -264,6 +267,7 @@ class _ReportBuilder:
             "dropped": {rule: int(dropped[1 + RULES.index(rule), 0]) for rule in self.cleaner.rules},
             "dropped_bytes": {rule: int(dropped[1 + RULES.index(rule), 1]) for rule in self.cleaner.rules},
             "masked": {kind: int(changes[CHANGES.index(kind)]) for kind in CHANGES if kind in masked},
+            "unused_keys": dict(unused.most_common()),
             "documents": documents,
             "bytes": {side: int(sources[side][:, 1].sum()) for side in sides},
             "characters": {side: dict(zip(KINDS, kinds[side].tolist(), strict=True)) for side in sides},

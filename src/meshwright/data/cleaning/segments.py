@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from meshwright.data.cleaning.characters import KINDS, count_character_kinds
 from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.rules import RULES, Verdict
 from meshwright.data.files import AtomicFile, canonical_json
+from meshwright.data.sources.reading import Document
 
 KEPT = 0  # a code; 1 + the index in RULES: dropped by that rule
 CHANGES = ("key", "email", "phone", "ip", "c4_lines")
 SAMPLES = 4  # documents of each rule that the report shows
 EXCERPT = 400  # characters of each
-_MAGIC = b"meshwright segment 1\n"
+_MAGIC = b"meshwright segment 2\n"
 
 
 def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
@@ -62,14 +64,18 @@ class SegmentWriter:
         self.documents = self.characters = self.longest_kept = 0
         self.pieces: dict[int, int] = {}  # index of a source file -> number of its documents
         self.examples: dict[str, str] = {}
+        self.unused = Counter[str]()  # keys of records that are not used
         self.samples: dict[str, list[dict[str, Any]]] = {}
         self._columns = {name: bytearray() for name in list_column_types(0, rewrites)}
 
-    def add(self, file: int, name: str, raw: str | None, verdict: Verdict) -> None:
-        """Append the cleaning result of the next document. file: index of its source file. name: the document's name.
-        raw: the document's text as read, before masking and line filters; None if the file is not text. verdict: the
-        text after masking and line filters, and the rule that dropped the document, if any.
+    def add(self, file: int, document: Document, verdict: Verdict) -> None:
+        """Append the cleaning result of the next document. file: index of its source file. document: as read, before
+        masking and line filters. verdict: the text after masking and line filters, and the rule that dropped the
+        document, if any.
         """
+        name, raw = document.name, document.text
+        if document.example is not None:
+            self.unused.update(document.example.unused)
         code = KEPT if verdict.rule is None else 1 + RULES.index(verdict.rule)
         text = raw or ""
         unchanged = verdict.text is raw
@@ -132,6 +138,7 @@ class SegmentWriter:
                 "rewrites": self.rewrites,
                 "longest_kept": self.longest_kept,
                 "examples": self.examples,
+                "unused": self.unused,
                 "samples": self.samples,
             }
         )

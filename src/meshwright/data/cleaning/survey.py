@@ -15,6 +15,7 @@ from meshwright.data.cleaning.cleaning_pass import CleaningResult, run_cleaning_
 from meshwright.data.cleaning.rules import Cleaner, Rewriter
 from meshwright.data.cleaning.segments import KEPT
 from meshwright.data.records.conversations import RecordFormat
+from meshwright.data.records.messages import MessageFormat
 from meshwright.data.sources.reading import LONGEST_DOCUMENT, Document, Reader
 from meshwright.data.sources.resolution import SourceChanged, SourceFile
 from meshwright.errors import UserError
@@ -179,7 +180,10 @@ def make_reader(recipe: DataRecipe, longest: int) -> Reader:
     the cleaning pass and whenever the documents are read again. longest: maximum characters of a document; longer texts
     are cut.
     """
-    records = None if recipe.records == "text" else RecordFormat(recipe.records, recipe.record_keys)
+    records = None
+    if recipe.records != "text":
+        messages = MessageFormat(recipe.message_keys, recipe.record_roles)
+        records = RecordFormat(recipe.records, recipe.record_keys, messages, recipe.thinking)
     return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys, records)
 
 

@@ -13,8 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.data.records.conversations import Message
-from meshwright.data.records.message_regions import MessageRegions, list_parts, list_strings, locate_messages
+from meshwright.data.records.message_regions import MessageRegions, list_parts, locate_messages
+from meshwright.data.records.messages import Message, list_strings
 from meshwright.data.records.response_spans import Edges, TurnFinder, assign_marked_spans, find_turn_end_token
 from meshwright.data.records.template_process import RenderProcess
 from meshwright.data.records.template_rendering import BEGIN, END, LimitReached, NotATemplate, Renderer, TemplateError
@@ -73,6 +73,26 @@ class ChatTemplate:
         except LimitReached as error:
             raise UserError(f"{self.where} {error}: no template needs that") from None
 
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """True if the template renders the content of a message only as a list of parts, as multimodal ones may."""
+        found = []
+        for content in ("A?", [{"type": "text", "text": "A?"}]):
+            try:
+                found.append("A?" in self._renderer.render_marked([{"role": "user", "content": content}], True))
+            except (TemplateError, LimitReached):
+                found.append(False)
+        return found == [False, True]
+
+    @cached_property
+    def leaves_out_system(self) -> bool:
+        """True if the template accepts a system message, but leaves it out of conversations that end with an answer."""
+        turns = [Message(role, text) for role, text in (("system", "S1."), ("user", "A?"), ("assistant", "B."))]
+        try:
+            return "S1." not in self.render(turns)
+        except TemplateError:
+            return False
+
     def check(self) -> None:
         """Compile the template. Raises `UserError` if the source is not valid Jinja."""
         _ = self._renderer
@@ -122,6 +142,8 @@ class ChatTemplate:
         """Render a conversation; returns (text, character ranges [begin, end) that {% generation %} marks). messages:
         the template's variables for each message (`role`, `content` ...). tools, prompt: as in `render`.
         """
+        if self._takes_parts:
+            messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
         try:
             marked = self._renderer.render_marked(messages, prompt, tools)
         except LimitReached as error:
@@ -294,7 +316,8 @@ def _check_all_rendered(messages: Sequence[Mapping[str, Any]], regions: MessageR
     """
     for number, (message, rendered) in enumerate(zip(messages, regions.rendered, strict=True), 1):
         for part in ("content", "tool_calls"):
-            if part in list_parts(message) - rendered:
+            left_out = part in list_parts(message) - rendered
+            if left_out and message["role"] != "system":  # whose loss is a warning (see `leaves_out_system`)
                 name = part.replace("_", " ")
                 raise TemplateError(
                     f"leaves out the {name} of message {number} ({message['role']}): take another template, or remove "

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from meshwright.names import ROLES, nearest
-from meshwright.recipe.data import RECORD_KEYS
+from meshwright.data.records.messages import (
+    MalformedRecord,
+    Message,
+    MessageFormat,
+    check_tool_results,
+    describe_value,
+    join_texts,
+    parse_tools,
+)
+from meshwright.data.records.trees import is_tree, list_conversations
+from meshwright.names import nearest
+from meshwright.recipe.data import MORE_RECORD_KEYS, RECORD_KEYS
 
-# Role names of ShareGPT's `from` and of other formats.
-_OTHER_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
-_CONTENT_KEYS = ("content", "value")
-_ROLE_KEYS = ("role", "from")
-
-
-class Message(NamedTuple):
-    """One turn of a conversation. role: "system", "user", "assistant", "tool" or "developer". content: the message's
-    text. input: the text that an instruction applies to (Alpaca's `input`), or "". fields: what else the message has
-    under the names of OpenAI's schema and of chat templates (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`
-    ...), as JSON values. trained: whether an assistant turn is trained on; None: by its place in the example.
-    """
-
-    role: str
-    content: str
-    input: str = ""
-    fields: Mapping[str, Any] = {}
-    trained: bool | None = None
-
-    def template_variables(self) -> dict[str, Any]:
-        """Return the message as variables of a chat template: `role`, `content` (content and input joined),
-        `instruction` (content alone), `input`, and the message's other fields.
-        """
-        whole = f"{self.content}\n\n{self.input}" if self.input else self.content
-        return {**self.fields, "role": self.role, "content": whole, "instruction": self.content, "input": self.input}
+_HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")  # Anthropic's helpful and harmless data
+_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
 class Example(NamedTuple):
@@ -40,36 +28,40 @@ class Example(NamedTuple):
 
     Instructions and chats have one branch; a preference has two, the chosen and the rejected one. Assistant turns in
     branches are responses to be trained on; those in the prompt are context. tools: JSON schemas of the functions that
-    the assistant may call, as chat templates expect them. label: of an unpaired preference, whether the response is
-    desirable; else None.
+    the assistant may call, as chat templates expect them. unused: keys of the record and its messages that are not
+    used, such as "source" and "messages.id".
     """
 
     prompt: tuple[Message, ...]
     branches: tuple[tuple[Message, ...], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
-    label: bool | None = None
+    unused: frozenset[str] = frozenset()
 
     def join_texts(self) -> str:
         """Join the texts of all messages by blank lines, for cleaning rules and counts."""
-        messages = (*self.prompt, *(message for branch in self.branches for message in branch))
-        return "\n\n".join(part for message in messages for part in (message.content, message.input) if part)
+        return join_texts((*self.prompt, *(message for branch in self.branches for message in branch)))
 
     def rewrite_texts(self, rewrite: Callable[[str], str]) -> Example:
-        """Return a copy in which `rewrite(text)` replaces the text of every message, content and input each."""
+        """Return a copy in which `rewrite(text)` replaces each text of every message."""
+        return self.change_messages(lambda message: message.rewrite_texts(rewrite))
 
-        def rewrite_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
-            return tuple(one._replace(content=rewrite(one.content), input=rewrite(one.input)) for one in messages)
-
-        return self._replace(prompt=rewrite_messages(self.prompt), branches=tuple(map(rewrite_messages, self.branches)))
+    def change_messages(self, change: Callable[[Message], Message]) -> Example:
+        """Return a copy in which `change(message)` replaces every message."""
+        prompt, *branches = (tuple(map(change, messages)) for messages in (self.prompt, *self.branches))
+        return self._replace(prompt=prompt, branches=tuple(branches))
 
 
 class RecordFormat(NamedTuple):
     """Format of a file of records (JSON objects or Parquet rows). kind: "instruction", "chat" or "preference". renamed:
-    {standard key: key in the files}, such as {"prompt": "question"}; other keys have their standard names.
+    {standard key: key in the files}, such as {"prompt": "question"}; other keys have their standard names. messages:
+    how messages are written. thinking: which reasoning is kept, "template", "all", "none" or "last" (see
+    `DataRecipe.thinking`).
     """
 
     kind: str
     renamed: Mapping[str, str] = {}
+    messages: MessageFormat = MessageFormat()
+    thinking: str = "template"
 
     def get_file_key(self, part: str) -> str:
         """Return the key that the files use for the standard key `part`, such as "question" for "prompt"; `part` itself
@@ -79,23 +71,49 @@ class RecordFormat(NamedTuple):
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns to read from files with columns, such as Parquet: the keys that this format has."""
-        keys = [self.get_file_key(part) for part in RECORD_KEYS[self.kind]]
-        return [*keys, "conversations", "messages"] if self.kind == "chat" else keys
+        """Names of the columns to read from files with columns, such as Parquet: the keys that this format may have."""
+        tree = ("message_tree_id", "message_id", "parent_id", "text", "role", "rank", "deleted", "review_result")
+        more = tree if self.kind == "chat" else ()
+        return [*map(self.get_file_key, (*RECORD_KEYS[self.kind], *MORE_RECORD_KEYS[self.kind])), *more]
 
-    def parse_example(self, record: Any) -> Example:
-        """Parse `record`, a parsed JSON value, to prompt and responses. Raises `MalformedRecord` if it is no object,
+    def parse_examples(self, record: Any) -> list[Example]:
+        """Parse `record`, a parsed JSON value, to examples: one, or one for each conversation of a tree, or for each
+        assistant turn where every turn's reasoning is to be trained on. Raises `MalformedRecord` if it is no object,
         lacks a key of this format, or has a value of a wrong type.
         """
         if not isinstance(record, dict):
-            raise MalformedRecord(f"is {_describe_value(record)}, not an object")
-        match self.kind:
-            case "instruction":
-                return self._parse_instruction(record)
-            case "chat":
-                return Example((), (self._parse_messages(record, self._find_chat_key(record)),))
-            case _:
-                return self._parse_preference(record)
+            raise MalformedRecord(f"is {describe_value(record)}, not an object")
+        if self.kind == "chat" and is_tree(record):
+            unused: set[str] = set()
+            ways = list_conversations(record, self.messages, unused)
+            found = [Example((), (way,), unused=frozenset(unused)) for way in ways]
+        else:
+            found = [self.parse_example(record)]
+        return [example for each in found for example in select_reasoning(each, self.thinking)]
+
+    def parse_example(self, record: dict[str, Any]) -> Example:
+        """Parse a record that is one example. Raises `MalformedRecord` as `parse_examples` does."""
+        unused: set[str] = set()
+        parse = {"instruction": self._parse_instruction, "chat": self._parse_chat}.get(
+            self.kind, self._parse_preference
+        )
+        prompt, branches = parse(record, unused)
+        system = self._get_optional_text(record, "system")
+        if system:
+            given = [message.content for message in (*prompt, *branches[0]) if message.role == "system"]
+            if given and given != [system]:
+                key = self.get_file_key("system")
+                raise MalformedRecord(f'has "{key}" and a system message, and they differ: remove one')
+            if not given and (prompt or len(branches) > 1):
+                prompt = (Message("system", system), *prompt)
+            elif not given:
+                branches = ((Message("system", system), *branches[0]),)
+        tools = self._parse_tools(record)
+        for branch in branches:
+            check_tool_results((*prompt, *branch), self.get_file_key(RECORD_KEYS[self.kind][0]))
+        used = set(self.columns)
+        unused.update(str(key) for key, value in record.items() if key not in used and value is not None)
+        return Example(prompt, branches, tools, frozenset(unused))
 
     def format_example_record(self) -> str:
         """Return the JSON text of a well-formed record of this format, for error messages."""
@@ -103,45 +121,65 @@ class RecordFormat(NamedTuple):
         parts = {part: turn if part == "messages" else '"..."' for part in RECORD_KEYS[self.kind]}
         return "{" + ", ".join(f'"{self.get_file_key(part)}": {value}' for part, value in parts.items()) + "}"
 
-    def _parse_instruction(self, record: dict[str, Any]) -> Example:
-        """Parse an instruction record (`instruction`, `output` and an optional `input`). Raises `MalformedRecord` if a
-        key is missing or not a string.
-        """
-        instruction, output = (self._get_text(record, part) for part in ("instruction", "output"))
-        given = self._get_text(record, "input") if record.get(self.get_file_key("input")) is not None else ""
-        prompt = Message("user", instruction, given)
-        return Example((), ((prompt, Message("assistant", output)),))
+    def _parse_tools(self, record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+        """Return the functions of a record: `tools`, or OpenAI's older `functions`."""
+        for part in ("tools", "functions"):
+            if part in MORE_RECORD_KEYS[self.kind] and record.get(key := self.get_file_key(part)) is not None:
+                return parse_tools(record[key], key)
+        return ()
 
-    def _find_chat_key(self, record: dict[str, Any]) -> str:
-        """Return the key of the list of messages: the key configured for "messages" or, if nothing is configured and
-        the record has only that, ShareGPT's "conversations".
+    def _parse_instruction(
+        self, record: dict[str, Any], unused: set[str]
+    ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
+        """Parse an instruction record to (prompt, branches): Alpaca's `instruction`, `output`, `input` and `history`
+        (pairs of question and answer, which are trained on), or TRL's `prompt` and `completion`. Raises
+        `MalformedRecord` if a key is missing or has a value of a wrong type.
+        """
+        if self.get_file_key("instruction") not in record and self.get_file_key("completion") in record:
+            prompt = self._parse_side(record, "prompt", "user", unused)
+            return prompt, (self._parse_side(record, "completion", "assistant", unused),)
+        instruction, output = (self._get_text(record, part) for part in ("instruction", "output"))
+        given = self._get_optional_text(record, "input")
+        turns: list[Message] = []
+        history, key = record.get(self.get_file_key("history")) or [], self.get_file_key("history")
+        if not isinstance(history, list):
+            raise MalformedRecord(f'"{key}" is {describe_value(history)}, not a list of [question, answer]')
+        for number, pair in enumerate(history):
+            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+                raise MalformedRecord(f'"{key}"[{number}] is {describe_value(pair)}, not [question, answer]')
+            turns += [Message("user", pair[0]), Message("assistant", pair[1])]
+        return (), ((*turns, Message("user", instruction, given), Message("assistant", output)),)
+
+    def _parse_chat(
+        self, record: dict[str, Any], unused: set[str]
+    ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
+        """Parse a chat record to (prompt, branches). Its messages are under the key configured for "messages" or, if
+        nothing is configured and the record has only that, ShareGPT's "conversations".
         """
         key = self.get_file_key("messages")
-        return "conversations" if key not in record and not self.renamed and "conversations" in record else key
+        if key not in record and "messages" not in self.renamed and "conversations" in record:
+            key = "conversations"
+        if key not in record:
+            raise self._missing_key_error(record, key, "messages")
+        return (), (self.messages.parse_all(record[key], key, unused),)
 
-    def _parse_preference(self, record: dict[str, Any]) -> Example:
-        """Parse a preference record (`prompt`, `chosen`, `rejected`). If the key `prompt` is missing, the prompt is the
-        common beginning of the chosen and the rejected conversation. Raises `MalformedRecord` if a key is missing, has
-        a value of a wrong type, or no common beginning exists.
+    def _parse_preference(
+        self, record: dict[str, Any], unused: set[str]
+    ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
+        """Parse a preference record (`prompt`, `chosen`, `rejected`) to (prompt, branches). If the key `prompt` is
+        missing, the prompt is the common beginning of the chosen and the rejected conversation; these may be texts with
+        turns "Human:" and "Assistant:" (Anthropic). Raises `MalformedRecord` if a key is missing, has a value of a
+        wrong type, or no common beginning exists.
         """
         prompt_key = self.get_file_key("prompt")
         prompt: tuple[Message, ...] | None = None
         if prompt_key in record:
-            prompt = (
-                (Message("user", record[prompt_key]),)
-                if isinstance(record[prompt_key], str)
-                else self._parse_messages(record, prompt_key)
-            )
-        branches = []
-        for part in ("chosen", "rejected"):
-            key = self.get_file_key(part)
-            text = record.get(key)
-            branches.append(
-                (Message("assistant", text),)
-                if isinstance(text, str)
-                else self._parse_messages(record, key, "or a string")
-            )
-        chosen, rejected = branches
+            prompt = self._parse_side(record, "prompt", "user", unused)
+        elif "conversations" in record:  # LLaMA-Factory
+            prompt = self.messages.parse_all(record["conversations"], "conversations", unused)
+        chosen, rejected = (
+            self._parse_side(record, part, "assistant", unused, split=prompt is None) for part in ("chosen", "rejected")
+        )
         if prompt is None:  # both have the whole conversation
             common = 0
             while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
@@ -151,12 +189,31 @@ class RecordFormat(NamedTuple):
                 raise MalformedRecord(
                     f'has no key "{prompt_key}", and "{first}" and "{second}" do not begin with the same message'
                 )
-            return Example(chosen[:common], (chosen[common:], rejected[common:]))
+            return chosen[:common], (chosen[common:], rejected[common:])
+        branches = (chosen, rejected)
         whole = [branch[: len(prompt)] == prompt and len(branch) > len(prompt) for branch in branches]
-        return Example(
-            prompt,
-            tuple(branch[len(prompt) :] if long else branch for branch, long in zip(branches, whole, strict=True)),
+        return prompt, tuple(
+            branch[len(prompt) :] if long else branch for branch, long in zip(branches, whole, strict=True)
         )
+
+    def _parse_side(
+        self, record: dict[str, Any], part: str, role: str, unused: set[str], split: bool = False
+    ) -> tuple[Message, ...]:
+        """Parse the value under the standard key `part`: a text, which is a message of `role`, one message, or a list
+        of them. split: a text may have several turns, "Human:" and "Assistant:". Raises `MalformedRecord` otherwise.
+        """
+        key = self.get_file_key(part)
+        if key not in record:
+            raise self._missing_key_error(record, key, part)
+        value = record[key]
+        if isinstance(value, str):
+            if split and len(turns := _HH_TURN.split(value)) > 2 and not turns[0].strip():
+                roles = ({"Human": "user", "Assistant": "assistant"}[name] for name in turns[1::2])
+                return tuple(Message(*turn) for turn in zip(roles, map(str.strip, turns[2::2]), strict=True))
+            return (Message(role, value),)
+        if isinstance(value, dict):
+            return (self.messages.parse(value, key, key, unused),)
+        return self.messages.parse_all(value, key, unused, "or a string")
 
     def _get_text(self, record: dict[str, Any], part: str) -> str:
         """Return the string of `record` under the standard key `part`, such as "prompt". Raises `MalformedRecord` if it
@@ -166,8 +223,12 @@ class RecordFormat(NamedTuple):
         if key not in record:
             raise self._missing_key_error(record, key, part)
         if not isinstance(record[key], str):
-            raise MalformedRecord(f'"{key}" is {_describe_value(record[key])}, not a string')
+            raise MalformedRecord(f'"{key}" is {describe_value(record[key])}, not a string')
         return str(record[key])
+
+    def _get_optional_text(self, record: dict[str, Any], part: str) -> str:
+        """Return the string of `record` under the standard key `part`; "" if it is missing or null."""
+        return "" if record.get(self.get_file_key(part)) is None else self._get_text(record, part)
 
     def _missing_key_error(self, record: dict[str, Any], key: str, part: str) -> MalformedRecord:
         """Build the error for a record that lacks `key`, the key in the files for the standard key `part` ("prompt"
@@ -178,74 +239,33 @@ class RecordFormat(NamedTuple):
         right = f'"{close}"' if close else '"..."'
         return MalformedRecord(f'has no key "{key}" (it has {held}); set data.record_keys = {{{part} = {right}}}')
 
-    def _parse_messages(self, record: dict[str, Any], key: str, alternative: str = "") -> tuple[Message, ...]:
-        """Parse the list of messages in `record` under `key`, as the files spell the key. alternative: other allowed
-        types, such as "or a string", for the error. Raises `MalformedRecord` if the list is missing, empty or has a
-        malformed message.
-        """
-        if key not in record:
-            raise self._missing_key_error(
-                record, key, next(part for part in RECORD_KEYS[self.kind] if self.get_file_key(part) == key)
-            )
-        turns = record[key]
-        if not isinstance(turns, list):
-            raise MalformedRecord(f'"{key}" is {_describe_value(turns)}, not a list of messages {alternative}'.rstrip())
-        if not turns:
-            raise MalformedRecord(f'"{key}" is an empty list: no message')
-        return tuple(_parse_message(turn, f"{key}[{number}]") for number, turn in enumerate(turns))
 
-
-class MalformedRecord(Exception):
-    """Error: a record does not fit its format. The message is a clause that follows "the record", such as 'has no key
-    "prompt"'.
+def select_reasoning(example: Example, thinking: str) -> list[Example]:
+    """Return the example with the reasoning that `thinking` selects (see `DataRecipe.thinking`). With "all" a
+    conversation with reasoning becomes several: each assistant turn ends an example of its own, as it does when the
+    model is used, because templates leave out the reasoning of earlier turns.
     """
+    if thinking == "none":
+        return [example.change_messages(_drop_reasoning)]
+    if thinking == "last":
+        branches = tuple((*map(_drop_reasoning, branch[:-1]), *branch[-1:]) for branch in example.branches)
+        return [example._replace(prompt=tuple(map(_drop_reasoning, example.prompt)), branches=branches)]
+    if thinking == "all" and any(map(_has_reasoning, branch := example.branches[0])):
+        context = [one._replace(trained=False) if one.role == "assistant" else one for one in branch]
+        ends = [at for at, one in enumerate(branch) if one.role == "assistant" and one.trained is not False]
+        return [example._replace(branches=((*context[:end], branch[end]),)) for end in ends] or [example]
+    return [example]
 
 
-def _parse_message(turn: Any, where: str) -> Message:
-    """Parse the JSON object `turn` of one message, with role and content under the keys of OpenAI (`role`, `content`)
-    or ShareGPT (`from`, `value`). where: position of the message, such as "messages[2]", for errors. Raises
-    `MalformedRecord` for a missing key, an unknown role or a content that is not text.
-    """
-    if not isinstance(turn, dict):
-        raise MalformedRecord(f'{where} is {_describe_value(turn)}, not a message {{"role": "...", "content": "..."}}')
-    values = []
-    for names in (_ROLE_KEYS, _CONTENT_KEYS):
-        key = next((name for name in names if name in turn), None)
-        if key is None:
-            held = ", ".join(f'"{one}"' for one in list(turn)[:8]) or "no keys"
-            raise MalformedRecord(f'{where} has no "{names[0]}" (it has {held})')
-        values.append((key, turn[key]))
-    (role_key, role), (content_key, content) = values
-    if not isinstance(role, str):
-        raise MalformedRecord(f"{where}.{role_key} is {_describe_value(role)}, not a string")
-    known = _OTHER_ROLES.get(role, role)
-    if known not in ROLES:
-        close = nearest(role, (*ROLES, *_OTHER_ROLES))
-        hint = f'; did you mean "{close}"?' if close else f" (known: {', '.join((*ROLES, *_OTHER_ROLES))})"
-        raise MalformedRecord(f'{where}.{role_key} is "{role}", an unknown role{hint}')
-    if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise MalformedRecord(f"{where}.{content_key} is {_describe_value(content)}, not a string")
-    return Message(known, content)
+def _has_reasoning(message: Message) -> bool:
+    """Return True if an assistant's message has reasoning, in its own field or between <think> and </think>."""
+    marked = message.role == "assistant" and _THOUGHT.match(message.content) is not None
+    return marked or "reasoning_content" in message.fields
 
 
-def _is_text_part(part: Any) -> bool:
-    """Return whether a part of a message's content, in OpenAI's list format, is text rather than an image or audio."""
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _describe_value(value: Any) -> str:
-    """Describe a JSON value of the wrong type in a few words, such as "a list of 3", for an error."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
-        case str():
-            return f"the string {value[:40]!r}"
-        case list():
-            return f"a list of {len(value)}"
-        case dict():
-            return "an object"
-    return f"the number {value}"
+def _drop_reasoning(message: Message) -> Message:
+    """Return a message without reasoning."""
+    if not _has_reasoning(message):
+        return message
+    fields = {key: value for key, value in message.fields.items() if key != "reasoning_content"}
+    return message._replace(content=_THOUGHT.sub("", message.content, count=1), fields=fields)

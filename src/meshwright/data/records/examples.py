@@ -12,13 +12,25 @@ from numpy.typing import NDArray
 from meshwright.data.packing.shards import EncodedDocument
 from meshwright.data.packing.token_marks import TRAINED_BIT, author_bits
 from meshwright.data.records.chat_template import ChatTemplate, RenderedConversation, Tools
-from meshwright.data.records.conversations import Message
+from meshwright.data.records.messages import Message
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.sources.reading import LONGEST_DOCUMENT, Document
 from meshwright.data.tokenizers.library import convert_library_errors
 from meshwright.data.tokenizers.special_tokens import make_template_encoder
 from meshwright.data.tokenizers.tokenizer import TextTokenizer, find_tokenizer
 from meshwright.errors import UserError
+from meshwright.recipe.data import DataRecipe
+
+
+VERSION = 2  # of parsing records and finding what is trained on
+
+
+def collect_record_fields(recipe: DataRecipe, template: str) -> list[Any]:
+    """Return a JSON list of everything in the recipe that determines how records become tokens, for the cache key.
+    template: Jinja source of the chat template.
+    """
+    keys = [recipe.record_keys, recipe.message_keys, recipe.record_roles]
+    return [VERSION, recipe.records, *keys, recipe.thinking, template]
 
 
 class ExampleEncoder:
@@ -27,6 +39,7 @@ class ExampleEncoder:
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate) -> None:
         """Compile the template and prepare the tokenizer. Raises `UserError` if the source is not valid Jinja."""
         self.tokenizer, self.template = tokenizer, template
+        self._system_messages = 0  # records with a system message
         self._encoder, self._names = make_template_encoder(tokenizer.tokenizer, tokenizer.special)
         template.check()
 
@@ -64,6 +77,7 @@ class ExampleEncoder:
                     "to drop such records"
                 )
             prompt, of_it, tools, _ = document.example
+            self._system_messages += any(message.role == "system" for message in (*prompt, *of_it[0]))
             branches.append((len(of_it), (document.text or "").encode()))
             try:
                 rendered += [
@@ -91,6 +105,17 @@ class ExampleEncoder:
             raise UserError(f"{self.template.where} {error}") from None
         ((tokens, _),) = self._encode([rendered])
         return [int(token) for token in tokens]
+
+    def list_warnings(self) -> Iterator[str]:
+        """Yield what a user should know about the template and the documents encoded so far."""
+        if self.find_turn_end() is None:
+            yield f"{self.template.where} ends the assistant's turns without a token: a model does not learn to stop"
+        if self._system_messages and self.template.leaves_out_system:
+            count = f"{self._system_messages:,} record{'s' * (self._system_messages != 1)}"
+            yield (
+                f"{self.template.where} leaves out the system message of a conversation that ends with an answer, as in "
+                f"{count}: the model does not see it"
+            )
 
     def find_turn_end(self) -> int | None:
         """Return the id of the special token that ends an assistant turn, or None if the template writes none."""

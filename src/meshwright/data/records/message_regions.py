@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshwright.data.records.messages import list_strings, map_strings
 from meshwright.data.records.template_rendering import TemplateError
 
 PARTS = ("content", "tool_calls", "reasoning", "other")
@@ -41,31 +42,6 @@ class MessageRegions(NamedTuple):
     hidden: str
     ranges: list[tuple[int, int] | None]
     rendered: list[frozenset[str]]
-
-
-def map_strings(value: Any, change: Callable[[str], str], kept: Sequence[str] = ()) -> Any:
-    """Return a copy of a JSON value in which `change(text)` replaces every string that is no key. kept: keys whose
-    values stay unchanged.
-    """
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: one if key in kept else map_strings(one, change, kept) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [map_strings(one, change, kept) for one in value]
-    return value
-
-
-def list_strings(value: Any, kept: Sequence[str] = ()) -> list[str]:
-    """Return the strings in a JSON value that are no keys. kept: keys whose values are left out."""
-    found: list[str] = []
-
-    def note(text: str) -> str:
-        found.append(text)
-        return text
-
-    map_strings(value, note, kept)
-    return found
 
 
 def list_parts(message: Mapping[str, Any]) -> frozenset[str]:

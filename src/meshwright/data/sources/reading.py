@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from meshwright.data.cleaning.schema import find_record_problem
-from meshwright.data.records.conversations import Example, MalformedRecord, RecordFormat
+from meshwright.data.records.conversations import Example, RecordFormat
+from meshwright.data.records.messages import MalformedRecord
 from meshwright.data.records.record_files import format_position, iterate_file_records
+from meshwright.data.records.trees import group_rows
 from meshwright.data.sources.parquet import iterate_parquet_texts
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream, detect_compression, list_decoding_errors, open_stream
@@ -103,16 +105,19 @@ class Reader:
         """
         required = self.required_keys
         columns = [*records.columns, *required]
-        for position, value, problem in iterate_file_records(file, stream, columns, self.encoding, quick=not required):
+        rows = iterate_file_records(file, stream, columns, self.encoding, quick=not required)
+        for position, value, problem in group_rows(rows) if records.kind == "chat" else rows:
             if problem is None and required:
                 problem = find_record_problem(value, required, next(iter(required)))
             if problem is None:
                 try:
-                    example = records.parse_example(value)
+                    examples = records.parse_examples(value)
                 except MalformedRecord as error:
                     problem = str(error)
                 else:
-                    yield Document(file.name + position, example.join_texts(), None, example)
+                    for number, example in enumerate(examples, 1):
+                        name = file.name + position + (f"#{number}" if len(examples) > 1 else "")
+                        yield Document(name, example.join_texts(), None, example)
                     continue
             if not required:
                 where = format_position(file, position)

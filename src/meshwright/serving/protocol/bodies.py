@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from meshwright.data.records.conversations import Message
+from meshwright.data.records.messages import Message
 from meshwright.errors import UserError
 from meshwright.serving.prompts import Prompts, PromptTooLong
 from meshwright.serving.protocol.errors import ApiError

@@ -1,0 +1,336 @@
+"""Messages of conversations, parsed from the published schemas: OpenAI, ShareGPT, TRL, OpenAssistant.
+
+What a message has besides role and text is kept under the names of OpenAI's schema, which chat templates read. What no
+schema defines is reported as not used, and what cannot be represented, such as an image, is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from meshwright.names import ROLES, nearest
+
+# Role names of ShareGPT's `from`, of LLaMA-Factory, OpenAssistant and others.
+OTHER_ROLES = {
+    "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
+    "model": "assistant", "function": "tool", "observation": "tool", "ipython": "tool",
+}  # fmt: skip
+CALL_ROLE = "function_call"  # ShareGPT: the text is a call, or several, as JSON
+# Keys that other schemas use for a standard key of a message, the standard one first.
+_SYNONYMS = {
+    "role": ("role", "from"),
+    "content": ("content", "value", "text"),
+    "reasoning_content": ("reasoning_content", "reasoning", "thinking"),
+    "trained": ("train", "weight"),
+}
+_KEPT = ("name", "tool_call_id")
+_CALLS = ("tool_calls", "function_call", "refusal")
+_MEDIA = {
+    "image_url": "an image", "image": "an image", "input_image": "an image", "input_audio": "audio", "audio": "audio",
+    "audio_url": "audio", "video": "a video", "video_url": "a video", "file": "a file", "document": "a file",
+}  # fmt: skip
+
+# Parts of a content that are text: {type: (key of the text, whether it is text or reasoning)}.
+_TEXT_PARTS = {
+    "text": ("text", "text"), "input_text": ("text", "text"), "output_text": ("text", "text"),
+    "refusal": ("refusal", "text"), "reasoning": ("text", "thinking"), "thinking": ("thinking", "thinking"),
+}  # fmt: skip
+
+
+class MalformedRecord(Exception):
+    """Error: a record does not fit its format. The message is a clause that follows "the record", such as 'has no key
+    "prompt"'.
+    """
+
+
+class Message(NamedTuple):
+    """One turn of a conversation. role: "system", "user", "assistant", "tool" or "developer". content: the message's
+    text. input: the text that an instruction applies to (Alpaca's `input`), or "". fields: what else the message has
+    under the names of OpenAI's schema and of chat templates (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`
+    ...), as JSON values. trained: whether an assistant turn is trained on; None: by its place in the example.
+    """
+
+    role: str
+    content: str
+    input: str = ""
+    fields: Mapping[str, Any] = {}
+    trained: bool | None = None
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return the message as variables of a chat template: `role`, `content` (content and input joined),
+        `instruction` (content alone), `input`, and the message's other fields; reasoning also under gpt-oss's name
+        `thinking`.
+        """
+        whole = f"{self.content}\n\n{self.input}" if self.input else self.content
+        seen = {**self.fields, "role": self.role, "content": whole, "instruction": self.content, "input": self.input}
+        return {**seen, "thinking": seen["reasoning_content"]} if "reasoning_content" in seen else seen
+
+    def list_texts(self) -> Iterator[str]:
+        """Yield the message's texts: reasoning, content, input, and the strings in its tool calls."""
+        calls = list_strings([call["function"]["arguments"] for call in self.fields.get("tool_calls", ())])
+        yield from filter(None, (self.fields.get("reasoning_content"), self.content, self.input, *calls))
+
+    def rewrite_texts(self, rewrite: Callable[[str], str]) -> Message:
+        """Return a copy in which `rewrite(text)` replaces each of the message's texts (see `list_texts`)."""
+        fields = dict(self.fields)
+        if "reasoning_content" in fields:
+            fields["reasoning_content"] = rewrite(fields["reasoning_content"])
+        if "tool_calls" in fields:
+            functions = [call["function"] for call in fields["tool_calls"]]
+            changed = [{**one, "arguments": map_strings(one["arguments"], rewrite)} for one in functions]
+            calls = zip(fields["tool_calls"], changed, strict=True)
+            fields["tool_calls"] = [{**call, "function": function} for call, function in calls]
+        return self._replace(content=rewrite(self.content), input=rewrite(self.input), fields=fields)
+
+
+class MessageFormat(NamedTuple):
+    """How files write messages. keys: {standard key ("role", "content"): key in the files}. roles: {role in the files:
+    standard role}.
+    """
+
+    keys: Mapping[str, str] = {}
+    roles: Mapping[str, str] = {}
+
+    def parse_all(self, turns: Any, where: str, unused: set[str], alternative: str = "") -> tuple[Message, ...]:
+        """Parse a list of messages. where: its key in the record, for errors. unused: gets the keys of messages that
+        are not used, such as "messages.id". alternative: other allowed types, such as "or a string", for the error.
+        Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or a tool's result without
+        a call.
+        """
+        if not isinstance(turns, list):
+            problem = f'"{where}" is {describe_value(turns)}, not a list of messages {alternative}'
+            raise MalformedRecord(problem.rstrip())
+        if not turns:
+            raise MalformedRecord(f'"{where}" is an empty list: no message')
+        return tuple(self.parse(turn, f"{where}[{number}]", where, unused) for number, turn in enumerate(turns))
+
+    def parse(self, turn: Any, where: str, key: str, unused: set[str]) -> Message:
+        """Parse the JSON object of one message. where: its position, such as "messages[2]", for errors. key: key of the
+        list, for `unused`. Raises `MalformedRecord` for a missing key, an unknown role, or a content that is not text.
+        """
+        if not isinstance(turn, dict):
+            raise MalformedRecord(
+                f'{where} is {describe_value(turn)}, not a message {{"role": "...", "content": "..."}}'
+            )
+        role_key, content_key = self._find_key(turn, "role", where), self._find_key(turn, "content", "")
+        written = turn[role_key]
+        if not isinstance(written, str):
+            raise MalformedRecord(f"{where}.{role_key} is {describe_value(written)}, not a string")
+        role = self._parse_role(written, f"{where}.{role_key}")
+        fields: dict[str, Any] = {}
+        if calls := _parse_calls(turn, where):
+            fields["tool_calls"] = calls
+        thought, reasoning_key = "", self._find_key(turn, "reasoning_content", "")
+        if reasoning_key and turn[reasoning_key] is not None:
+            thought = _get_string(turn, reasoning_key, where)
+        content = ""
+        if content_key and turn[content_key] is not None:
+            content, more = _parse_content(turn[content_key], f"{where}.{content_key}")
+            thought += more
+        elif turn.get("refusal") is not None:
+            content = _get_string(turn, "refusal", where)
+        elif not calls:
+            if content_key:
+                raise MalformedRecord(f"{where}.{content_key} is null, and the message has no tool_calls")
+            self._find_key(turn, "content", where)
+        if written == CALL_ROLE:
+            fields["tool_calls"], content = _parse_call_text(content, f"{where}.{content_key}"), ""
+        if thought.strip():
+            fields["reasoning_content"] = thought
+        fields |= {name: turn[name] for name in _KEPT if turn.get(name) is not None}
+        used = {role_key, content_key, reasoning_key, *_KEPT, *_CALLS, *_SYNONYMS["trained"]}
+        unused.update(f"{key}.{name}" for name in turn if name not in used and turn[name] is not None)
+        return Message(role, content, fields=fields, trained=_parse_trained(turn, where))
+
+    def _find_key(self, turn: Mapping[str, Any], part: str, where: str) -> str:
+        """Return the key of `turn` for the standard key `part`; if it has none, "" or, with `where`, raise
+        `MalformedRecord`.
+        """
+        names = (self.keys[part],) if part in self.keys else _SYNONYMS[part]
+        key = next((name for name in names if name in turn), "")
+        if not key and where:
+            held = ", ".join(f'"{one}"' for one in list(turn)[:8]) or "no keys"
+            raise MalformedRecord(f'{where} has no "{names[0]}" (it has {held})')
+        return key
+
+    def _parse_role(self, written: str, where: str) -> str:
+        """Return the standard role for a role in the files. Raises `MalformedRecord` for an unknown one."""
+        if written == CALL_ROLE:
+            return "assistant"
+        role = self.roles.get(written) or OTHER_ROLES.get(written, written)
+        if role not in ROLES:
+            known = (*ROLES, *OTHER_ROLES, CALL_ROLE, *self.roles)
+            close = nearest(written, known)
+            hint = f'; did you mean "{close}"?' if close else f" (known: {', '.join(known)})"
+            raise MalformedRecord(
+                f'{where} is "{written}", an unknown role{hint}; data.record_roles = {{"{written}" = "user"}} maps it'
+            )
+        return role
+
+
+def check_tool_results(messages: Sequence[Message], where: str) -> None:
+    """Raise `MalformedRecord` if a tool's result follows no call of it. where: key of the list of messages."""
+    open_calls: list[Any] | None = None  # ids of the calls that results may answer
+    for number, message in enumerate(messages):
+        if message.role != "tool":
+            calls = message.fields.get("tool_calls")
+            open_calls = [call.get("id") for call in calls] if calls else None
+        elif open_calls is None:
+            raise MalformedRecord(
+                f"{where}[{number}] is a tool's result, and no call comes before it: an assistant message with "
+                "tool_calls should"
+            )
+        elif None not in open_calls and message.fields.get("tool_call_id", open_calls[0]) not in open_calls:
+            given = describe_value(message.fields["tool_call_id"])
+            known = ", ".join(map(describe_value, open_calls))
+            raise MalformedRecord(f"{where}[{number}].tool_call_id is {given}, and the calls before it have {known}")
+
+
+def map_strings(value: Any, change: Callable[[str], str], kept: Sequence[str] = ()) -> Any:
+    """Return a copy of a JSON value in which `change(text)` replaces every string that is no key. kept: keys whose
+    values stay unchanged.
+    """
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: one if key in kept else map_strings(one, change, kept) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_strings(one, change, kept) for one in value]
+    return value
+
+
+def list_strings(value: Any, kept: Sequence[str] = ()) -> list[str]:
+    """Return the strings in a JSON value that are no keys. kept: keys whose values are left out."""
+    found: list[str] = []
+
+    def note(text: str) -> str:
+        found.append(text)
+        return text
+
+    map_strings(value, note, kept)
+    return found
+
+
+def parse_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    """Return JSON schemas of functions as chat templates expect them, {"type": "function", "function": {...}}. value: a
+    list of them, or of the functions alone, or either as JSON text. Raises `MalformedRecord` otherwise.
+    """
+    if value is None or value == "":
+        return ()
+    value = _load_json(value, where) if isinstance(value, str) else value
+    if not isinstance(value, list):
+        raise MalformedRecord(f'"{where}" is {describe_value(value)}, not a list of functions')
+    tools = []
+    for number, tool in enumerate(value):
+        tool = _load_json(tool, f"{where}[{number}]") if isinstance(tool, str) else tool
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise MalformedRecord(
+                f'{where}[{number}] is {describe_value(tool)}, not {{"type": "function", "function": {{"name": ...}}}}'
+            )
+        tools.append({"type": "function", "function": function} if tool is function else tool)
+    return tuple(tools)
+
+
+def _parse_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return a message's tool calls as {"type": "function", "function": {"name", "arguments": object}}, with "id" if
+    given. Raises `MalformedRecord` for one of another form.
+    """
+    calls = turn.get("tool_calls")
+    if calls is None and turn.get("function_call") is not None:  # OpenAI's older form
+        calls = [turn["function_call"]]
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise MalformedRecord(f"{where}.tool_calls is {describe_value(calls)}, not a list of calls")
+    return [_parse_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
+
+
+def _parse_call(call: Any, where: str) -> dict[str, Any]:
+    """Parse one tool call, {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments may be JSON text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise MalformedRecord(f'{where} is {describe_value(call)}, not {{"name": "...", "arguments": {{...}}}}')
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _load_json(arguments or "{}", f"{where}.arguments")
+    if arguments is not None and not isinstance(arguments, dict):
+        raise MalformedRecord(f"{where}.arguments is {describe_value(arguments)}, not an object")
+    parsed = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    return {"id": call["id"], **parsed} if call.get("id") is not None else parsed
+
+
+def _parse_call_text(text: str, where: str) -> list[dict[str, Any]]:
+    """Parse the text of a ShareGPT turn `function_call`: one call, or a list of calls, as JSON."""
+    value = _load_json(text, where)
+    return [_parse_call(call, where) for call in (value if isinstance(value, list) else [value])]
+
+
+def _parse_content(content: Any, where: str) -> tuple[str, str]:
+    """Return (text, reasoning) of a message's content: a string or a list of parts. Raises `MalformedRecord` for
+    anything else, such as an image.
+    """
+    if isinstance(content, str):
+        return content, ""
+    if not isinstance(content, list) or not content:
+        raise MalformedRecord(f"{where} is {describe_value(content)}, not a string")
+    texts: dict[str, list[str]] = {"text": [], "thinking": []}
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _MEDIA:
+            raise MalformedRecord(f'{where}[{number}] is {_MEDIA[kind]} ("type": "{kind}"): only text is supported')
+        name, of = _TEXT_PARTS.get(str(kind), ("", ""))
+        if not name or not isinstance(part.get(name), str):
+            raise MalformedRecord(f'{where}[{number}] is {describe_value(part)}, not {{"type": "text", "text": "..."}}')
+        texts[of].append(part[name])
+    return "".join(texts["text"]), "".join(texts["thinking"])
+
+
+def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
+    """Return whether a message is trained on by its own mark: `train` (axolotl) or `weight`, 0 or 1 (OpenAI); None: it
+    has none. Raises `MalformedRecord` for another value.
+    """
+    for key in _SYNONYMS["trained"]:
+        if (value := turn.get(key)) is not None:
+            if value not in (0, 1):
+                raise MalformedRecord(f"{where}.{key} is {describe_value(value)}; it should be 0 or 1, true or false")
+            return bool(value)
+    return None
+
+
+def _get_string(values: Mapping[str, Any], key: str, where: str) -> str:
+    """Return the string under `key`. Raises `MalformedRecord` if it is none."""
+    if not isinstance(values[key], str):
+        raise MalformedRecord(f"{where}.{key} is {describe_value(values[key])}, not a string")
+    return str(values[key])
+
+
+def _load_json(text: str, where: str) -> Any:
+    """Parse JSON text. Raises `MalformedRecord` if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedRecord(f"{where} is not JSON ({str(error)[:80]})") from None
+
+
+def describe_value(value: Any) -> str:
+    """Describe a JSON value of the wrong type in a few words, such as "a list of 3", for an error."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return f"the string {value[:40]!r}"
+        case list():
+            return f"a list of {len(value)}"
+        case dict():
+            return "an object"
+    return f"the number {value}"
+
+
+def join_texts(messages: Iterable[Message]) -> str:
+    """Join the texts of messages by blank lines, for cleaning rules and counts."""
+    return "\n\n".join(text for message in messages for text in message.list_texts())

@@ -1,0 +1,122 @@
+"""Trees of messages, as OpenAssistant publishes them, flattened to conversations.
+
+A tree has a prompt and replies to it, replies to these, and so on; each way from the prompt to a leaf is a conversation
+(Köpf et al. 2023, arXiv:2304.07327, section 3). Ways share their beginning: an assistant turn is trained on in the
+first conversation that has it, and is context in the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from meshwright.data.records.messages import MalformedRecord, Message, MessageFormat, describe_value
+
+MOST_MESSAGES = 10_000  # of a tree
+_STATE = ("replies", "parent_id", "message_id", "deleted", "review_result", "rank", "synthetic", "emojis", "labels")
+ParsedRecord: TypeAlias = tuple[str, Any, str | None]  # as in `record_files`
+
+
+def is_tree(record: Mapping[str, Any]) -> bool:
+    """Return True if a record is a tree: {"message_tree_id", "prompt": {"text", "role", "replies"}}."""
+    return isinstance(record.get("prompt"), dict) and "replies" in record["prompt"]
+
+
+def list_conversations(
+    record: Mapping[str, Any], messages: MessageFormat, unused: set[str]
+) -> list[tuple[Message, ...]]:
+    """Return the conversations of a tree that end with an assistant turn. Deleted messages, and those that reviewers
+    rejected, end a way before them. messages: how messages are written. unused: gets keys that are not used. Raises
+    `MalformedRecord` for a malformed message, or more than 10,000 messages.
+    """
+    found: list[tuple[Message, ...]] = []
+    seen: set[int] = set()  # assistant turns that are trained on
+    waiting: list[tuple[dict[str, Any], tuple[Message, ...], tuple[int, ...], str]] = []
+    waiting.append((record["prompt"], (), (), "prompt"))
+    count = 0
+    while waiting:
+        node, before, numbers, where = waiting.pop()
+        count += 1
+        if count > MOST_MESSAGES:
+            raise MalformedRecord(f"has a tree of more than {MOST_MESSAGES:,} messages")
+        plain = {key: value for key, value in node.items() if key not in _STATE} if isinstance(node, dict) else node
+        way, numbers = (*before, messages.parse(plain, where, "prompt", unused)), (*numbers, count)
+        replies = node.get("replies") or []
+        if not isinstance(replies, list):
+            raise MalformedRecord(f"{where}.replies is {describe_value(replies)}, not a list of messages")
+        good = [reply for reply in replies if not isinstance(reply, dict) or _is_accepted(reply)]
+        good.sort(key=lambda reply: _get_rank(reply), reverse=True)  # the best reply is taken first
+        waiting += [(reply, way, numbers, f"{where}.replies[{replies.index(reply)}]") for reply in good]
+        if not good:
+            while way and way[-1].role != "assistant":
+                way, numbers = way[:-1], numbers[:-1]
+            if way and numbers[-1] not in seen:
+                found.append(
+                    tuple(
+                        turn._replace(trained=False) if turn.role == "assistant" and number in seen else turn
+                        for turn, number in zip(way, numbers, strict=True)
+                    )
+                )
+                seen.update(number for turn, number in zip(way, numbers, strict=True) if turn.role == "assistant")
+    if not found:
+        raise MalformedRecord("has a tree without an assistant's reply")
+    return found
+
+
+def _is_accepted(reply: Mapping[str, Any]) -> bool:
+    """Return False for a reply that was deleted or that reviewers rejected."""
+    return not reply.get("deleted") and reply.get("review_result") is not False
+
+
+def _get_rank(reply: Any) -> float:
+    """Return the rank of a reply among its siblings, 0 the best; replies without a rank come last."""
+    rank = reply.get("rank") if isinstance(reply, dict) else None
+    return float(rank) if isinstance(rank, int | float) else float("inf")
+
+
+def group_rows(records: Iterable[ParsedRecord]) -> Iterator[ParsedRecord]:
+    """Yield records unchanged, but for the rows of a table of messages ("message_id", "parent_id"): consecutive rows of
+    one "message_tree_id" become one tree, at the position of the first. A row without its parent, a cycle, or two rows
+    of one id make the tree's problem.
+    """
+    rows: list[dict[str, Any]] = []
+    place = ""
+    for position, value, problem in records:
+        is_row = isinstance(value, dict) and "message_id" in value and "parent_id" in value
+        if rows and not (is_row and value.get("message_tree_id") == rows[0].get("message_tree_id")):
+            yield _build_tree(rows, place)
+            rows = []
+        if not is_row:
+            yield position, value, problem
+            continue
+        place = place if rows else position
+        rows.append(value)
+        if len(rows) > MOST_MESSAGES:
+            yield place, None, f"begins a tree of more than {MOST_MESSAGES:,} messages"
+            return
+    if rows:
+        yield _build_tree(rows, place)
+
+
+def _build_tree(rows: list[dict[str, Any]], place: str) -> ParsedRecord:
+    """Return the tree of some rows as a record at the position `place`, or what is wrong with them."""
+    nodes = {row["message_id"]: {**row, "replies": []} for row in rows if isinstance(row["message_id"], str | int)}
+    if len(nodes) < len(rows):
+        return place, None, "begins a tree in which two messages have one message_id"
+    roots = []
+    for node in nodes.values():
+        parent = node["parent_id"]
+        if parent is None:
+            roots.append(node)
+        elif not isinstance(parent, str | int) or parent not in nodes:
+            return place, None, f"begins a tree in which message {node['message_id']} has no parent {parent}"
+        else:
+            nodes[parent]["replies"].append(node)
+    reached, waiting = 0, list(roots)
+    while waiting:
+        reached += 1
+        waiting += waiting.pop()["replies"]
+    if len(roots) != 1 or reached < len(nodes):
+        wrong = "messages that reply to each other in a circle" if reached < len(nodes) else f"{len(roots)} prompts"
+        return place, None, f"begins a tree with {wrong}; it should have one prompt, whose parent_id is null"
+    return place, {"message_tree_id": rows[0].get("message_tree_id"), "prompt": roots[0]}, None
