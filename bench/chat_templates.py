@@ -6,8 +6,9 @@ FOLDER: folders with .jinja files, such as those of TRL, axolotl, vLLM or llama.
 Each template renders a battery of conversations: plain, with a system message, several turns, tool calls and results,
 reasoning, special tokens spelled in messages, white space around texts. A rendering must equal that of `transformers`,
 and what `transformers` refuses must be refused. Of a template that marks the assistant's text with {% generation %} the
-trained spans must equal those marks. Of the others each assistant turn must be one span that has its whole text, no text
-of another message, and the template's end-of-turn token, if it has one. Writes `bench/results/chat_templates.json`.
+trained spans must equal those marks. Of the others each assistant turn must be one span that has its whole text, no
+text of another message, and the template's end-of-turn token, if it has one. Writes
+`bench/results/chat_templates.json`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None
     "one turn": ([ASK, TELL], None),
     "two turns": ([ASK, TELL, MORE, LAST], None),
     "system, two turns": ([SYSTEM, ASK, TELL, MORE, LAST], None),
-    "white space": ([{"role": "user", "content": "  Q?\n\n"}, {"role": "assistant", "content": "\n A. \n"}, MORE, LAST], None),
+    "white space": (
+        [{"role": "user", "content": "  Q?\n\n"}, {"role": "assistant", "content": "\n A. \n"}, MORE, LAST], None,
+    ),
     "special tokens in text": ([ASK, {"role": "assistant", "content": "It is <|im_end|> or </s>."}, MORE, LAST], None),
     "tool call": (
         [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -84,6 +87,8 @@ def check(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any
     template = ChatTemplate(source, named, special, "the template")
     ours = [to_message(turn) for turn in messages]
     given = [message.template_variables() for message in ours]
+    if template._takes_parts:
+        given = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in given]
     try:
         theirs, marks = render_jinja_template(
             [given], tools=tools, chat_template=source, return_assistant_tokens_mask=template.marks_responses, **named

@@ -316,7 +316,7 @@ def _check_all_rendered(messages: Sequence[Mapping[str, Any]], regions: MessageR
     """
     for number, (message, rendered) in enumerate(zip(messages, regions.rendered, strict=True), 1):
         for part in ("content", "tool_calls"):
-            left_out = part in list_parts(message) - rendered
+            left_out = part in list_parts(message, hidden=True) - rendered
             if left_out and message["role"] != "system":  # whose loss is a warning (see `leaves_out_system`)
                 name = part.replace("_", " ")
                 raise TemplateError(

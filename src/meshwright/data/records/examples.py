@@ -21,7 +21,6 @@ from meshwright.data.tokenizers.tokenizer import TextTokenizer, find_tokenizer
 from meshwright.errors import UserError
 from meshwright.recipe.data import DataRecipe
 
-
 VERSION = 2  # of parsing records and finding what is trained on
 
 
@@ -113,7 +112,7 @@ class ExampleEncoder:
         if self._system_messages and self.template.leaves_out_system:
             count = f"{self._system_messages:,} record{'s' * (self._system_messages != 1)}"
             yield (
-                f"{self.template.where} leaves out the system message of a conversation that ends with an answer, as in "
+                f"{self.template.where} leaves out the system message where a conversation ends with an answer, as in "
                 f"{count}: the model does not see it"
             )
 

@@ -24,7 +24,6 @@ _PART_OF_KEY = {
 _KEPT_KEYS = ("role", "id", "tool_call_id", "type")  # of messages and tool calls: templates compare them
 _FIRST, _LAST = 0xF0000, 0x10FFEF  # private-use planes, without the marks of {% generation %} blocks
 _UNUSABLE = (0xFFFFE, 0xFFFFF)
-_ESCAPED = frozenset('"\\')
 
 
 class TooManyLetters(Exception):
@@ -44,12 +43,19 @@ class MessageRegions(NamedTuple):
     rendered: list[frozenset[str]]
 
 
-def list_parts(message: Mapping[str, Any]) -> frozenset[str]:
-    """Return the parts (see `PARTS`) of a message, as template variables, that have text other than white space."""
+def is_kept(letter: str) -> bool:
+    """Return True for a character that has no stand-in: white space, control characters, and what JSON escapes."""
+    return letter.isspace() or letter < " " or letter in '"\\'
+
+
+def list_parts(message: Mapping[str, Any], hidden: bool = False) -> frozenset[str]:
+    """Return the parts (see `PARTS`) of a message, as template variables, that have text other than white space.
+    hidden: with letters that get stand-ins.
+    """
     found = set()
     for key, value in message.items():
         texts = [] if key in _KEPT_KEYS else list_strings(value, _KEPT_KEYS)
-        if any(text.strip() and set(text) - _ESCAPED for text in texts):
+        if any(text.strip() and not (hidden and all(map(is_kept, text))) for text in texts):
             found.add(_PART_OF_KEY.get(key, "other"))
     return frozenset(found)
 
@@ -116,8 +122,7 @@ class _StandInTable(dict[int, int]):
 
     def __missing__(self, code: int) -> int:
         letter = chr(code)
-        kept = letter.isspace() or code < 32 or letter in _ESCAPED
-        self[code] = code if kept else self._stand_ins.add(letter, self._owner)
+        self[code] = code if is_kept(letter) else self._stand_ins.add(letter, self._owner)
         return self[code]
 
 

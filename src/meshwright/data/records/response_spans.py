@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from meshwright.data.records.message_regions import MessageRegions
+from meshwright.data.records.message_regions import MessageRegions, is_kept
 
 _MOST_EDGES = 4096  # remembered
 
@@ -106,10 +106,10 @@ def find_turn_end_token(special: re.Pattern[str], closing: str) -> str | None:
 
 def _find_first_run(special: re.Pattern[str], text: str, at_start: bool = False) -> int:
     """Return the end of the first special tokens in `text` that follow one another directly; 0 if there are none.
-    at_start: only white space may come before them.
+    at_start: before them may come only what has no stand-in, such as white space or a message's last quotation mark.
     """
     match = special.search(text)
-    if match is None or (at_start and text[: match.start()].strip()):
+    if match is None or (at_start and not all(map(is_kept, text[: match.start()]))):
         return 0
     end = match.end()
     while not at_start and (match := special.match(text, end)) is not None and match.end() > end:

@@ -45,8 +45,8 @@ def list_conversations(
         if not isinstance(replies, list):
             raise MalformedRecord(f"{where}.replies is {describe_value(replies)}, not a list of messages")
         good = [reply for reply in replies if not isinstance(reply, dict) or _is_accepted(reply)]
-        good.sort(key=lambda reply: _get_rank(reply), reverse=True)  # the best reply is taken first
-        waiting += [(reply, way, numbers, f"{where}.replies[{replies.index(reply)}]") for reply in good]
+        good.sort(key=_get_rank)
+        waiting += [(one, way, numbers, f"{where}.replies[{replies.index(one)}]") for one in reversed(good)]
         if not good:
             while way and way[-1].role != "assistant":
                 way, numbers = way[:-1], numbers[:-1]

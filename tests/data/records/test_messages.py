@@ -1,0 +1,281 @@
+"""Records of the published schemas keep everything that their makers use; the rest is counted or refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshwright.data.records.conversations import Example, RecordFormat, select_reasoning
+from meshwright.data.records.messages import MalformedRecord, Message, MessageFormat
+from meshwright.data.records.trees import group_rows
+
+CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": {}}}
+ASK, TELL = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+
+
+def chat(*turns: dict, **more: object) -> Example:
+    [example] = RecordFormat("chat").parse_examples({"messages": [*turns], **more})
+    return example
+
+
+def problem(record: dict, kind: str = "chat") -> str:
+    with pytest.raises(MalformedRecord) as caught:
+        RecordFormat(kind).parse_examples(record)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {**CALL, "arguments": json.dumps(CALL["arguments"])}}
+            ]
+        },
+        {"tool_calls": [{"id": "1", "type": "function", "function": CALL}], "content": ""},
+        {"tool_calls": [{"id": "1", **CALL}]},
+    ],
+)
+def test_tool_calls_and_results_are_kept_with_arguments_as_objects(turn: dict):
+    result = {"role": "tool", "tool_call_id": "1", "name": "weather", "content": "sunny"}
+    found = chat(ASK, {"role": "assistant", "content": None, **turn}, result, TELL, tools=[TOOL])
+    _, call, answer, _ = found.branches[0]
+    assert call.content == "" and call.fields["tool_calls"] == [{"id": "1", "type": "function", "function": CALL}]
+    assert (answer.role, answer.fields) == ("tool", {"tool_call_id": "1", "name": "weather"})
+    assert found.tools == (TOOL,) and not found.unused
+
+
+def test_sharegpt_calls_observations_system_and_tools_become_openai_ones():
+    record = {
+        "system": "Help.",
+        "tools": json.dumps([TOOL["function"]]),
+        "conversations": [
+            {"from": "human", "value": "Q"},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": "sunny"},
+            {"from": "gpt", "value": "A"},
+        ],
+    }
+    [found] = RecordFormat("chat").parse_examples(record)
+    assert [message.role for message in found.branches[0]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert found.branches[0][2].fields["tool_calls"] == [{"type": "function", "function": CALL}]
+    assert found.tools == (TOOL,)
+
+
+def test_older_openai_function_calls_and_functions_are_read():
+    turn = {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    found = chat(ASK, turn, {"role": "function", "name": "weather", "content": "sunny"}, functions=[TOOL["function"]])
+    assert found.branches[0][1].fields["tool_calls"][0]["function"] == CALL and found.tools == (TOOL,)
+
+
+@pytest.mark.parametrize(
+    ("mark", "trained"), [({"weight": 0}, False), ({"train": False}, False), ({"weight": 1}, True), ({}, None)]
+)
+def test_marks_of_turns_say_whether_they_are_trained(mark: dict, trained: bool | None):
+    assert chat(ASK, TELL | mark).branches[0][1].trained is trained
+
+
+def test_reasoning_has_one_name_whatever_the_schema():
+    for turn in (
+        {"reasoning_content": "R"}, {"reasoning": "R"}, {"thinking": "R"},
+        {"content": [{"type": "thinking", "thinking": "R"}, {"type": "text", "text": "A"}]},
+    ):  # fmt: skip
+        [_, message] = chat(ASK, TELL | turn).branches[0]
+        assert (message.content, message.fields) == ("A", {"reasoning_content": "R"})
+        assert message.template_variables()["thinking"] == "R"
+    assert chat(ASK, {"role": "assistant", "content": None, "refusal": "No."}).branches[0][1].content == "No."
+
+
+def test_alpaca_history_and_system_come_before_the_instruction():
+    record = {
+        "instruction": "Third?",
+        "input": "x",
+        "output": "3",
+        "system": "S",
+        "history": [["First?", "1"], ["Second?", "2"]],
+    }
+    [found] = RecordFormat("instruction").parse_examples(record)
+    assert [(message.role, message.content) for message in found.branches[0]] == [
+        ("system", "S"), ("user", "First?"), ("assistant", "1"), ("user", "Second?"), ("assistant", "2"),
+        ("user", "Third?"), ("assistant", "3"),
+    ]  # fmt: skip
+    assert found.branches[0][-2].input == "x" and all(message.trained is None for message in found.branches[0])
+
+
+def test_prompt_and_completion_are_read_as_texts_and_as_messages():
+    for prompt, completion in (("Q", "A"), ([ASK], [TELL])):
+        [found] = RecordFormat("instruction").parse_examples({"prompt": prompt, "completion": completion})
+        assert found == Example((Message("user", "Q"),), ((Message("assistant", "A"),),))
+
+
+def test_texts_with_human_and_assistant_turns_are_split():
+    start = "\n\nHuman: Q1\n\nAssistant: A1\n\nHuman: Q2\n\nAssistant:"
+    [found] = RecordFormat("preference").parse_examples({"chosen": f"{start} good", "rejected": f"{start} bad"})
+    assert [message.content for message in found.prompt] == ["Q1", "A1", "Q2"]
+    assert [[message.content for message in branch] for branch in found.branches] == [["good"], ["bad"]]
+
+
+def test_preference_with_conversations_and_single_messages_is_read():
+    record = {
+        "conversations": [{"from": "human", "value": "Q"}],
+        "chosen": {"from": "gpt", "value": "good"}, "rejected": {"from": "gpt", "value": "bad"},
+    }  # fmt: skip
+    [found] = RecordFormat("preference").parse_examples(record)
+    assert found.prompt == (Message("user", "Q"),) and [branch[0].content for branch in found.branches] == [
+        "good",
+        "bad",
+    ]
+
+
+def test_unused_keys_of_records_and_messages_are_listed():
+    assert chat(ASK | {"id": 7}, TELL, source="web", score=None).unused == {"source", "messages.id"}
+
+
+def test_keys_and_roles_are_mapped_by_the_recipe():
+    messages = MessageFormat({"role": "speaker", "content": "words"}, {"narrator": "system"})
+    record = {"messages": [{"speaker": "narrator", "words": "S"}, {"speaker": "bot", "words": "A"}]}
+    [found] = RecordFormat("chat", messages=messages).parse_examples(record)
+    assert found.branches[0] == (Message("system", "S"), Message("assistant", "A"))
+
+
+def call(**parts: object) -> dict:
+    return {"role": "assistant", "content": None, "tool_calls": [parts]}
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        (
+            [ASK, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            'messages[1].content[0] is an image ("type": "image_url")',
+        ),
+        ([ASK, {"role": "tool", "content": "x"}], "messages[1] is a tool's result, and no call comes before it"),
+        ([ASK, TELL, {"role": "tool", "content": "x"}], "messages[2] is a tool's result"),
+        (
+            [call(id="1", **CALL), {"role": "tool", "tool_call_id": "2", "content": "x"}],
+            "messages[1].tool_call_id is the string '2', and the calls before it have the string '1'",
+        ),
+        ([{"role": "assistant", "content": None}], "messages[0].content is null, and the message has no tool_calls"),
+        ([call(name="f", arguments="{")], "messages[0].tool_calls[0].arguments is not JSON"),
+        ([call(function={})], 'not {"name": "...", "arguments": {...}}'),
+        ([ASK, TELL | {"weight": 0.5}], "messages[1].weight is the number 0.5; it should be 0 or 1"),
+        ([{"role": "narrator", "content": "x"}], 'data.record_roles = {"narrator" = "user"} maps it'),
+        ([{"from": "function_call", "value": "weather"}], "messages[0].value is not JSON"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_name(turns: list, expected: str):
+    assert expected in problem({"messages": turns})
+
+
+def test_contradicting_system_prompts_and_malformed_tools_are_refused():
+    record = {"messages": [{"role": "system", "content": "S"}, ASK, TELL], "system": "T"}
+    assert problem(record) == 'has "system" and a system message, and they differ: remove one'
+    assert chat(*record["messages"], system="S").branches[0][0].content == "S"
+    assert problem({"messages": [ASK, TELL], "tools": [{"function": 1}]}).startswith(
+        'tools[0] is an object, not {"type"'
+    )
+
+
+# --- trees
+
+
+def node(text: str, role: str, *replies: dict, **more: object) -> dict:
+    return {"text": text, "role": role, "replies": [*replies], **more}
+
+
+TREE = node(
+    "Q", "prompter",
+    node("A2", "assistant", rank=1),
+    node("A1", "assistant", node("Q2", "prompter", node("A3", "assistant"), node("A4", "assistant")), rank=0),
+    node("bad", "assistant", deleted=True),
+)  # fmt: skip
+
+
+def test_tree_gives_a_conversation_for_each_leaf_and_trains_each_answer_once():
+    found = RecordFormat("chat").parse_examples({"message_tree_id": "t", "prompt": TREE})
+    ways = [[(message.content, message.trained) for message in each.branches[0]] for each in found]
+    assert ways == [
+        [("Q", None), ("A1", None), ("Q2", None), ("A3", None)],
+        [("Q", None), ("A1", False), ("Q2", None), ("A4", None)],
+        [("Q", None), ("A2", None)],
+    ]
+
+
+def test_rows_of_a_message_table_become_the_tree():
+    def flatten(one: dict, parent: str | None) -> list[dict]:
+        number = one["text"]
+        mine = {"message_id": number, "parent_id": parent, "message_tree_id": "t", **one}
+        del mine["replies"]
+        return [mine, *(row for reply in one["replies"] for row in flatten(reply, number))]
+
+    rows = [(f":{place}", row, None) for place, row in enumerate(flatten(TREE, None))]
+    other = (":9", {"messages": [ASK, TELL]}, None)
+    [(place, record, wrong), last] = list(group_rows([*rows, other]))
+    assert (place, wrong, last) == (":0", None, other)
+    contents = [[m.content for m in each.branches[0]] for each in RecordFormat("chat").parse_examples(record)]
+    assert contents == [["Q", "A1", "Q2", "A3"], ["Q", "A1", "Q2", "A4"], ["Q", "A2"]]
+
+
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [
+        ([("a", None), ("b", "c"), ("c", "b")], "reply to each other in a circle"),
+        ([("a", None), ("b", "x")], "message b has no parent x"),
+        ([("a", None), ("a", "a")], "two messages have one message_id"),
+        ([("a", None), ("b", None)], "2 prompts"),
+    ],
+)
+def test_rows_that_are_no_tree_are_refused(links: list[tuple[str, str | None]], expected: str):
+    rows = [
+        (":1", {"message_id": own, "parent_id": parent, "message_tree_id": "t", "text": "x", "role": "prompter"}, None)
+        for own, parent in links
+    ]
+    [(place, value, wrong)] = list(group_rows(rows))
+    assert (place, value) == (":1", None) and expected in str(wrong)
+
+
+# --- reasoning
+
+THINKING = Example(
+    (),
+    (
+        (
+            Message("user", "Q1"), Message("assistant", "A1", fields={"reasoning_content": "R1"}),
+            Message("user", "Q2"), Message("assistant", "<think>\nR2\n</think>\n\nA2"),
+        ),
+    ),
+)  # fmt: skip
+
+
+def test_reasoning_is_kept_as_the_recipe_says():
+    def thoughts(example: Example) -> list[bool]:
+        return [
+            "R1" in message.fields.values() or "R2" in message.content
+            for message in example.branches[0]
+            if message.role == "assistant"
+        ]
+
+    assert [thoughts(each) for each in select_reasoning(THINKING, "template")] == [[True, True]]
+    assert [thoughts(each) for each in select_reasoning(THINKING, "last")] == [[False, True]]
+    [none] = select_reasoning(THINKING, "none")
+    assert thoughts(none) == [False, False] and none.branches[0][3].content == "A2"
+    first, second = select_reasoning(THINKING, "all")
+    assert [len(each.branches[0]) for each in (first, second)] == [2, 4]
+    assert [message.trained for message in second.branches[0]] == [None, False, None, None]
+    plain = Example((), ((Message("user", "Q"), Message("assistant", "A")),))
+    assert select_reasoning(plain, "all") == [plain]
+
+
+def test_cleaning_reaches_reasoning_and_arguments_of_calls():
+    call = {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "secret",
+        "tool_calls": [{"name": "f", "arguments": {"a": ["secret"]}}],
+    }
+    found = chat(ASK, call)
+    assert found.join_texts() == "Q\n\nsecret\n\nsecret"
+    masked = found.rewrite_texts(lambda text: text.replace("secret", "X"))
+    assert masked.join_texts() == "Q\n\nX\n\nX" and found.join_texts() == "Q\n\nsecret\n\nsecret"

@@ -1,0 +1,184 @@
+"""Trained spans of templates with the structures of published ones, against spans written by hand."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from meshwright.data.packing.token_marks import AUTHORS, TRAINED_BIT
+from meshwright.data.records.chat_template import ChatTemplate
+from meshwright.data.records.conversations import Example
+from meshwright.data.records.examples import ExampleEncoder
+from meshwright.data.records.message_regions import is_kept
+from meshwright.data.records.messages import Message
+from meshwright.data.records.template_rendering import TemplateError
+from meshwright.data.sources.reading import Document
+from tests.data.chat_templates import STYLES, write_tokenizer
+
+LOOP, END = "{% for m in messages %}", "{% endfor %}"
+# Each: template, special tokens, text of the first answer's span and of the last one's (A and B: the answers).
+STRUCTURES = {
+    "empty thoughts before the last answer": (  # Qwen3
+        LOOP + "<|s|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m.content }}<|e|>\n" + END + "{% if add_generation_prompt %}<|s|>assistant\n{% endif %}",
+        ("<|s|>", "<|e|>"), "A<|e|>", "<think>\n\n</think>\n\nB<|e|>",
+    ),
+    "another token ends the last answer": (  # gpt-oss
+        LOOP + "<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
+        "{{ m.content }}{% if m.role == 'assistant' and loop.last %}<|return|>{% else %}<|end|>{% endif %}" + END
+        + "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"),
+        "<|channel|>final<|message|>A<|end|>", "<|channel|>final<|message|>B<|return|>",
+    ),
+    "a token ends the whole conversation": (  # Phi-3
+        LOOP + "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n" + END
+        + "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}",
+        ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "</s>"), "A<|end|>", "B<|end|>",
+    ),
+    "two tokens end an answer": (  # Command R7B
+        LOOP + "<|turn|>{{ m.role }}|{{ m.content }}{% if m.role == 'assistant' %}<|end_response|>{% endif %}"
+        "<|end_turn|>" + END + "{% if add_generation_prompt %}<|turn|>assistant|{% endif %}",
+        ("<|turn|>", "<|end_turn|>", "<|end_response|>"), "A<|end_response|><|end_turn|>",
+        "B<|end_response|><|end_turn|>",
+    ),
+    "plain headers and an end token that is none": (  # Vicuna
+        LOOP + "{% if m.role == 'assistant' %}ASSISTANT: {{ m.content }}</s>\n{% else %}{{ m.role | upper }}: "
+        "{{ m.content }}\n{% endif %}" + END + "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+        (), " A</s>", " B</s>",
+    ),
+    "the header belongs to the user's turn, the system prompt to the last": (  # Mistral
+        "<s>" + LOOP + "{% if m.role == 'user' %}[INST] {% if loop.index0 == messages | length - 2 and "
+        "messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]"
+        "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% endif %}" + END,
+        ("<s>", "</s>"), " A</s>", " B</s>",
+    ),
+    "nothing ends a turn": (
+        LOOP + "{{ m.role }}: {{ m.content }}\n\n" + END + "{% if add_generation_prompt %}assistant: {% endif %}",
+        (), "A", "B",
+    ),
+}  # fmt: skip
+TURNS = [
+    Message("user", "First, please?"), Message("assistant", "One answer."),
+    Message("user", "  Another \"one\"?\n"), Message("assistant", "The last, user: one!"),
+]  # fmt: skip
+
+
+def spans_of(template: ChatTemplate, messages: list[Message], **options) -> list[str]:
+    found = template.render_with_spans(messages, **options)
+    return [found.text[begin:end] for begin, end in found.responses]
+
+
+@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_spans_begin_after_the_header_and_end_with_the_token_that_ends_a_turn(name: str, system: bool):
+    source, special, first, last = STRUCTURES[name]
+    template = ChatTemplate(source, {}, frozenset(special), "it")
+    turns = [Message("system", "You know it.")] * system + TURNS
+    expected = [first.replace("A", TURNS[1].content), last.replace("B", TURNS[3].content)]
+    assert spans_of(template, turns) == expected
+    assert spans_of(template, turns) == expected, "with what was remembered"
+    kept = [turn._replace(trained=False) if turn.content.startswith("One") else turn for turn in turns]
+    assert spans_of(template, kept) == expected[1:] == spans_of(template, turns, trained_from=len(turns) - 1)
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Co", "Cs"]), min_size=1), min_size=2, max_size=7))
+@example(["Q", 'He said "yes"', "Q", "A\\"])
+def test_spans_have_the_answers_whatever_their_text(texts: list[str]):
+    source, special, *_ = STRUCTURES["another token ends the last answer"]
+    template = ChatTemplate(source, {}, frozenset(special), "it")
+    turns = [Message("assistant" if number % 2 else "user", text) for number, text in enumerate(texts)]
+    answers = [text for number, text in enumerate(texts) if number % 2 and text.strip()]
+    try:
+        found = spans_of(template, turns)
+    except TemplateError:
+        assert any(text.strip() and all(map(is_kept, text)) for text in texts)  # cannot be found
+        return
+    assert [
+        re.sub(r"<\|(end|return)\|>$", "", span.removeprefix("<|channel|>final<|message|>")) for span in found
+    ] == answers
+
+
+def test_marked_template_may_have_several_spans_in_a_turn_and_turns_without_one():
+    source = (
+        LOOP + "{{ m.role }}:{% if m.role == 'assistant' and not m.quiet %}{% if m.reasoning_content %}{% generation %}"
+        "({{ m.reasoning_content }}){% endgeneration %} then {% endif %}{% generation %}{{ m.content }};"
+        "{% endgeneration %}{% else %}{{ m.content }};{% endif %}" + END
+    )
+    template = ChatTemplate(source, {}, frozenset(), "it")
+    turns = [
+        Message("user", "Q"), Message("assistant", "A", fields={"reasoning_content": "R"}),
+        Message("assistant", "B", fields={"quiet": True}), Message("user", "Q"), Message("assistant", "C"),
+    ]  # fmt: skip
+    assert spans_of(template, turns) == ["(R)", "A;", "C;"]
+    turns[1] = turns[1]._replace(trained=False)
+    assert spans_of(template, turns) == ["C;"]
+
+
+def test_tool_calls_are_part_of_the_span_and_render_as_in_transformers():
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = (
+        "{% for t in tools or [] %}TOOL {{ t | tojson }}\n{% endfor %}" + LOOP + "<|s|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|e|>\n" + END
+        + "{% if add_generation_prompt %}<|s|>assistant\n{% endif %}"
+    )  # fmt: skip
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": {"city": 'the "Oslo"', "days": 2}},
+    }
+    tool = {"type": "function", "function": {"name": "weather", "description": "Of <|e|> a city.", "parameters": {}}}
+    turns = [
+        Message("user", "Q"), Message("assistant", "", fields={"tool_calls": [call]}),
+        Message("tool", "sunny", fields={"tool_call_id": "1", "name": "weather"}), Message("assistant", "A"),
+    ]  # fmt: skip
+    template = ChatTemplate(source, {}, frozenset({"<|s|>", "<|e|>"}), "it")
+    seen = [turn.template_variables() for turn in turns]
+    theirs, _ = render_jinja_template([seen], tools=[tool], chat_template=source)
+    assert template.render(turns, tools=[tool]) == theirs[0]
+    first, second = spans_of(
+        template, turns, tools=[{**tool, "function": {**tool["function"], "description": "Of a city."}}]
+    )
+    assert (
+        first.startswith("<tool_call>\n{") and first.endswith('"days": 2}}\n</tool_call><|e|>') and second == "A<|e|>"
+    )
+    with pytest.raises(TemplateError, match=r"leaves out the tool calls of message 2 \(assistant\)"):
+        ChatTemplate(source.replace("m.tool_calls", "[]"), {}, frozenset(), "it").render_with_spans(turns)
+
+
+def test_template_that_only_takes_parts_gets_them():
+    source = LOOP + "{{ m.role }}:{% for p in m.content %}{{ p.text }}{% endfor %};" + END
+    template = ChatTemplate(source, {}, frozenset(), "it")
+    assert template.render(TURNS[:2]) == "user:First, please?;assistant:One answer.;"
+    assert spans_of(template, TURNS[:2]) == ["assistant:One answer.;"], "nothing says where an answer begins"
+
+
+def test_marks_say_in_whose_turn_each_token_is(tmp_path):
+    encoder = ExampleEncoder.of_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
+    [[piece]] = encoder.encode_documents([Document("d", "", None, Example((), (tuple(TURNS[:2]),)))])
+    decode = encoder.tokenizer.tokenizer.decode
+    runs: list[tuple[str, bool, list[int]]] = []
+    for token, mark in zip(piece.tokens.tolist(), piece.trained.tolist(), strict=True):
+        author, trained = AUTHORS[mark >> 1], bool(mark & TRAINED_BIT)
+        if not runs or runs[-1][:2] != (author, trained):
+            runs.append((author, trained, []))
+        runs[-1][2].append(token)
+    found = [(author, trained, decode(tokens, skip_special_tokens=False)) for author, trained, tokens in runs]
+    assert [(author, trained) for author, trained, _ in found] == [
+        ("template", False), ("user", False), ("template", False), ("assistant", True), ("template", False),
+    ]  # fmt: skip
+    assert found[1][2] == "First, please?" and found[3][2] == "One answer.<|im_end|>"
+
+
+def test_warnings_name_turns_without_an_end_and_system_messages_left_out(tmp_path):
+    encoder = ExampleEncoder.of_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
+    assert list(encoder.list_warnings()) == []
+    source = LOOP + "{% if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endif %}" + END
+    other = ExampleEncoder(encoder.tokenizer, ChatTemplate(source, {}, frozenset(), "it"))
+    turns = (Message("system", "S"), *TURNS[:2])
+    list(other.encode_documents([Document("d", "", None, Example((), (turns,)))]))
+    ends, left_out = other.list_warnings()
+    assert "without a token" in ends and "in 1 record:" in left_out
