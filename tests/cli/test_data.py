@@ -145,3 +145,54 @@ print({"torch", "numpy", "tokenizers", "pydantic", "rich"} & set(sys.modules))
 
 def test_control_characters_are_escaped():
     assert escape_control_characters("a\tb\x1b[2J\r\x00é\u202e") == "a   b\\x1b[2J\\r\\x00é\\u202e"
+
+
+@pytest.fixture
+def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe of chats with a system message, two turns and a key that is not used."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    turns = [{"role": "system", "content": "Help."}]
+    for question in ("What is <this>?", "And that?"):
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": "Number 7."}]
+    lines = [
+        json.dumps({"messages": [*turns[:-1], {"role": "assistant", "content": f"Number {number}."}], "source": "web"})
+        for number in range(30)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (tmp_path / "chat.jinja").write_text(template)
+    recipe = tmp_path / "chats.toml"
+    recipe.write_text(
+        'layout = "dp1"\n[model]\nfamily = "llama"\nlayers = 1\nhidden = 16\nheads = 2\n[data]\nrecords = "chat"\n'
+        f'source = "{tmp_path}/chats.jsonl"\ntemplate = "{tmp_path}/chat.jinja"\ntokenizer = "bytes"\nsequence = 200\n'
+        "validation_fraction = 0.2\n[train]\nsteps = 1\nbatch = 1\nlearning_rate = 0.1\n"
+    )
+    return recipe
+
+
+def test_show_counts_turns_and_tokens_by_author_and_marks_what_is_trained(command_line, chats: Path, tmp_path: Path):
+    page = tmp_path / "samples.html"
+    outcome = command_line("data", "show", chats, "--rows", "1", "--html", page, "--json")
+    answer = json.loads(outcome.output)
+    documents = answer["splits"]["train"]["documents"]
+    marks = answer["marks"]
+    assert marks["turns"] == {"system": documents, "user": 2 * documents, "assistant": 2 * documents}
+    assert marks["spans"] == 2 * documents and set(marks["trained_tokens"]) == {"assistant"}
+    assert marks["tokens"]["user"] == documents * len("What is <this>?And that?")
+    assert marks["trained_tokens"]["assistant"] == marks["tokens"]["assistant"]
+    assert answer["unused_keys"] == {"source": 30}
+    parts = answer["rows"][0]["documents"][0]["parts"]
+    assert [(part["author"], part["trained"], part["text"]) for part in parts[:2]] == [
+        ("template", False, "<system>"), ("system", False, "Help."),
+    ]  # fmt: skip
+    trained = "".join(part["text"] for part in parts if part["trained"])
+    assert re.fullmatch(r"Number 7\.(<\|.*?\|>)Number \d+\.\1", trained)
+    html = page.read_text()
+    assert '<span class="part trained" title="assistant">Number 7.</span>' in html and "&lt;this&gt;" in html
+    text = command_line("data", "show", chats, "--rows", "1").output
+    assert re.search(r"⟦Number 7\.<\|.*\|>⟧<user>And that\?<assistant>⟦Number", text), text
+    assert re.search(r"^keys not used\s+source \(30\)$", text, re.MULTILINE)
+    assert re.search(rf"^user\s+{2 * documents}\s+[\d,]+\s+0\s+0%$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The page of training samples (`meshwright data show --html`): trained, context and special tokens in colours."""
+"""The page of training samples (`meshwright data show --html`): trained, context, template and special tokens in colours."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _render_sections(name: str, shown: Mapping[str, Any]) -> Iterator[Markup]:
         ]
         yield table(("author", "turns", "tokens", "trained tokens"), rows)
         yield paragraph(f"{marks['spans']:,} spans of trained tokens, before examples are cut to a row", muted=True)
-        kinds = ("trained", "context", "special")
-        yield paragraph([element("span", kind, class_=f"part {kind}") for kind in kinds])
+        kinds = ("trained", "context", "template", "special")
+        yield paragraph([join([element("span", kind, class_=f"part {kind}"), " "]) for kind in kinds])
     for row in shown["rows"]:
         yield element("h2", f"Sample {row['sample']:,}")
         padding = f", {row['padding']:,} tokens of padding" if row.get("padding") else ""
@@ -57,5 +57,6 @@ def _render_document(document: Mapping[str, Any]) -> Markup:
 
 def _list_classes(part: Mapping[str, Any]) -> str:
     """Return the style-sheet classes of a run of tokens. part: entry of `parts` of `describe_samples`."""
-    kinds = ["trained" if part["trained"] else "context", *["special"] * part["special"]]
+    untrained = "template" if part["author"] == "template" else "context"
+    kinds = ["trained" if part["trained"] else untrained, *["special"] * part["special"]]
     return " ".join(["part", *kinds])
