@@ -155,10 +155,9 @@ class Scheduler:
         """Return the decode step that follows `batch`, which is being computed; 0 stands for the tokens that `batch`
         will sample. None unless all of its sequences decode and can continue, and nothing else can run."""
         going = [each for each in batch.sequences if each.answered + 1 < each.request.sampling.max_tokens]
-        if self._queue or not len(going) == len(self._admitted) == len(batch.tokens) == len(batch.output_rows):
-            return None
+        decoding = len(going) == len(self._admitted) == len(batch.tokens) == len(batch.output_rows)
         self._state = None
-        if any(each.finish_reason is not None or self._extend(each, 2) < 2 for each in going):
+        if self._queue or not decoding or any(each.finish_reason or self._extend(each, 2) < 2 for each in going):
             return None
         return self._build([(each, 1, range(each.computed + 1, each.computed + 2)) for each in going], batch.group, 1)
 
@@ -298,19 +297,18 @@ class Scheduler:
         return min(wanted, room)
 
     def _build(self, picked: list[tuple[Sequence, int, range]], group: int, ahead: int = 0) -> StepBatch:
-        """Return the batch of the picked sequences. picked: for each sequence (its state, number of tokens to compute,
-        range of positions whose logits are wanted). group: pipeline group of all of them. ahead: number of tokens of
-        each that batches in flight compute; the tokens after these are unknown, 0 in the batch."""
+        """Return the batch of the picked sequences. picked: for each (its state, number of tokens to compute,
+        range of positions whose logits are wanted). group: their pipeline group. ahead: tokens of each that a batch in
+        flight computes; the next ones are unknown, 0 in the batch."""
         tokens = array("i")
         output_rows: list[int] = []
         for sequence, count, positions in picked:
             sequence.in_flight += 1
             offset = len(tokens) - sequence.computed - ahead
             output_rows.extend(range(offset + positions.start, offset + positions.stop))
-            known = sequence.tokens[sequence.computed : sequence.computed + count]
-            tokens += array("i", [0] * count) if ahead else known
-        sequences = [sequence for sequence, _, _ in picked]
-        counts_S = np.array([count for _, count, _ in picked], np.int32)
+            tokens += array("i", [0]) if ahead else sequence.tokens[sequence.computed :][:count]
+        sequences, counts, _ = map(list, zip(*picked, strict=True))
+        counts_S = np.array(counts, np.int32)
         computed_S = np.array([sequence.computed + ahead for sequence in sequences], np.int32)
         rows_S = np.array([sequence.row for sequence in sequences], np.int32)
         starts = np.zeros(len(picked) + 1, np.int32)
