@@ -101,7 +101,8 @@ PERSONAL_DATA = ("key", "email", "phone", "ip")  # what can be masked
 RECORD_TYPES = ("text", "number", "integer", "boolean", "list", "table")  # types of a value in a record
 
 OPTIMIZERS = ("adamw", "sgd")
-OBJECTIVES = ("next-token", "dpo", "ipo")
+PAIR_OBJECTIVES = ("dpo", "ipo", "simpo", "orpo")  # of preference pairs
+OBJECTIVES = ("next-token", *PAIR_OBJECTIVES)
 LEARNING_RATE_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 CHECKPOINT_DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")

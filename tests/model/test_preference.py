@@ -128,22 +128,38 @@ def test_pairs_follow_document_ids_and_exclude_padding():
 
 @pytest.mark.parametrize(
     "preference",
-    [Preference(), Preference("dpo", 0.7, 0.2), Preference("ipo", 0.3)],
-    ids=["dpo", "conservative dpo", "ipo"],
+    [
+        Preference(),
+        Preference("dpo", 0.7, 0.2),
+        Preference("ipo", 0.3),
+        Preference("simpo", 2.0, margin=0.6),
+        Preference("orpo", 0.2),
+    ],
+    ids=["dpo", "conservative dpo", "ipo", "simpo", "orpo"],
 )
 def test_losses_and_rewards_match_the_papers(preference: Preference):
     generator = torch.Generator().manual_seed(1)
     pairs = Pairs.from_ids(IDS)
     reference = -10 * torch.rand(3, 4, dtype=torch.float64, generator=generator)
     values = -10 * torch.rand(3, 4, dtype=torch.float64, generator=generator)
+    lengths = torch.tensor([[3.0, 5.0, 1.0, 2.0], [4.0, 9.0, 0.0, 0.0], [0.0] * 4], dtype=torch.float64)
     values[~pairs.counted_BP.repeat_interleave(2, dim=1)] = reference[~pairs.counted_BP.repeat_interleave(2, 1)] = 0.0
-    found = preference(values, pairs.with_reference(reference))
+    found = preference(values, replace(pairs, reference_BD=reference, lengths_BD=lengths))
     total, rewards, right, beta, smoothing = 0.0, [0.0, 0.0], 0, preference.beta, preference.label_smoothing
     for row, pair in ((0, 0), (0, 1), (1, 0)):
-        chosen, rejected = (float(values[row, 2 * pair + k] - reference[row, 2 * pair + k]) for k in (0, 1))
+        places = (2 * pair, 2 * pair + 1)
+        if preference.objective in ("simpo", "orpo"):
+            chosen, rejected = (float(values[row, place] / lengths[row, place]) for place in places)
+        else:
+            chosen, rejected = (float(values[row, place] - reference[row, place]) for place in places)
         sigmoid = 1 / (1 + math.exp(-beta * (chosen - rejected)))
         if preference.objective == "ipo":
             total += (chosen - rejected - 1 / (2 * beta)) ** 2
+        elif preference.objective == "simpo":
+            total += -math.log(1 / (1 + math.exp(-(beta * (chosen - rejected) - preference.margin))))
+        elif preference.objective == "orpo":
+            odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in (chosen, rejected)]
+            total += -chosen - beta * math.log(odds[0] / (odds[0] + odds[1]))
         else:
             total += -(1 - smoothing) * math.log(sigmoid) - smoothing * math.log(1 - sigmoid)
         rewards = [rewards[0] + beta * chosen, rewards[1] + beta * rejected]
@@ -169,7 +185,7 @@ def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
     for tensor in table.tensors:
         entries = [initial_value(entry, 5).view(entry.model_shape) for entry in tensor.entries]
         ours.get_parameter(tensor.name).data.copy_(torch.cat(entries))
-    pairs = Pairs.from_ids(IDS).with_reference(reference)
+    pairs = replace(Pairs.from_ids(IDS), reference_BD=reference)
     values = ours(tokens[:, :-1], targets, replace(Documents.from_ids(IDS), pairs=pairs))
     loss = Preference("dpo", beta)(values, pairs).loss / 3
     loss.backward()

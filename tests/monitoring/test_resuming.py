@@ -66,7 +66,8 @@ def test_every_key_may_change_on_resume_or_is_refused(tiny_recipe: Path):
     assert MAY_CHANGE.issubset(SCHEMA.keys)
     # These contradict the tiny recipe unless something else changes too.
     needs_more = {"model.preset", "model.from", "model.load_weights", "train.momentum", "train.decay", "data.sources"}
-    needs_more |= {f"data.{key}" for key in ("record_keys", "template", "train_on", "pack", "too_long")}
+    of_records = ("record_keys", "message_keys", "record_roles", "thinking", "template", "train_on", "pack", "too_long")
+    needs_more |= {"train.preference_margin", *(f"data.{key}" for key in of_records)}
     tables = {key.rpartition(".")[0] for key in SCHEMA.keys} - {""}
     for key in SCHEMA.keys.keys() - tables - needs_more:
         new = different(tiny_recipe, key)
@@ -83,6 +84,9 @@ def test_every_key_may_change_on_resume_or_is_refused(tiny_recipe: Path):
     "key, value",
     [
         ("data.record_keys", '{output="answer"}'),
+        ("data.message_keys", '{content="words"}'),
+        ("data.record_roles", '{narrator="system"}'),
+        ("data.thinking", "none"),
         ("data.template", "chatml"),
         ("data.train_on", "all"),
         ("data.pack", "false"),

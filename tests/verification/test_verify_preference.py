@@ -53,6 +53,9 @@ def test_skipped_step_and_resumes_match_one_device(tiny_recipe: Path):
 
 def test_other_preference_losses_and_experts_match_one_device(tiny_recipe: Path, two_layers: None):
     assert verified(tiny_recipe, "cp2 mb2", "train.objective=ipo")["passed"]
+    for layout, objective in (("cp2 mb2", "simpo"), ("dp2 zero3 mb2", "orpo")):
+        document = verified(tiny_recipe, layout, f"train.objective={objective}")
+        assert document["passed"] and document["worst"]["relative_error"] < 1e-12, (layout, objective)
     assert verified(tiny_recipe, "dp2", "train.preference_smoothing=0.2")["passed"]
     wanted = load_recipe(tiny_recipe, ["layout=dp2 cp2 ep2 mb2", *PAIRS])
     for model in ("mixtral-8x7b-v0.1", "dots-llm1"):  # balancing by a loss, and by router biases

@@ -93,7 +93,7 @@ class PreparedData:
                 documents_per_example=2 if self.recipe.records == "preference" else 1,
                 train_on=self.recipe.train_on,
                 pack=self.recipe.pack,
-                too_long=self.recipe.too_long,
+                too_long=self.recipe.too_long_examples,
                 decode=lambda tokens: self.tokenizer.decode(tokens),
             )
             self._examples[name] = PackedExamples(stored, self.sequence, self.document_mask, padding, packing)
@@ -259,6 +259,14 @@ def format_packing_report(report: dict[str, int], rows: int, sequence: int) -> s
     if report["lost_targets"]:
         whole = report["targets"] + report["lost_targets"]
         parts.append(f"{report['lost_targets']:,} of {whole:,} target tokens lost")
+    if report.get("identical"):
+        parts.append(f"{format_examples(report['identical'])} dropped whose responses are identical")
+    if pairs := report.get("pairs"):
+        means = (f"{report[key] / pairs:.1f}" for key in ("chosen_tokens", "rejected_tokens"))
+        longer = f"the chosen one is longer in {report['chosen_longer'] / pairs:.0%}"
+        parts.append(
+            f"response tokens: chosen {next(means)}, rejected {next(means)} in the mean; {longer} of the pairs"
+        )
     if report["without_response"]:
         parts.append(f"{format_examples(report['without_response'])} dropped that have no response (within a row)")
     return "; ".join(parts)

@@ -21,11 +21,13 @@ class Pairs:
 
     `response_BC`: document number of each of the C tokens on this rank; D for tokens outside any pair. `counted_BP`:
     True for a pair, False for padding in sequences with fewer than P pairs. `reference_BD`: log-probabilities of the
-    responses under the reference policy (nats, float64); zeros until they are computed."""
+    responses under the reference policy (nats, float64); zeros until they are computed. `lengths_BD`: target tokens of
+    the responses (float64); zeros until they are counted."""
 
     response_BC: torch.Tensor
     counted_BP: torch.Tensor
     reference_BD: torch.Tensor
+    lengths_BD: torch.Tensor
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor, most: int | None = None) -> Pairs:
@@ -37,18 +39,13 @@ class Pairs:
         most = max(1, int(pairs_B.max())) if most is None else most
         counted_BP = torch.arange(most, device=ids_BS.device) < pairs_B[:, None]
         response_BS = torch.where(ids_BS < 2 * pairs_B[:, None], ids_BS, 2 * most).long()
-        return cls(response_BS, counted_BP, torch.zeros(len(ids_BS), 2 * most, dtype=torch.float64))
-
-    def with_reference(self, reference_BD: torch.Tensor) -> Pairs:
-        """Return a copy with the log-probabilities `reference_BD` (nats, [B, D] for D responses per sequence) of the
-        responses under the reference policy."""
-        assert reference_BD.shape == self.reference_BD.shape, (reference_BD.shape, self.reference_BD.shape)
-        return replace(self, reference_BD=reference_BD)
+        none_BD = torch.zeros(len(ids_BS), 2 * most, dtype=torch.float64)
+        return cls(response_BS, counted_BP, none_BD, none_BD)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Pairs:
         """Return a copy with `change` applied to every tensor, for example to move it to a device or to select
         sequences."""
-        return Pairs(change(self.response_BC), change(self.counted_BP), change(self.reference_BD))
+        return Pairs(*(change(getattr(self, name)) for name in self.__slots__))
 
     def select_tokens(self, indices_C: torch.Tensor) -> Pairs:
         """Return a copy for the context-parallel rank that holds the C tokens at the indices `indices_C` of each

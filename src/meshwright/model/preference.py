@@ -1,4 +1,4 @@
-"""Preference losses (DPO, IPO) on the log-probabilities of response pairs under policy and reference.
+"""Preference losses (DPO, IPO, SimPO, ORPO) on the log-probabilities of response pairs.
 
 Shapes: B sequences, P maximum pairs of a sequence, D = 2 P responses.
 """
@@ -14,9 +14,6 @@ import torch.nn.functional as F
 from meshwright.model.pairs import Pairs
 from meshwright.recipe import Recipe
 
-REWARDS = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
-"""Metric names of the figures of pairs."""
-
 
 class PreferenceLoss(NamedTuple):
     """Preference loss and metrics of a batch. `loss`: summed over pairs. `figures` (float64 [3], detached): sum of the
@@ -27,53 +24,49 @@ class PreferenceLoss(NamedTuple):
     figures: torch.Tensor
 
 
-class Rewards(NamedTuple):
-    """Reward metrics, means over preference pairs; a response's reward is beta times log p / p_ref. `chosen`,
-    `rejected`: reward of the chosen and of the rejected response; `accuracy`: fraction of pairs whose chosen response
-    has the higher reward."""
-
-    chosen: float
-    rejected: float
-    accuracy: float
-
-    @property
-    def margin(self) -> float:
-        """Mean reward of the chosen minus that of the rejected responses."""
-        return self.chosen - self.rejected
-
-    def to_metrics(self) -> dict[str, float]:
-        """Return the four metrics named in `REWARDS` (margin, accuracy, chosen, rejected) as {name: value}."""
-        return dict(zip(REWARDS, (self.margin, self.accuracy, self.chosen, self.rejected), strict=True))
-
-
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Preference loss of a pair, with h = log p(chosen) / p_ref(chosen) - log p(rejected) / p_ref(rejected):
+    """Preference loss of a pair of responses y. With h the chosen response's score minus the rejected one's:
 
-    - "dpo": -log sigmoid(beta h) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); with `label_smoothing` e, the assumed
-      probability of a swapped label, (1 - e) times that plus e times -log sigmoid(-beta h) (conservative DPO: Mitchell
-      2023, "A note on DPO with noisy preferences", eq. 3);
-    - "ipo": (h - 1 / (2 beta))² (Azar et al. 2023, arXiv:2310.12036, eq. 17; beta is its tau).
+    - "dpo": score log p / p_ref; loss -log sigmoid(beta h) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); with
+      `label_smoothing` e, the assumed probability of a swapped label, (1 - e) times that plus e times -log
+      sigmoid(-beta h) (conservative DPO: Mitchell 2023, "A note on DPO with noisy preferences", eq. 3);
+    - "ipo": the same score; loss (h - 1 / (2 beta))² (Azar et al. 2023, arXiv:2310.12036, eq. 17; beta is its tau);
+    - "simpo": score (log p) / |y|; loss -log sigmoid(beta h - `margin`) (Meng et al. 2024, arXiv:2405.14734, eq. 6);
+    - "orpo": score log odds of P = exp((log p) / |y|), odds P / (1 - P); loss -(log p) / |y| of the chosen response
+      minus beta log sigmoid h (Hong et al. 2024, arXiv:2403.07691, eqs. 3, 6, 7; beta is its lambda).
 
-    A response's reward is beta log p / p_ref (arXiv:2305.18290, section 4).
+    |y|: target tokens of the response. A response's reward is beta times its score, for "orpo" beta times log P.
     """
 
     objective: str = "dpo"
     beta: float = 0.1
     label_smoothing: float = 0.0
+    margin: float = 0.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss compares the policy with a reference policy."""
+        return self.objective in ("dpo", "ipo")
 
     def __call__(self, log_probabilities_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:
         """Return the metrics and the loss summed over the `pairs` of a batch, in the dtype of `log_probabilities_BD`:
         the log-probabilities (nats) of the D responses of each of B sequences, chosen and rejected alternating."""
-        ratios_BP2 = (log_probabilities_BD - pairs.reference_BD).unflatten(1, (-1, 2))
-        chosen_BP, rejected_BP = ratios_BP2.unbind(dim=2)
+        counted_BP = pairs.counted_BP
+        scores_BD = log_probabilities_BD - pairs.reference_BD
+        if not self.needs_reference:
+            scores_BD = log_probabilities_BD / pairs.lengths_BD.clamp(min=1)
+        chosen_BP, rejected_BP = scores_BD.unflatten(1, (-1, 2)).unbind(dim=2)
         h_BP = chosen_BP - rejected_BP
         if self.objective == "ipo":
             losses_BP = (h_BP - 1 / (2 * self.beta)).square()
+        elif self.objective == "orpo":
+            # Padding has the score 0, whose odds are infinite.
+            odds = [x - torch.log(-torch.expm1(x)) for x in (x.where(counted_BP, -1) for x in (chosen_BP, rejected_BP))]
+            losses_BP = -chosen_BP - self.beta * F.logsigmoid(odds[0] - odds[1])
         else:
-            meant, other = (-F.logsigmoid(sign * self.beta * h_BP) for sign in (1, -1))
+            meant, other = (-F.logsigmoid(sign * (self.beta * h_BP - self.margin)) for sign in (1, -1))
             losses_BP = (1 - self.label_smoothing) * meant + self.label_smoothing * other
-        counted_BP = pairs.counted_BP
         with torch.no_grad():
             rewards_2 = self.beta * torch.stack([chosen_BP, rejected_BP]).mul(counted_BP).sum(dim=(1, 2))
             right = ((h_BP > 0) & counted_BP).sum()
@@ -85,4 +78,4 @@ def make_preference(recipe: Recipe) -> Preference | None:
     train = recipe.train
     if recipe.objective == "next-token":
         return None
-    return Preference(recipe.objective, train.preference_beta, train.preference_smoothing)
+    return Preference(recipe.objective, recipe.preference_beta, train.preference_smoothing, recipe.preference_margin)

@@ -129,7 +129,7 @@ class DataRecipe(Table):
     template: Name | None = None  # a name of names.TEMPLATES or a .jinja file; default: by the kind of records
     train_on: Annotated[str, named("choice", TRAINED)] = "responses"
     pack: bool = True  # several examples in a row
-    too_long: Annotated[str, named("choice", TOO_LONG)] = "truncate"  # examples longer than a row
+    too_long: Annotated[str, named("choice", TOO_LONG)] | None = None  # examples longer than a row
     tokenizer: Name = "bpe"  # a kind of names.TOKENIZERS, a tokenizer.json or a Hugging Face directory
     vocabulary: Annotated[int, Size("vocabulary", 257)] = 2048  # size of a tokenizer trained on the data
     sequence: Annotated[int, Size("sequence")]  # tokens in a sample
@@ -198,6 +198,13 @@ class DataRecipe(Table):
     def _differs_from_default(self, key: str) -> bool:
         """Return True if the field `key`, such as "pack", has a value other than its default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
+
+    @property
+    def too_long_examples(self) -> str:
+        """What happens to examples longer than a row: `too_long` if it is set, else "drop" for preference records, as a
+        cut response is no longer the one that was preferred, and "truncate" for others.
+        """
+        return self.too_long or ("drop" if self.records == "preference" else "truncate")
 
     @property
     def template_name(self) -> str | None:

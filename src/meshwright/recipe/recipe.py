@@ -13,6 +13,7 @@ from pydantic import AfterValidator, PrivateAttr, model_validator
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import shorten_repr
+from meshwright.names import PAIR_OBJECTIVES
 from meshwright.recipe.data import DataRecipe
 from meshwright.recipe.tables import (
     CheckpointRecipe,
@@ -86,9 +87,9 @@ class Recipe(Table):
         if preferences and objective == "next-token":
             raise ValueError(
                 'train.objective "next-token" would learn the rejected responses too; data.records "preference" is for '
-                "dpo and ipo"
+                f"{', '.join(PAIR_OBJECTIVES)}"
             )
-        if not preferences and objective in ("dpo", "ipo"):
+        if not preferences and objective in PAIR_OBJECTIVES:
             raise ValueError(
                 f'train.objective "{objective}" learns from pairs of responses: it needs data.records = "preference", '
                 f'not "{self.data.records}"'
@@ -97,10 +98,23 @@ class Recipe(Table):
 
     @property
     def objective(self) -> str:
-        """Training objective, "next-token", "dpo" or "ipo": that of `train.objective` if it is set, else "dpo" for
+        """Training objective, such as "next-token" or "dpo": that of `train.objective` if it is set, else "dpo" for
         preference records and "next-token" for all others.
         """
         return self.train.objective or ("dpo" if self.data.records == "preference" else "next-token")
+
+    @property
+    def preference_beta(self) -> float:
+        """Beta of the preference objective: `train.preference_beta` if it is set, else 2 for SimPO (as in the paper's
+        experiments, arXiv:2405.14734, appendix B) and 0.1 for the others.
+        """
+        return self.train.preference_beta or (2.0 if self.objective == "simpo" else 0.1)
+
+    @property
+    def preference_margin(self) -> float:
+        """Target reward margin (gamma) of SimPO: `train.preference_margin` if it is set, else 1; 0 for others."""
+        given = self.train.preference_margin
+        return (1.0 if given is None else given) if self.objective == "simpo" else 0.0
 
     def __eq__(self, other: object) -> bool:
         """Return True if `other` is a recipe with equal values of all keys; the files that recipes were read from do

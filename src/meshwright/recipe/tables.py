@@ -152,10 +152,11 @@ class TrainRecipe(Table):
     """Table [train] of a recipe: steps, batch, objective, optimizer, learning-rate schedule, loss scaling, validation,
     logging and profiling.
 
-    batch: sequences per optimizer step, over all ranks. objective: "next-token", "dpo" or "ipo"; None: "dpo" for
-    preference records, else "next-token". preference_beta: beta of DPO and IPO. preference_smoothing: label smoothing
-    of DPO. momentum: of SGD only. router_bias_rate: amount by which each step changes the biases that balance the load
-    of experts.
+    batch: sequences per optimizer step, over all ranks. objective: "next-token", or "dpo", "ipo", "simpo", "orpo" for
+    preference records; None: "dpo" for these, else "next-token". preference_beta: beta of DPO, IPO and SimPO, lambda of
+    ORPO; None: 0.1, for SimPO 2. preference_margin: gamma of SimPO; None: 1. preference_smoothing: label smoothing of
+    DPO. momentum: of SGD only. router_bias_rate: amount by which each step changes the biases that balance the load of
+    experts.
 
     learning_rate: peak value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps of the
     warm-up, and of the final decay of the schedule "wsd". clip: maximum global gradient norm, 0: off. validate_every:
@@ -170,7 +171,8 @@ class TrainRecipe(Table):
     steps: Annotated[int, Size("steps")]
     batch: Annotated[int, Size("batch")]  # sequences in a step, over all ranks
     objective: Annotated[str, named("objective", OBJECTIVES)] | None = None  # default: "dpo" for preferences
-    preference_beta: Positive = 0.1  # dpo, ipo: strength of the penalty on divergence from the reference
+    preference_beta: Positive | None = None  # dpo, ipo, simpo, orpo; default: by the objective
+    preference_margin: NotNegative | None = None  # simpo: gamma; default 1.0
     preference_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # dpo: assumed fraction of swapped pairs
     optimizer: Annotated[str, named("optimizer", OPTIMIZERS)] = "adamw"
     learning_rate: Positive  # at the peak
@@ -212,8 +214,10 @@ class TrainRecipe(Table):
             raise ValueError('schedule "wsd" needs decay: the number of steps of its tail')
         if self.decay and self.schedule != "wsd":
             raise ValueError(f'decay is the tail of schedule "wsd"; schedule "{self.schedule}" has none')
-        if self.preference_smoothing and self.objective == "ipo":
-            raise ValueError('preference_smoothing belongs to objective "dpo"; "ipo" has none')
+        if self.preference_smoothing and self.objective not in (None, "dpo"):
+            raise ValueError(f'preference_smoothing belongs to objective "dpo"; "{self.objective}" has none')
+        if self.preference_margin is not None and self.objective != "simpo":
+            raise ValueError(f'preference_margin belongs to objective "simpo"; "{self.objective or "dpo"}" has none')
         if self.profile and int(self.profile.rpartition(":")[2]) > self.steps:
             raise ValueError(f'profile = "{self.profile}" ends after the last step: steps = {self.steps}')
         if self.momentum and self.optimizer != "sgd":

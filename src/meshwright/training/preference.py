@@ -1,4 +1,5 @@
-"""Preference objective: losses of pairs of responses (DPO, IPO) relative to the initial policy (the reference)."""
+"""Preference objective: losses of pairs of responses; those of DPO and IPO are relative to the initial policy (the
+reference)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +15,12 @@ from numpy.typing import NDArray
 
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PackedExamples, TokenBatch
+from meshwright.data.packing.packed import NO_TARGET
 from meshwright.data.packing.shards import limit_rate
 from meshwright.errors import UserError
 from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
-from meshwright.model.preference import REWARDS, Preference, Rewards
+from meshwright.model.preference import Preference
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import TermCount, count_pairs, loss_share
@@ -35,9 +37,31 @@ from meshwright.training.reference import (
 )
 from meshwright.training.task import RunStart
 
+REWARDS = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
+"""Metric names of the figures of pairs."""
+
+
+class Rewards(NamedTuple):
+    """Reward metrics, means over preference pairs; rewards are those of `model.preference`. `chosen`,
+    `rejected`: reward of the chosen and of the rejected response; `accuracy`: fraction of pairs whose chosen response
+    has the higher reward."""
+
+    chosen: float
+    rejected: float
+    accuracy: float
+
+    @property
+    def margin(self) -> float:
+        """Mean reward of the chosen minus that of the rejected responses."""
+        return self.chosen - self.rejected
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return the four metrics named in `REWARDS` (margin, accuracy, chosen, rejected) as {name: value}."""
+        return dict(zip(REWARDS, (self.margin, self.accuracy, self.chosen, self.rejected), strict=True))
+
 
 class PreferencePairs:
-    """Objective of preference training: the DPO or IPO loss of pairs of responses, averaged over pairs, with the
+    """Objective of preference training: a loss of pairs of responses (see `Preference`), averaged over pairs, with the
     rewards as metrics.
 
     pair_loss: loss of one pair. splits: sequences of "train" and "validation". Attribute `reference`: log-probabilities
@@ -56,11 +80,14 @@ class PreferencePairs:
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
         """Add to `documents` (document boundaries in the sequences of a batch) the response pairs of these sequences
-        and, once `prepare` has set them, the reference log-probabilities; return the result. split: "train" or
-        "validation"; rows: indices of the sequences in this split."""
+        with their lengths and, once `prepare` has set them, the reference log-probabilities; return the result. split:
+        "train" or "validation"; rows: indices of the sequences in this split."""
         pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_pairs)
+        targets_BS = torch.from_numpy(batch.targets) != NO_TARGET
+        pairs = replace(pairs, lengths_BD=pairs.log_probabilities(-targets_BS.double()))  # summed by response
         if self.reference is not None:
-            pairs = pairs.with_reference(self.reference.splits[split].select_sequences(rows, self.most_pairs))
+            reference_BD = self.reference.splits[split].select_sequences(rows, self.most_pairs)
+            pairs = replace(pairs, reference_BD=reference_BD)
         return replace(documents, pairs=pairs)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
@@ -88,8 +115,12 @@ class PreferencePairs:
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
         """Set `reference`, the reference log-probabilities: load them from the run directory, or compute them with the
-        initial weights and store them there. policy: the model being trained; start: run directory and resumed state.
-        `UserError` if a resumed run's file is missing, damaged or from another run. Collective."""
+        initial weights and store them there; nothing for a loss without a reference. policy: the model being trained;
+        start: run directory and resumed state. `UserError` if a resumed run's file is missing, damaged or from another
+        run. Collective."""
+        assert self.pair_loss is not None
+        if not self.pair_loss.needs_reference:
+            return
         path = start.directory / FILE
         if start.saved is not None and start.saved["step"]:
             self.reference = self._read_for_resume(path, start)

@@ -67,8 +67,8 @@ def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: P
 def _preference_loss(
     preference: Preference, chosen_BS: torch.Tensor, ids_BS: torch.Tensor, pairs_B: torch.Tensor, batch: Batch
 ) -> torch.Tensor:
-    """Return the preference loss summed over pairs, a scalar: DPO (arXiv:2305.18290, eq. 7) or IPO (arXiv:2310.12036,
-    eq. 17).
+    """Return the preference loss summed over pairs, a scalar: DPO (arXiv:2305.18290, eq. 7), IPO (arXiv:2310.12036, eq.
+    17), SimPO (arXiv:2405.14734, eq. 6) or ORPO (arXiv:2403.07691, eqs. 3, 6, 7).
 
     chosen_BS: the policy's log-probability of every target token of both responses; 0 where the target is ignored.
     ids_BS: document number of each token: document 2 i of a sequence is the preferred response of pair i, document 2 i
@@ -78,11 +78,26 @@ def _preference_loss(
     total = chosen_BS.new_zeros(())
     for row in range(len(ids_BS)):
         for pair in range(int(pairs_B[row])):
+            documents = (2 * pair, 2 * pair + 1)
+            sums = [chosen_BS[row][ids_BS[row] == document].sum() for document in documents]
+            beta, smoothing = preference.beta, preference.label_smoothing
+            if preference.objective in ("simpo", "orpo"):
+                targets = torch.from_numpy(batch.targets[row]) != IGNORED
+                means = [
+                    total_of / int((targets & (ids_BS[row] == document)).sum())
+                    for total_of, document in zip(sums, documents, strict=True)
+                ]
+                if preference.objective == "simpo":
+                    total = total - F.logsigmoid(beta * (means[0] - means[1]) - preference.margin)
+                else:
+                    odds = [mean.exp() / (1 - mean.exp()) for mean in means]
+                    total = total - means[0] - beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
+                continue
             margins = [
-                chosen_BS[row][ids_BS[row] == document].sum() - float(batch.reference[row, document])
-                for document in (2 * pair, 2 * pair + 1)
+                total_of - float(batch.reference[row, document])
+                for total_of, document in zip(sums, documents, strict=True)
             ]
-            h, beta, smoothing = margins[0] - margins[1], preference.beta, preference.label_smoothing
+            h = margins[0] - margins[1]
             if preference.objective == "ipo":
                 total = total + (h - 1 / (2 * beta)) ** 2
             else:

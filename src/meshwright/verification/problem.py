@@ -59,7 +59,7 @@ class Problem:
 
     config: the model. dtype: dtype of parameters. master_dtype: dtype of master weights, gradients and optimizer state;
     None: `dtype`. training: optimizer settings. seed: seed of initial weights and data. preference: settings of the
-    preference loss (DPO or IPO); None: next-token loss. nan_step: step (from 0) in which the last rank produces NaN
+    preference loss; None: next-token loss. nan_step: step (from 0) in which the last rank produces NaN
     activations; None: no such step. resumed_at: numbers of steps after which a checkpoint is saved and a new trainer
     resumes from it. fused_gradient_accumulation: True if weight-gradient kernels accumulate directly into the gradient
     buffer, as in large models. compile_backend: backend of torch.compile for layers, final norm and loss, such as
@@ -100,6 +100,8 @@ class Problem:
         if self.preference is not None:
             preference = {"preference_beta": self.preference.beta, "objective": self.preference.objective}
             preference["preference_smoothing"] = self.preference.label_smoothing
+            if self.preference.objective == "simpo":
+                preference["preference_margin"] = self.preference.margin
         return Recipe.from_tables(
             {
                 "layout": str(layout),

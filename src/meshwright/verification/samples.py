@@ -82,7 +82,8 @@ def _make_pairs(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
     ids = np.zeros(sequence, dtype=np.int64)
     targets = np.full(sequence, IGNORED)
-    inner = np.sort(random.choice(np.arange(1, sequence // 2), size=max(0, 2 * pairs - 1), replace=False)) * 2
+    # The last document has at least three tokens: even without its last one, one of them is a target.
+    inner = np.sort(random.choice(np.arange(1, sequence // 2 - 1), size=max(0, 2 * pairs - 1), replace=False)) * 2
     bounds = [0, *inner.tolist(), sequence if number % 3 == 0 else sequence - 1][: 2 * pairs + 1]
     for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
         ids[begin:] = document

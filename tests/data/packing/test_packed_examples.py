@@ -14,6 +14,7 @@ from meshwright.data import NO_TARGET, PackedExamples
 from meshwright.data.packing.packed import StoredTokens
 from meshwright.data.packing.packed_examples import OPEN_ROWS, PackingSettings, pack_best_fit
 from meshwright.data.packing.shards import EncodedDocument, ShardWriter
+from meshwright.data.prepared import format_packing_report
 from meshwright.data.sources.reading import Document
 from meshwright.errors import UserError
 
@@ -159,11 +160,30 @@ def test_too_long_examples_are_truncated_dropped_or_refused(tmp_path: Path):
         _ = refused.rows
 
 
-def test_too_long_pair_loses_end_of_longer_response(tmp_path: Path):
-    rows = packed(tmp_path, [[(3, 20), (3, 4)]], 19)
+def test_too_long_pair_is_cut_to_the_same_length_or_dropped(tmp_path: Path):
+    rows = packed(tmp_path / "cut", [[(3, 20), (3, 12)]], 19)
     lengths = {number: len(tokens) for _, number, tokens, _ in documents_of(rows)}
-    assert lengths == {0: 13, 1: 6}  # of which the last token is only a target: 13 + 7 = 20
-    assert rows.report["truncated"] == 1 and rows.report["lost_targets"] == 10
+    assert lengths == {0: 10, 1: 9}  # the last token of the row is only a target: 10 + 10 = 20
+    assert rows.report["truncated"] == 1 and rows.report["lost_targets"] == 32 - 2 * 7
+    rows = packed(tmp_path / "short", [[(3, 20), (3, 4)]], 19)
+    assert {number: len(tokens) for _, number, tokens, _ in documents_of(rows) if number < 2} == {0: 7, 1: 7}
+    dropped = packed(tmp_path / "drop", [[(3, 20), (3, 4)], [(2, 3), (2, 4)]], 19, too_long="drop")
+    assert (dropped.report["too_long"], dropped.report["trained"], dropped.report["truncated"]) == (1, 1, 0)
+
+
+def test_identical_pairs_are_dropped_and_lengths_of_responses_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    piece = Plain.piece
+    monkeypatch.setattr(
+        Plain, "piece", staticmethod(lambda number, at, *shape: piece(number, at * (number != 1), *shape))
+    )
+    rows = packed(tmp_path, [[(2, 6), (2, 4)], [(2, 3), (2, 3)], [(2, 3), (2, 5)], [(2, 4), (2, 4)]], 40)
+    assert rows.report["identical"] == 1 and rows.report["without_response"] == 0 and rows.report["trained"] == 3
+    assert {key: rows.report[key] for key in ("pairs", "chosen_tokens", "rejected_tokens", "chosen_longer")} == {
+        "pairs": 3, "chosen_tokens": 13, "rejected_tokens": 13, "chosen_longer": 1,
+    }  # fmt: skip
+    line = format_packing_report(rows.report, rows.rows, 40)
+    assert "1 example dropped whose responses are identical" in line
+    assert "response tokens: chosen 4.3, rejected 4.3 in the mean; the chosen one is longer in 33% of the pairs" in line
 
 
 def test_train_on_all_targets_every_token_but_the_first(tmp_path: Path):

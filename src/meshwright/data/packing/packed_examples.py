@@ -70,7 +70,7 @@ class PackedExamples(PackedDataset):
 
     Rows are filled by best fit (see `pack_best_fit`), which depends on the lengths alone; with `pack` false every
     example has its own row. `too_long` determines what happens to an example longer than a row: "truncate" cuts the end
-    of its document (of a pair, the longer document first), "drop" drops the example, "refuse" raises `UserError`. An
+    of its document (both of a pair to the same length), "drop" drops the example, "refuse" raises `UserError`. An
     example is also dropped if one of its documents has no target left.
     """
 
@@ -108,7 +108,8 @@ class PackedExamples(PackedDataset):
     def report(self) -> dict[str, int]:
         """Counts of packing, by name. `examples`: all; `trained`: those in rows; `truncated`: those of `trained` that
         were cut; `too_long`, `without_response`: dropped ones by reason; `targets`: target tokens in rows;
-        `lost_targets`: target tokens of truncated and dropped examples; `padding`: padding tokens in all rows.
+        `lost_targets`: target tokens of truncated and dropped examples; `padding`: padding tokens in all rows. Of
+        preference pairs also the counts of `_describe_pairs`.
         """
         return self.plan.report
 
@@ -154,7 +155,8 @@ class PackedExamples(PackedDataset):
             targets[number] = [(one & TRAINED_BIT).sum() for one in marks]
         answered = (before > 0).all(axis=1)
         dropped = long & answered if self.packing.too_long == "drop" else np.zeros(len(long), bool)
-        used = (targets > 0).all(axis=1) & ~dropped
+        identical = self._find_identical_pairs(begins, lengths)
+        used = (targets > 0).all(axis=1) & ~dropped & ~identical
         numbers = np.flatnonzero(used)
         sizes = kept[numbers].sum(axis=1)
         rows: list[list[int]] = []
@@ -180,12 +182,26 @@ class PackedExamples(PackedDataset):
                 "trained": len(numbers),
                 "truncated": int((used & long).sum()),
                 "too_long": int(dropped.sum()),
-                "without_response": int((~used & ~dropped).sum()),
+                "without_response": int((~used & ~dropped & ~identical).sum()),
+                **_describe_pairs(targets[numbers], int(identical.sum())),
                 "targets": int(targets[numbers].sum()),
                 "lost_targets": int(before.sum() - targets[numbers].sum()),
                 "padding": len(rows) * capacity - int(sizes.sum()),
             },
         )
+
+    def _find_identical_pairs(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return for each example whether it is a pair of documents with the same tokens, bool [examples]. begins,
+        lengths: first token and length of each document, [examples, documents per example].
+        """
+        same = np.zeros(len(lengths), bool)
+        if lengths.shape[1] == 2:
+            for number in np.flatnonzero(lengths[:, 0] == lengths[:, 1]).tolist():
+                first, second = (
+                    self._read_document(begin, begin + int(lengths[number, 0]))[0] for begin in begins[number].tolist()
+                )
+                same[number] = np.array_equal(first, second)
+        return same
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
         """Read the packed rows with the indices `numbers` [B], each in [0, rows). padded: allow any index >= 0; rows
@@ -322,12 +338,19 @@ def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _truncate_lengths(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Cut the token counts `lengths` of an example's documents, [documents], so that they sum to `capacity`; returns
-    the new counts. The longest documents are cut to about the same length, shorter ones stay whole.
+    """Return the token counts to which an example's documents are cut, so that they sum to at most `capacity`: all to
+    the same, so that neither response of a pair is cut more. lengths: token counts, [documents].
     """
-    kept = lengths.copy()
-    left, remaining = capacity, len(lengths)
-    for piece in np.argsort(lengths, kind="stable").tolist():
-        kept[piece] = min(int(lengths[piece]), left // remaining)
-        left, remaining = left - int(kept[piece]), remaining - 1
-    return kept
+    return np.full(len(lengths), min(int(lengths.min()), capacity // len(lengths)))
+
+
+def _describe_pairs(targets: NDArray[np.int64], identical: int) -> dict[str, int]:
+    """Return counts of preference pairs: `identical` ones that were dropped, `pairs` in rows, target tokens of their
+    responses, and pairs whose chosen response is longer; nothing for other examples. targets: target tokens of each
+    document of the examples in rows, [examples, documents per example].
+    """
+    if targets.shape[1] != 2:
+        return {}
+    chosen, rejected = targets.T
+    lengths = {"chosen_tokens": int(chosen.sum()), "rejected_tokens": int(rejected.sum())}
+    return {"identical": identical, "pairs": len(targets), **lengths, "chosen_longer": int((chosen > rejected).sum())}
