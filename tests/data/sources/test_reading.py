@@ -35,6 +35,16 @@ def test_other_encodings_are_read_when_named(file):
     assert read(file("b.txt", "Grüße".encode("latin-1")), encoding="latin-1") == [("b.txt", "Grüße")]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_json_lines_in_wide_encodings_are_read_line_by_line(file, encoding: str):
+    texts = ["Ċ is U+010A", "日本語", "line\nfeed"]  # bytes of a line feed inside characters
+    lines = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts) + "\n\n"
+    found = read(file("a.jsonl", lines.encode(encoding)), encoding=encoding)
+    assert found == [(f"a.jsonl:{number}", text) for number, text in enumerate(texts, 1)]
+    broken = file("b.jsonl", lines.encode(encoding) + b"\x00")
+    assert f"b.jsonl:5: not {encoding.upper()}" in refusal(broken, encoding=encoding)
+
+
 def test_undecodable_byte_becomes_surrogate(file):
     ((_, text),) = read(file("a.txt", b"plain text with one byte \xff that is none"))
     assert text is not None and "\udcff" in text

@@ -60,6 +60,21 @@ def test_glob_matches_any_depth(corpus: Path):
     assert names(f"{corpus}/deep/**/*.txt") == ["er/c.txt"]
 
 
+def test_linked_directories_are_followed_alike_by_folders_and_globs_and_cycles_end(
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    other = tmp_path_factory.mktemp("other")
+    (other / "inside").mkdir()
+    (other / "inside" / "z.txt").touch()
+    (corpus / "deep" / "linked").symlink_to(other)
+    (corpus / "deep" / "up").symlink_to(corpus)
+    (other / "loop").symlink_to(other / "loop")
+    expected = ["a.txt", "b.txt", "deep/er/c.txt", "deep/linked/inside/z.txt"]
+    assert names("**/*.txt") == expected
+    (other / "back").symlink_to(corpus / "deep")  # a cycle of two links
+    assert names(str(corpus), format="text") == sorted([*expected, "deep/d.jsonl", "deep/e.jsonl.gz"])
+
+
 def test_file_names_are_independent_of_corpus_location(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "deep").mkdir()

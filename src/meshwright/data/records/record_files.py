@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import io
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -68,6 +70,9 @@ def _iterate_lines(file: SourceFile, stream: Stream, encoding: str, errors: str,
     stream: the file's decompressed bytes. encoding, errors: as in `bytes.decode`. quick: True: parse with orjson if it
     is installed. Raises `UserError` for a line of 256 MiB (`LONGEST_LINE`) or more.
     """
+    if codecs.lookup(encoding).name.startswith(("utf-16", "utf-32")):  # a line feed is several bytes
+        yield from _iterate_wide_lines(file, stream, encoding)
+        return
     parse_quickly = _find_orjson_parser() if quick and encoding.lower().replace("_", "-") == "utf-8" else None
     for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
         if number == 1:
@@ -93,6 +98,34 @@ def _iterate_lines(file: SourceFile, stream: Stream, encoding: str, errors: str,
             yield place, None, f"is not {encoding.upper()} (byte {error.start})"
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deep
             yield place, None, f"is not JSON ({error})"
+
+
+def _iterate_wide_lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[ParsedRecord]:
+    """Yield the lines of a JSON Lines file in UTF-16 or UTF-32 as `_iterate_lines` does. What follows bytes that do not
+    decode cannot be told apart in lines: it is one problem.
+    """
+    text = io.TextIOWrapper(stream, encoding, newline="\n")
+    try:
+        for number in itertools.count(1):
+            place = f":{number}"
+            try:
+                line = text.readline(LONGEST_LINE)
+            except UnicodeError as error:
+                yield place, None, f"is not {encoding.upper()} ({str(error)[:80]})"
+                return
+            if not line:
+                return
+            if len(line) == LONGEST_LINE:
+                raise UserError(
+                    f"{file.path}{place}: a line of {LONGEST_LINE:,} characters; JSON Lines has one record a line"
+                )
+            if not line.isspace():
+                try:
+                    yield place, json.loads(line.removeprefix("\ufeff")), None
+                except (ValueError, RecursionError) as error:
+                    yield place, None, f"is not JSON ({error})"
+    finally:
+        text.detach()
 
 
 def _find_orjson_parser() -> Callable[[bytes], Any] | None:

@@ -8,6 +8,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from meshwright.data.sources.listings import list_stored_files
@@ -157,10 +158,11 @@ def _expand_source(
     elif path.exists():
         raise UserError(f'{key}: "{source}" is neither a file nor a directory')
     elif glob.has_magic(str(path)):
-        matches = [Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match)]
+        root = _find_glob_root(path)
+        found = (Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+        matches = [match for match in found if not _is_in_cycle(match.parent, root)]
         if not matches:
             raise UserError(f'{key}: "{source}" matches no file{_suggest_name(path)}')
-        root = _find_glob_root(path)
         yield from ((match.relative_to(root).as_posix(), match, False) for match in matches)
     else:
         raise UserError(f'{key}: "{source}" does not exist{_suggest_name(path)}')
@@ -188,13 +190,27 @@ def _iterate_standard_library(key: str) -> Iterator[tuple[str, Path]]:
 
 
 def _iterate_files(root: Path) -> Iterator[Path]:
-    """Yield the paths of all files below the directory `root` that are not hidden, at any depth."""
-    for directory, below, files in os.walk(root):
-        below[:] = [name for name in below if not name.startswith(".") and name != "__pycache__"]
+    """Yield the paths of all files below the directory `root` that are not hidden, at any depth. Symbolic links to
+    directories are followed, but not to a directory that the path to the link already has.
+    """
+    for directory, below, files in os.walk(root, followlinks=True):
+        seen = (name for name in below if not name.startswith(".") and name != "__pycache__")
+        below[:] = [name for name in seen if not _is_in_cycle(Path(directory, name), root)]
         for name in files:
             path = Path(directory, name)
             if not name.startswith(".") and path.is_file():
                 yield path
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_in_cycle(directory: Path, root: Path) -> bool:
+    """Return True if the path from `root` to `directory` goes through a symbolic link back to a directory on it."""
+    if directory == root or root not in directory.parents:
+        return False
+    if _is_in_cycle(directory.parent, root):
+        return True
+    above = [parent for parent in directory.parents if parent == root or root in parent.parents]
+    return directory.is_symlink() and any(directory.samefile(parent) for parent in above)
 
 
 def _find_glob_root(pattern: Path) -> Path:
