@@ -82,7 +82,7 @@ def run_requests(
     finally:
         for request in requests:
             engine.cancel(request.id)
-        while not engine.idle:  # a step that was launched before its sequences were cancelled
+        if engine.ahead is not None:  # launched before its sequences were cancelled
             engine.step()
 
 

@@ -124,7 +124,7 @@ class PipelineEngine(Engine):
             self._pending.pop((Kind.RECEIVE_FORWARD, number)).wait()
             hidden_TH = self._hidden.pop(number).numpy()
         found = self._run(batch, hidden=hidden_TH)
-        self._count(batch)
+        self._complete(batch, found)
         if self._stage == self._stages - 1:
             self._results[number] = sample_batch(batch, found)
         else:
