@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing, suppress
 from typing import Any
 
+from pydantic_core import to_json
+
 from meshwright.errors import RankLost, UserError
 
 _LENGTH = struct.Struct(">I")
@@ -33,8 +35,9 @@ Message = dict[str, Any]
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Encode a message as the bytes that are sent: a 4-byte big-endian length, then JSON."""
-    content = json.dumps(message, separators=(",", ":")).encode()
+    """Encode a message as the bytes that are sent: a 4-byte big-endian length, then JSON. Values may be dataclasses,
+    named tuples and sets, which pydantic decodes."""
+    content = to_json(message)
     return _LENGTH.pack(len(content)) + content
 
 

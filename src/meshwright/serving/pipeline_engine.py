@@ -10,12 +10,13 @@ Shapes: T tokens of a batch, H hidden, R rows of logits.
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from meshwright.comm.collectives import transfer
 from meshwright.comm.handle import Handle
@@ -38,6 +39,7 @@ from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
 HIDDEN_SITE, TOKENS_SITE = "serving.hidden", "serving.tokens"
 _FIRST_BYTES = 4096
 """Size of the first message with token results in bytes; the rest follows in a second one."""
+_RESULTS = TypeAdapter(list[TokenResult])
 
 Group = tuple[tuple[Kind, int], ...]
 """Steps that are posted together, each with its batch counted from the slot's."""
@@ -192,13 +194,13 @@ class PipelineEngine(Engine):
             for handle in transfer([Message(rest, self._stage + 1, True, TOKENS_SITE, "rest")], self._axis):
                 handle.wait()
             content += rest.numpy().tobytes()
-        return [TokenResult.from_json(row) for row in json.loads(content[:size])]
+        return _RESULTS.validate_json(content[:size])
 
 
 def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
     """Encode the sampled tokens `results` for sending, as one or two uint8 tensors: the first of fixed size, the second
     with the rest of longer data."""
-    content = json.dumps(results, separators=(",", ":")).encode()
+    content = to_json(results)
     data = len(content).to_bytes(8, "little") + content
     first = np.zeros(_FIRST_BYTES, np.uint8)
     first[: len(data)] = np.frombuffer(data[:_FIRST_BYTES], np.uint8)
