@@ -46,9 +46,7 @@ class DeviceLogits:
             above = max(32, 1 << most.bit_length())  # more than `most`, if not capped, so that ties are seen
             values, tokens = logits_RV.topk(min(size, MOST_RANKED, above))
             self._ranked = values.to("cpu", non_blocking=True), tokens.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if logits_RV.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
+        self._copied = torch.cuda.current_stream(logits_RV.device).record_event() if logits_RV.is_cuda else None
 
     def pass_on(self, tokens: torch.Tensor) -> None:
         """Queue the copy of the sampled token IDs to `tokens`, int32 [R], the input of the runner's next step. Only if

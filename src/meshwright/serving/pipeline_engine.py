@@ -145,43 +145,31 @@ class PipelineEngine(Engine):
         return self.scheduler.publish(batch, results)
 
     def _post(self, kind: Kind, number: int, batch: StepBatch) -> None:
-        """Start one send or receive, given by `kind`, for `batch`. SEND_FORWARD and RECEIVE_FORWARD pass hidden states
-        from one stage to the next; SEND_BACKWARD and RECEIVE_BACKWARD pass sampled tokens to the previous stage.
-        number: slot (call of `step`) in which the batch was scheduled."""
+        """Start one send or receive, given by `kind`, for `batch`; its handle is pending under (kind, number).
+        SEND_FORWARD and RECEIVE_FORWARD pass hidden states from one stage to the next; SEND_BACKWARD and
+        RECEIVE_BACKWARD pass sampled tokens to the previous stage. number: slot (call of `step`) in which the batch was
+        scheduled."""
         if kind == Kind.RECEIVE_FORWARD:
-            self._hidden[number] = torch.empty(len(batch.tokens), self.runner.config.hidden)
-            self._exchange(kind, number, [self._hidden[number]], self._stage - 1)
+            tensors = [self._hidden.setdefault(number, torch.empty(len(batch.tokens), self.runner.config.hidden))]
         elif kind == Kind.SEND_FORWARD:
-            self._finish_sends(kind)
-            self._exchange(kind, number, [self._hidden.pop(number)], self._stage + 1)
+            tensors = [self._hidden.pop(number)]
         elif len(batch.output_rows) == 0:
             self._results.pop(number, None)  # the middle of a prompt: no tokens
+            return
         elif kind == Kind.RECEIVE_BACKWARD:
-            self._tokens[number] = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
-            self._exchange(kind, number, [self._tokens[number]], self._stage + 1)
+            tensors = [self._tokens.setdefault(number, torch.empty(_FIRST_BYTES, dtype=torch.uint8))]
         else:
-            self._finish_sends(kind)
-            self._exchange(kind, number, _encode_results(self._results.pop(number)), self._stage - 1)
-
-    def _exchange(self, kind: Kind, number: int, tensors: Sequence[torch.Tensor], peer: int) -> None:
-        """Start sends or receives of `tensors` with the pipeline rank `peer`, and wait for all but the last of them;
-        store the handle of the last as pending under (kind, number).
-
-        kind: send or receive, of hidden states (forward) or of sampled tokens (backward). number: slot (call of `step`)
-        in which the batch was scheduled.
-        """
+            tensors = _encode_results(self._results.pop(number))
         arrives = kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
-        site = HIDDEN_SITE if kind in (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD) else TOKENS_SITE
+        forward = kind in (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD)
+        peer, site = self._stage + (-1 if arrives is forward else 1), HIDDEN_SITE if forward else TOKENS_SITE
+        if not arrives:
+            for key in [key for key in self._pending if key[0] == kind]:
+                self._pending.pop(key).wait()  # so that the buffers of earlier sends can be freed
         messages = [Message(each, peer, arrives, site, f"{kind.name} {number}") for each in tensors]
         *first, self._pending[kind, number] = transfer(messages, self._axis)
         for handle in first:
             handle.wait()
-
-    def _finish_sends(self, kind: Kind) -> None:
-        """Wait for the pending sends of `kind` (SEND_FORWARD or SEND_BACKWARD), started for earlier batches; their
-        buffers can then be freed."""
-        for key in [key for key in self._pending if key[0] == kind]:
-            self._pending.pop(key).wait()
 
     def _receive_results(self, number: int) -> list[TokenResult]:
         """Wait for the sampled tokens of a batch from the next stage, and return them. number: slot (call of `step`) in
@@ -201,11 +189,9 @@ def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
     """Encode the sampled tokens `results` for sending, as one or two uint8 tensors: the first of fixed size, the second
     with the rest of longer data."""
     content = to_json(results)
-    data = len(content).to_bytes(8, "little") + content
-    first = np.zeros(_FIRST_BYTES, np.uint8)
-    first[: len(data)] = np.frombuffer(data[:_FIRST_BYTES], np.uint8)
-    rest = np.frombuffer(data[_FIRST_BYTES:], np.uint8)
-    return [torch.from_numpy(first), *([torch.from_numpy(rest.copy())] if len(rest) else [])]
+    data = (len(content).to_bytes(8, "little") + content).ljust(_FIRST_BYTES, b"\0")
+    parts = data[:_FIRST_BYTES], data[_FIRST_BYTES:]
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
 
 
 def build_engine(plan: RankPlan, mesh: Mesh) -> Engine:
