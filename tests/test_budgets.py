@@ -12,7 +12,7 @@ from tests.conftest import LONGEST_FILES, REPOSITORY
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "meshwright"
 MOST_LINES = 400  # lines of a file in total
 TRAINING_CORE = 5_500  # lines of code
-SERVING = 5_330  # lines of code; the goal is 3,000; its breadth takes 2,000 more, a GPU 250
+SERVING = 5_250  # lines of code; the goal is 3,000; its breadth takes 2,000 more, a GPU 250
 # The training core is comm/ without its executor of collective programs, model/, parallel/ and these of training/.
 EXECUTOR = ("programs", "named_programs", "lowering", "measure_program")
 STEP_AND_LOOP = ("trainer", "loop", "optimizer", "loss_scale", "learning_rate")

@@ -119,6 +119,32 @@ def test_sampled_tokens_are_those_of_the_cpu_runner(name: str, directories: Call
             )
 
 
+def test_closed_iterator_completes_the_step_that_was_launched_ahead(directories: Callable[[str], Path]):
+    runner = make_runner(directories("llama-tiny"))
+    engine = Engine(runner, build_scheduler(runner.config, LIMITS))
+    outputs = run_requests(engine, [Request("a", (3, 4, 5), Sampling(max_tokens=20))])
+    for _ in range(3):
+        next(outputs)
+    assert engine.ahead is not None
+    outputs.close()
+    assert engine.ahead is None and engine.idle
+    assert run_prompts(engine) == answer(runner, 64)
+
+
+def test_interrupt_of_a_step_is_raised_as_it_is(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
+    runner = make_runner(directories("llama-tiny"))
+    engine = Engine(runner, build_scheduler(runner.config, LIMITS))
+    outputs = run_requests(engine, [Request("a", (3, 4, 5), Sampling(max_tokens=20))])
+    next(outputs)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(outputs)
+
+
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "qwen3-moe-tiny", "dots1-tiny"])
 def test_gemv_computes_one_token_from_parameters_unless_batch_invariant(
     name: str, directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

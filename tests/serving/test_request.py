@@ -1,18 +1,25 @@
-"""Requests and outputs: checks, and lossless JSON forms."""
+"""Requests and outputs: checks, and lossless messages."""
 
 from __future__ import annotations
 
 import json
+import math
+from typing import TypeVar
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from pydantic import TypeAdapter
 
 from meshwright.errors import UserError
+from meshwright.serving.messages import encode
+from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling, TokenResult
+from meshwright.serving.step_limits import StepLimits
 
-FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+T = TypeVar("T")
+FLOATS = st.floats(max_value=0, allow_nan=False)
 RESULTS = st.builds(
     TokenResult,
     st.integers(0, 2**31),
@@ -21,8 +28,9 @@ RESULTS = st.builds(
 )
 
 
-def through_json(document: dict) -> dict:
-    return json.loads(json.dumps(document))
+def through_message(value: T) -> T:
+    """The value after its message was sent: encoded, parsed and decoded as on the other side."""
+    return TypeAdapter(type(value)).validate_python(json.loads(encode({"add": value})[4:])["add"])
 
 
 @settings(max_examples=50, deadline=None)
@@ -31,18 +39,29 @@ def through_json(document: dict) -> dict:
     reason=st.sampled_from([None, "stop", "length", "cancelled"]),
     prompt=st.none() | st.lists(st.none() | RESULTS, max_size=3),
 )
-def test_output_round_trips_through_json(results: list, reason: str | None, prompt: list | None):
+def test_output_round_trips_through_a_message(results: list, reason: str | None, prompt: list | None):
     output = Output("a", results, reason, 32, prompt)  # type: ignore[arg-type]
-    assert Output.from_json(through_json(output.to_json())) == output
+    assert through_message(output) == output
 
 
-def test_request_round_trips_through_json():
+def test_request_round_trips_through_a_message():
     sampling = Sampling(
         temperature=0.1 + 0.2, top_k=5, logit_bias={7: -1.5, 3: 2.0}, stop_tokens=frozenset([9, 2]), seed=-(2**63),
         logprobs=0, prompt_logprobs=2,
     )  # fmt: skip
     request = Request("chatcmpl-ü", (1, 2), sampling, 3, -1, 1e9 + 0.125, (4, 5), "salt")
-    assert Request.from_json(through_json(request.to_json())) == request
+    assert through_message(request) == request
+
+
+def test_plan_of_ranks_round_trips_through_a_message():
+    plan = RankPlan("a/ü", "tp2 dp2", "bfloat16", StepLimits(9, 64, 4, 100, touched=False), 3, step_seconds=math.inf)
+    assert through_message(plan) == plan
+
+
+def test_options_outside_their_range_are_refused_by_the_receiver():
+    document = json.loads(encode({"add": Request("a", (1,), Sampling())})[4:])["add"]
+    with pytest.raises(UserError, match="top_p 2"):
+        TypeAdapter(Request).validate_python(document | {"sampling": document["sampling"] | {"top_p": 2}})
 
 
 @pytest.mark.parametrize(

@@ -41,15 +41,12 @@ class DeviceLogits:
         used.copy_(staged, non_blocking=True)
         figures_R7 = operations.summarize_logits(logits_RV, used)
         self._drawn_R, self._figures = figures_R7[:, 4], figures_R7.to("cpu", non_blocking=True)
-        self._ranked: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._ranked = torch.empty(rows, 0), torch.empty(rows, 0, dtype=torch.int64)  # values and tokens [R, K]
         if most := max(draw.ranked for draw in draws):
             above = max(32, 1 << most.bit_length())  # more than `most`, if not capped, so that ties are seen
-            count = min(size, MOST_RANKED, above)
-            values, tokens = logits_RV.topk(count)
+            values, tokens = logits_RV.topk(min(size, MOST_RANKED, above))
             self._ranked = values.to("cpu", non_blocking=True), tokens.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if logits_RV.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
+        self._copied = torch.cuda.current_stream(logits_RV.device).record_event() if logits_RV.is_cuda else None
 
     def pass_on(self, tokens: torch.Tensor) -> None:
         """Queue the copy of the sampled token IDs to `tokens`, int32 [R], the input of the runner's next step. Only if
@@ -64,19 +61,12 @@ class DeviceLogits:
     def __iter__(self) -> Iterator[DeviceRow]:
         """Yield the `DeviceRow` of each output row, in order."""
         self.wait()
-        figures, ranked = self._figures.tolist(), None
-        if self._ranked is not None:
-            values, tokens = (each.numpy() for each in self._ranked)
-            if (values[:, 1:] == values[:, :-1]).any():
-                order = np.lexsort((tokens, -values))  # equal logits by token ID
-                values, tokens = (np.take_along_axis(each, order, 1) for each in (values, tokens))
-            ranked = values, tokens
+        figures, (values, tokens) = self._figures.tolist(), (each.numpy() for each in self._ranked)
+        if (values[:, 1:] == values[:, :-1]).any():
+            order = np.lexsort((tokens, -values))  # equal logits by token ID
+            values, tokens = (np.take_along_axis(each, order, 1) for each in (values, tokens))
         for row, draw in enumerate(self._draws):
-            of_row = None if ranked is None else (ranked[0][row], ranked[1][row])
-            yield DeviceRow(self._logits, row, draw, figures[row], of_row)
-
-
-_NONE_RANKED = np.zeros(0, np.float32), np.zeros(0, np.int64)
+            yield DeviceRow(self._logits, row, draw, figures[row], (values[row], tokens[row]))
 
 
 class DeviceRow:
@@ -85,18 +75,18 @@ class DeviceRow:
 
     logits_RV: logits of all output rows, float32. row: index of this row. draw: sampling inputs with which the figures
     were computed. figures: [7], this row of the result of `summarize_logits`. ranked: (values float32 [K], token IDs
-    int64 [K]) of the K highest logits, in descending order, equal ones by token ID; None: not computed.
+    int64 [K]) of the K highest logits, in descending order, equal ones by token ID; K may be 0.
     """
 
     def __init__(
         self, logits_RV: torch.Tensor, row: int, draw: Draw, figures: Sequence[float],
-        ranked: tuple[Logits, npt.NDArray[np.int64]] | None,
+        ranked: tuple[Logits, npt.NDArray[np.int64]],
     ) -> None:  # fmt: skip
         self._logits, self._index, self._draw, self._figures = logits_RV, row, draw, figures
         self.size = logits_RV.shape[1]
         self.best, self.highest = int(figures[0]), np.float32(figures[1])
         self._host: HostRow | None = None
-        self._values, self._tokens = ranked or _NONE_RANKED
+        self._values, self._tokens = ranked
         # Number of tokens whose rank is certain: tokens that tie with the last one may be missing.
         self._certain = len(self._values)
         if self._certain and self._certain < self.size:

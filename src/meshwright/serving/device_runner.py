@@ -253,16 +253,12 @@ class DeviceRunner:
             total_TH = total_TH + y_TKH[:, place] * weights_TK[:, place : place + 1]
         total_TH = total_TH.to(x_TH.dtype)
         if (shared := mixture.shared) is not None:
-            shared_TH = self._linear(shared.down, self._activate_up(shared, x_TH))
+            up_TF = self._activate(self._linear(shared.up, x_TH), shared.activation, shared.gated)
+            shared_TH = self._linear(shared.down, up_TF)
             if mixture.shared_gate is not None:
                 shared_TH = self._linear(mixture.shared_gate, x_TH).sigmoid() * shared_TH
             total_TH = total_TH + shared_TH
         return self._tensor.leave(total_TH, "mlp.output")
-
-    def _activate_up(self, mlp: modules.FeedForward, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return the input of an MLP's down projection, [T, F]: the up projection of `x_TH` after its activation. mlp:
-        the MLP. F: its width."""
-        return self._activate(self._linear(mlp.up, x_TH), mlp.activation, mlp.gated)
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
         """Return the MLP activation of `up_TF` [T, columns]: if `gated`, activation(first half of the columns) * second

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from meshwright.serving.device_logits import DeviceLogits
 from meshwright.serving.logit_rows import StepOutput
@@ -16,8 +14,6 @@ from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import block_tables
 from meshwright.spec.config import ModelConfig
 
-T = TypeVar("T")
-
 
 class Engine:
     """Serving engine of one rank: schedules, runs and samples the steps of continuous batching. It is deterministic:
@@ -26,11 +22,12 @@ class Engine:
     Attributes:
         runner: Computes a step's logits on this rank's part of the model.
         scheduler: Chooses the tokens of each step.
+        ahead: The next step, (its batch, result of the runner), if it was launched ahead of its turn; else None.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner, self.scheduler = runner, scheduler
-        self._following: tuple[StepBatch, StepOutput] | None = None  # the next step, if it has been launched
+        self.ahead: tuple[StepBatch, StepOutput] | None = None
         self._last: dict[str, int] = {}  # figures of the last step; none if it computed nothing
         self._kernel_seconds = 0.0
 
@@ -54,38 +51,38 @@ class Engine:
         """Run one step (at most one batch of tokens) and return the new outputs, one for each request that got tokens
         or ended; empty if no sequence can run now.
 
-        On a GPU that decides all tokens of a decode step itself, the following step is launched before the host
-        samples, so that the GPU does not wait for it; a sequence that ends then computes one token in vain."""
+        If a GPU has sampled all tokens of a decode step itself (`DeviceLogits.decided`), the following step is launched
+        before the host reads them, so that the GPU does not wait for the host. A sequence that then turns out to have
+        ended is computed one token further, in vain."""
         self._last = {}
-        launched, self._following = self._following, None
+        launched, self.ahead = self.ahead, None
         if launched is None:
-            batch = self.scheduler.schedule()
-            if batch is None:
+            if (batch := self.scheduler.schedule()) is None:
                 return []
             launched = batch, self._run(batch)
         batch, found = launched
-        if isinstance(found, DeviceLogits):
-            if found.decided and (following := self.scheduler.schedule_following(batch)) is not None:
-                self._following = following, self._run(following, after=found)
-            self._timed(found.wait)
-        self._count(batch)
+        if isinstance(found, DeviceLogits) and found.decided:
+            following = self.scheduler.schedule_following(batch)
+            self.ahead = None if following is None else (following, self._run(following, after=found))
+        self._complete(batch, found)
         return self.scheduler.publish(batch, sample_batch(batch, found))
 
     def _run(self, batch: StepBatch, **given: Any) -> StepOutput:
-        """Run the runner on a batch of T tokens and return its result: logits of the output rows, or from a pipeline
-        stage that is not last the hidden states [T, H]. given: further arguments of the runner's `run`."""
-        return self._timed(partial(self.runner.run, batch, **given))
-
-    def _timed(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, and add its duration to `kernel_seconds` of `report`."""
+        """Run the runner on a batch and return its result, which a GPU may still be computing. given: further arguments
+        of the runner's `run`."""
         began = time.perf_counter()
-        result = work()
+        found = self.runner.run(batch, **given)
         self._kernel_seconds += time.perf_counter() - began
-        return result
+        return found
 
-    def _count(self, batch: StepBatch) -> None:
-        """Record tokens and keys of the step that computed `batch`, for `report`; each token attends to those up to
-        itself."""
+    def _complete(self, batch: StepBatch, found: StepOutput) -> None:
+        """Wait until `found`, the result of the runner for `batch`, has been computed, and record the step's figures
+        for `report`."""
+        began = time.perf_counter()
+        if isinstance(found, DeviceLogits):
+            found.wait()
+        self._kernel_seconds += time.perf_counter() - began
+        # Each token attends to those up to itself.
         self._last = {"tokens": len(batch.tokens), "context": int(batch.positions.sum()) + len(batch.tokens)}
 
     def report(self) -> dict[str, Any]:

@@ -63,11 +63,10 @@ class HttpApp:
         self._runner = JobRunner(client, self.metrics, settings)
         self._bodies = BodyReader(settings)
         self._created = int(time.time())
-        posts: dict[str, tuple[type[Body], Endpoint]] = {
-            **{path: (body, partial(self._generate, model=body)) for path, (body, _) in GENERATION.items()},
-            "/tokenize": self._make_endpoint(bodies.TokenizeBody, self._tokenize),
-            "/detokenize": self._make_endpoint(bodies.DetokenizeBody, self._detokenize),
-            "/apply-template": self._make_endpoint(bodies.ConversationBody, self._apply_template),
+        plain: dict[str, tuple[type[Body], Callable[[Any], object]]] = {
+            "/tokenize": (bodies.TokenizeBody, self._tokenize),
+            "/detokenize": (bodies.DetokenizeBody, self._detokenize),
+            "/apply-template": (bodies.ConversationBody, self._apply_template),
         }
         gets: dict[str, Endpoint] = {
             "/v1/models": lambda _: {"object": "list", "data": [self._show_model(settings.model)]},
@@ -78,10 +77,13 @@ class HttpApp:
             "/ready": lambda _: self._report_state("ready"),
             "/metrics": lambda _: Response(self.metrics.page(), media_type=PROMETHEUS),
         }
-        document = describe_api({path: body for path, (body, _) in posts.items()}, list(gets))
+        document = describe_api({path: body for path, (body, _) in (GENERATION | plain).items()}, list(gets))
         gets["/openapi.json"] = lambda _: document
-        self._endpoints = {path: ("POST", post) for path, (_, post) in posts.items()}
-        self._endpoints |= {path: ("GET", get) for path, get in gets.items()}
+        self._endpoints: dict[str, tuple[str, Endpoint]] = {path: ("GET", get) for path, get in gets.items()}
+        for path, (body, _) in GENERATION.items():
+            self._endpoints[path] = "POST", partial(self._generate, model=body)
+        for path, (model, use) in plain.items():
+            self._endpoints[path] = "POST", partial(self._parse, model=model, use=use)
         self._app: ASGIApp = self._answer
         if settings.cors_origins:
             self._app = CORSMiddleware(
@@ -138,11 +140,6 @@ class HttpApp:
         self.metrics.refuse("connections")
         wait = 1.0 if refusal is None else refusal.retry_after_seconds
         return refusal_error(Refusal("connections", wait)).to_response()
-
-    def _make_endpoint(self, model: type[_Body], use: Callable[[_Body], object]) -> tuple[type[Body], Endpoint]:
-        """Return the pair (`model`, endpoint) of a POST path. The endpoint parses a request's JSON body as a `model` (a
-        pydantic class) and returns `use(body)`."""
-        return model, partial(self._parse, model=model, use=use)
 
     async def _generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
         """Handle a POST `request` that generates text: parse its body as a `model` (a pydantic class), run the

@@ -14,15 +14,16 @@ import os
 import secrets
 import select
 import socket
-import struct
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing, suppress
 from typing import Any
 
+from pydantic_core import to_json
+
 from meshwright.errors import RankLost, UserError
 
-_LENGTH = struct.Struct(">I")
+_LENGTH_BYTES = 4
 MAX_MESSAGE_BYTES = 2**28
 """Largest size of one message in bytes: above any accepted request, and far below what a corrupted length could be."""
 _NONCE_BYTES = _PROOF_BYTES = 32
@@ -33,9 +34,10 @@ Message = dict[str, Any]
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Encode a message as the bytes that are sent: a 4-byte big-endian length, then JSON."""
-    content = json.dumps(message, separators=(",", ":")).encode()
-    return _LENGTH.pack(len(content)) + content
+    """Encode a message as the bytes that are sent: a 4-byte big-endian length, then JSON. Values may be dataclasses,
+    named tuples and sets, which pydantic decodes."""
+    content = to_json(message)
+    return len(content).to_bytes(_LENGTH_BYTES, "big") + content
 
 
 def _prove(secret: str, nonce: bytes) -> bytes:
@@ -88,7 +90,7 @@ class Channel:
 
     def receive(self) -> Message:
         """Wait for the next message and return it."""
-        found: Message = json.loads(self._read_exactly(_message_size(self._read_exactly(_LENGTH.size))))
+        found: Message = json.loads(self._read_exactly(_message_size(self._read_exactly(_LENGTH_BYTES))))
         return found
 
     def receive_ready(self, wait: bool) -> list[Message]:
@@ -189,7 +191,7 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
     """Read the next message from the stream `reader` and return it; None if the connection was closed. Raises RankLost
     for a message that is too large."""
     try:
-        found: Message = json.loads(await reader.readexactly(_message_size(await reader.readexactly(_LENGTH.size))))
+        found: Message = json.loads(await reader.readexactly(_message_size(await reader.readexactly(_LENGTH_BYTES))))
     except (asyncio.IncompleteReadError, OSError):
         return None
     return found
@@ -198,7 +200,7 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
 def _message_size(header: bytes) -> int:
     """Parse the 4-byte header of a message; return the number of bytes that follow. Raises RankLost above
     `MAX_MESSAGE_BYTES`."""
-    size: int = _LENGTH.unpack(header)[0]
+    size = int.from_bytes(header, "big")
     if size > MAX_MESSAGE_BYTES:
         raise RankLost(f"a message of {size:,} bytes on a connection of the server: at most {MAX_MESSAGE_BYTES:,}")
     return size

@@ -60,7 +60,10 @@ class NativeRunner:
             begin = segment.end
         if self._logits is None:
             return self._states[:tokens]
-        return self._logits[:rows] if self._tensor.trivial or not rows else self._gather_logits(self._logits[:rows])
+        if self._tensor.trivial or not rows:
+            return self._logits[:rows]
+        slices_PRV = self._gather(self._logits[:rows], LOGITS_SITE)
+        return np.concatenate(list(slices_PRV), axis=1)[:, : self.config.vocabulary]  # without vocabulary padding
 
     def _sum_over_ranks(self, segment: Segment, partial_TH: npt.NDArray[np.float32]) -> None:
         """All-reduce `partial_TH` [T, H] over the tensor-parallel ranks, in rank order, and add the segment's bias. Add
@@ -74,11 +77,6 @@ class NativeRunner:
             partial_TH[:] = first_TH
         else:
             segment.residual[: len(partial_TH)] += first_TH
-
-    def _gather_logits(self, logits_RV: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """All-gather the tensor-parallel ranks' vocabulary slices of the logits, on this rank `logits_RV`; return [R,
-        V], without vocabulary padding."""
-        return np.concatenate(list(self._gather(logits_RV, LOGITS_SITE)), axis=1)[:, : self.config.vocabulary]
 
     def _gather(self, own: npt.NDArray[np.float32], site: str) -> npt.NDArray[np.float32]:
         """All-gather the array `own` over the tensor-parallel ranks; return [P, ...] in rank order. site: label of the

@@ -82,7 +82,7 @@ def run_requests(
     finally:
         for request in requests:
             engine.cancel(request.id)
-        while not engine.idle:  # a step that was launched before its sequences were cancelled
+        if engine.ahead is not None:  # launched before its sequences were cancelled
             engine.step()
 
 
@@ -108,8 +108,35 @@ def run_on_ranks(
     if not requests:
         return
     outputs = queue.SimpleQueue[Output | None]()
+
+    async def follow(replicas: Replicas, stream: AsyncIterator[Output]) -> None:
+        """Put each output of one request, from the iterator `stream`, into the queue; cancel the request when it needs
+        no more tokens."""
+        async for output in stream:
+            outputs.put(_raise_error(output))
+            if has_ended(output.request_id):
+                replicas.cancel(output.request_id)
+
+    async def run() -> None:
+        """Start the rank processes and run all requests; end the processes afterwards."""
+        limits = plan_offline(directory, layout, dtype)
+        vocabulary = read_decoder_config(directory).vocabulary
+        for request in requests:
+            request.check(vocabulary, limits.max_length)
+        with tempfile.TemporaryDirectory(prefix="meshwright-ranks-", dir=find_socket_parent()) as sockets:
+            plan = RankPlan(
+                str(directory.resolve()), str(layout), dtype, limits, choose_threads(layout.world_size), sockets,
+                _STEP_SECONDS, instruction_set=instruction_set,
+            )  # fmt: skip
+            replicas = Replicas(plan, LocalStarter())
+            try:
+                await replicas.start()
+                await asyncio.gather(*(follow(replicas, replicas.submit(request)) for request in requests))
+            finally:
+                await replicas.close()
+
     loop = asyncio.new_event_loop()  # of a thread, as the caller may have a running one
-    work = loop.create_task(_start_and_run(directory, layout, dtype, instruction_set, requests, has_ended, outputs.put))
+    work = loop.create_task(run())
     with closing(loop), ThreadPoolExecutor(1, "ranks") as thread:
         end = thread.submit(loop.run_until_complete, work)
         end.add_done_callback(lambda _: outputs.put(None))
@@ -119,36 +146,3 @@ def run_on_ranks(
             end.result()
         finally:
             loop.call_soon_threadsafe(work.cancel)
-
-
-async def _start_and_run(
-    directory: Path, layout: Layout, dtype: str, instruction_set: str | None, requests: Sequence[Request],
-    has_ended: Callable[[str], bool], put: Callable[[Output], None],
-) -> None:  # fmt: skip
-    """Start the rank processes, run all `requests`, and call `put` with each output; end the processes afterwards.
-    Other arguments as in `run_on_ranks`: model directory, layout, dtype, instruction set of the CPU kernels, and a
-    function that returns True for the ID of a request that needs no more tokens."""
-
-    async def follow(outputs: AsyncIterator[Output]) -> None:
-        """Pass each output of one request, from the iterator `outputs`, to `put`; cancel the request when it needs no
-        more tokens."""
-        async for output in outputs:
-            put(_raise_error(output))
-            if has_ended(output.request_id):
-                replicas.cancel(output.request_id)
-
-    limits = plan_offline(directory, layout, dtype)
-    vocabulary = read_decoder_config(directory).vocabulary
-    for request in requests:
-        request.check(vocabulary, limits.max_length)
-    with tempfile.TemporaryDirectory(prefix="meshwright-ranks-", dir=find_socket_parent()) as sockets:
-        plan = RankPlan(
-            str(directory.resolve()), str(layout), dtype, limits, choose_threads(layout.world_size), sockets,
-            _STEP_SECONDS, instruction_set=instruction_set,
-        )  # fmt: skip
-        replicas = Replicas(plan, LocalStarter())
-        try:
-            await replicas.start()
-            await asyncio.gather(*(follow(replicas.submit(request)) for request in requests))
-        finally:
-            await replicas.close()

@@ -30,6 +30,7 @@ _BODY_ERRORS = {
     "408": "The body did not arrive in time, or the answer was not finished within `timeout`",
     "413": "The body is too large",
 }
+_GENERATION_ERRORS = {"500": "The model computes NaN or infinite logits: `invalid_logits`"}
 
 
 def describe_api(posts: Mapping[str, type[Body]], gets: Iterable[str]) -> dict[str, Any]:
@@ -39,12 +40,11 @@ def describe_api(posts: Mapping[str, type[Body]], gets: Iterable[str]) -> dict[s
         path: {"get": _describe_operation(path, _ERRORS if path in OPEN_PATHS else _ERRORS | _CROWDED)} for path in gets
     }
     for path, body in posts.items():
-        operation = _describe_operation(path, _ERRORS | _CROWDED | _BODY_ERRORS)
+        generates = issubclass(body, GenerationBody)
+        errors = _ERRORS | _CROWDED | _BODY_ERRORS | (_GENERATION_ERRORS if generates else {})
+        operation = _describe_operation(path, errors)
         operation["requestBody"] = {"required": True, "content": _content(body.__name__)}
-        if issubclass(body, GenerationBody):
-            operation["responses"]["500"] = _describe_error(
-                "The model computes NaN or infinite logits: `invalid_logits`"
-            )
+        if generates:
             operation["responses"]["200"]["content"]["text/event-stream"] = {}
         paths[path] = {"post": operation}
     _, schemas = models_json_schema([(body, "validation") for body in posts.values()], ref_template=_REFERENCE)

@@ -10,12 +10,13 @@ Shapes: T tokens of a batch, H hidden, R rows of logits.
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from meshwright.comm.collectives import transfer
 from meshwright.comm.handle import Handle
@@ -38,6 +39,7 @@ from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
 HIDDEN_SITE, TOKENS_SITE = "serving.hidden", "serving.tokens"
 _FIRST_BYTES = 4096
 """Size of the first message with token results in bytes; the rest follows in a second one."""
+_RESULTS = TypeAdapter(list[TokenResult])
 
 Group = tuple[tuple[Kind, int], ...]
 """Steps that are posted together, each with its batch counted from the slot's."""
@@ -124,7 +126,7 @@ class PipelineEngine(Engine):
             self._pending.pop((Kind.RECEIVE_FORWARD, number)).wait()
             hidden_TH = self._hidden.pop(number).numpy()
         found = self._run(batch, hidden=hidden_TH)
-        self._count(batch)
+        self._complete(batch, found)
         if self._stage == self._stages - 1:
             self._results[number] = sample_batch(batch, found)
         else:
@@ -143,43 +145,31 @@ class PipelineEngine(Engine):
         return self.scheduler.publish(batch, results)
 
     def _post(self, kind: Kind, number: int, batch: StepBatch) -> None:
-        """Start one send or receive, given by `kind`, for `batch`. SEND_FORWARD and RECEIVE_FORWARD pass hidden states
-        from one stage to the next; SEND_BACKWARD and RECEIVE_BACKWARD pass sampled tokens to the previous stage.
-        number: slot (call of `step`) in which the batch was scheduled."""
+        """Start one send or receive, given by `kind`, for `batch`; its handle is pending under (kind, number).
+        SEND_FORWARD and RECEIVE_FORWARD pass hidden states from one stage to the next; SEND_BACKWARD and
+        RECEIVE_BACKWARD pass sampled tokens to the previous stage. number: slot (call of `step`) in which the batch was
+        scheduled."""
         if kind == Kind.RECEIVE_FORWARD:
-            self._hidden[number] = torch.empty(len(batch.tokens), self.runner.config.hidden)
-            self._exchange(kind, number, [self._hidden[number]], self._stage - 1)
+            tensors = [self._hidden.setdefault(number, torch.empty(len(batch.tokens), self.runner.config.hidden))]
         elif kind == Kind.SEND_FORWARD:
-            self._finish_sends(kind)
-            self._exchange(kind, number, [self._hidden.pop(number)], self._stage + 1)
+            tensors = [self._hidden.pop(number)]
         elif len(batch.output_rows) == 0:
             self._results.pop(number, None)  # the middle of a prompt: no tokens
+            return
         elif kind == Kind.RECEIVE_BACKWARD:
-            self._tokens[number] = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
-            self._exchange(kind, number, [self._tokens[number]], self._stage + 1)
+            tensors = [self._tokens.setdefault(number, torch.empty(_FIRST_BYTES, dtype=torch.uint8))]
         else:
-            self._finish_sends(kind)
-            self._exchange(kind, number, _encode_results(self._results.pop(number)), self._stage - 1)
-
-    def _exchange(self, kind: Kind, number: int, tensors: Sequence[torch.Tensor], peer: int) -> None:
-        """Start sends or receives of `tensors` with the pipeline rank `peer`, and wait for all but the last of them;
-        store the handle of the last as pending under (kind, number).
-
-        kind: send or receive, of hidden states (forward) or of sampled tokens (backward). number: slot (call of `step`)
-        in which the batch was scheduled.
-        """
+            tensors = _encode_results(self._results.pop(number))
         arrives = kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
-        site = HIDDEN_SITE if kind in (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD) else TOKENS_SITE
+        forward = kind in (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD)
+        peer, site = self._stage + (-1 if arrives is forward else 1), HIDDEN_SITE if forward else TOKENS_SITE
+        if not arrives:
+            for key in [key for key in self._pending if key[0] == kind]:
+                self._pending.pop(key).wait()  # so that the buffers of earlier sends can be freed
         messages = [Message(each, peer, arrives, site, f"{kind.name} {number}") for each in tensors]
         *first, self._pending[kind, number] = transfer(messages, self._axis)
         for handle in first:
             handle.wait()
-
-    def _finish_sends(self, kind: Kind) -> None:
-        """Wait for the pending sends of `kind` (SEND_FORWARD or SEND_BACKWARD), started for earlier batches; their
-        buffers can then be freed."""
-        for key in [key for key in self._pending if key[0] == kind]:
-            self._pending.pop(key).wait()
 
     def _receive_results(self, number: int) -> list[TokenResult]:
         """Wait for the sampled tokens of a batch from the next stage, and return them. number: slot (call of `step`) in
@@ -192,18 +182,16 @@ class PipelineEngine(Engine):
             for handle in transfer([Message(rest, self._stage + 1, True, TOKENS_SITE, "rest")], self._axis):
                 handle.wait()
             content += rest.numpy().tobytes()
-        return [TokenResult.from_json(row) for row in json.loads(content[:size])]
+        return _RESULTS.validate_json(content[:size])
 
 
 def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
     """Encode the sampled tokens `results` for sending, as one or two uint8 tensors: the first of fixed size, the second
     with the rest of longer data."""
-    content = json.dumps(results, separators=(",", ":")).encode()
-    data = len(content).to_bytes(8, "little") + content
-    first = np.zeros(_FIRST_BYTES, np.uint8)
-    first[: len(data)] = np.frombuffer(data[:_FIRST_BYTES], np.uint8)
-    rest = np.frombuffer(data[_FIRST_BYTES:], np.uint8)
-    return [torch.from_numpy(first), *([torch.from_numpy(rest.copy())] if len(rest) else [])]
+    content = to_json(results)
+    data = (len(content).to_bytes(8, "little") + content).ljust(_FIRST_BYTES, b"\0")
+    parts = data[:_FIRST_BYTES], data[_FIRST_BYTES:]
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
 
 
 def build_engine(plan: RankPlan, mesh: Mesh) -> Engine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import secrets
@@ -11,9 +10,10 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+
+from pydantic_core import to_json
 
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import RankLost
@@ -75,11 +75,6 @@ class RankPlan:
         a step that takes too long before."""
         return 32 * max(60.0, self.step_seconds)
 
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> RankPlan:
-        """Rebuild a plan from `document`, the dictionary that `dataclasses.asdict` makes of it."""
-        return cls(**{**document, "limits": StepLimits(**document["limits"])})
-
 
 class LocalStarter:
     """Starts the ranks of a replica as processes forked on this machine, which end with this process. Attribute
@@ -124,7 +119,7 @@ class JoinedStarter:
             stdin=asyncio.subprocess.PIPE, stdout=2, env=build_child_environment(plan.threads),
         )  # fmt: skip
         try:
-            await process.communicate(json.dumps(asdict(plan)).encode() + b"\n")
+            await process.communicate(to_json(plan) + b"\n")
             raise RankLost(f"rank 0 has ended with exit code {process.returncode}")
         finally:
             if process.returncode is None:

@@ -7,7 +7,6 @@ forwards the messages of each step and nothing else; a rank that has nothing to 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import pkgutil
 import signal
@@ -16,6 +15,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError, ignore_model_warnings
@@ -30,6 +30,7 @@ from meshwright.serving.request import Output, Request
 
 JOIN_SECONDS = 300.0
 """Time limit of the rendezvous of ranks that torchrun or SLURM started."""
+_REQUESTS = TypeAdapter(Request)
 
 
 def serve_rank(plan: RankPlan, replica: int) -> None:
@@ -121,7 +122,7 @@ def _run_leader(engine: Engine, front: Channel, followers: list[Channel]) -> Non
         added = sum("add" in message for message in messages)
         report = {**engine.report(), "added": added, "seconds": now - began if ran else 0.0}
         began = now
-        front.send(encode({"outputs": [output.to_json() for output in outputs], "step": report}))
+        front.send(encode({"outputs": outputs, "step": report}))
         if stop:
             return
 
@@ -144,7 +145,7 @@ def _apply_messages(engine: Engine, messages: list[Message]) -> tuple[bool, list
     for message in messages:
         if "add" in message:
             try:
-                engine.add(Request.from_json(message["add"]))
+                engine.add(_REQUESTS.validate_python(message["add"]))
             except UserError:  # never for requests that the front has checked
                 refused.append(Output(message["add"]["id"], [], "cancelled"))
         elif "cancel" in message:
@@ -157,7 +158,7 @@ def main() -> None:
     from which it reads the `RankPlan` as one line of JSON on standard input."""
     die_with_parent()
     ignore_model_warnings()
-    plan = RankPlan.from_json(json.loads(sys.stdin.readline()))
+    plan = TypeAdapter(RankPlan).validate_json(sys.stdin.readline())
     serve_joined(plan, plan.device)
 
 

@@ -49,19 +49,14 @@ class Stream(AsyncIterator[Output]):
         self.replica: Replica | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self.ended = False
-        self._has_prompt_results = False
         self._unread: Output | None = None
         self._error: RankLost | None = None
         self._changed = asyncio.Event()
 
     def put(self, output: Output) -> None:
-        """Store an output of the engine for the reader. Prompt log-probabilities are passed on only once, although a
-        request that runs again after a lost rank may compute them again."""
+        """Store an output of the engine for the reader."""
         self.tokens += [result.token for result in output.results]
         self.losses = 0 if output.results else self.losses
-        if self._has_prompt_results:
-            output.prompt_results = None
-        self._has_prompt_results |= output.prompt_results is not None
         if self._unread is None:
             self._unread = output
         else:

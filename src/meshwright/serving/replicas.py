@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.layout import Layout
 from meshwright.serving import messages
@@ -64,6 +66,7 @@ class Replicas:
         self._line = WaitingLine(self._limits)
         self._replicas = [Replica(index, plan.limits.max_sequences, layout.pp) for index in range(layout.dp)]
         self._streams: dict[str, Stream] = {}
+        self._outputs = TypeAdapter(Output)
         self._queued_tokens = 0  # of the prompts of streams that have no token yet
         self._parked: list[Stream] = []  # waiting until a replica is ready
         self._tasks: list[asyncio.Task[None]] = []
@@ -345,7 +348,7 @@ class Replicas:
             if stream is not None:  # else it was cancelled
                 if document["results"] and not stream.tokens:
                     self._queued_tokens -= len(stream.request.tokens)
-                stream.put(Output.from_json(document))
+                stream.put(self._outputs.validate_python(document))
                 if stream.ended:
                     self._forget(stream)
                     if stream.tokens:
@@ -369,7 +372,7 @@ class Replicas:
         stream.replica = replica
         replica.streams[request.id] = stream
         replica.sent += 1
-        self._send(replica, {"add": request.to_json()})
+        self._send(replica, {"add": request})
 
     def _send(self, replica: Replica, message: Message) -> None:
         """Send a message to a replica's first rank, which forwards it to the other ranks."""

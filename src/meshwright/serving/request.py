@@ -1,9 +1,9 @@
-"""Requests to a replica's engine, its outputs, and their JSON forms."""
+"""Requests to a replica's engine, and its outputs."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from meshwright.errors import UserError
 from meshwright.serving.sampling import Sampling, TokenResult
@@ -69,22 +69,6 @@ class Request:
                 f"{max_length} tokens together"
             )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the request as a JSON object, the inverse of `from_json`."""
-        lists = {
-            "stop_tokens": sorted(self.sampling.stop_tokens),
-            "logit_bias": sorted(self.sampling.logit_bias.items()),
-        }
-        return asdict(self) | {"sampling": asdict(self.sampling) | lists}
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Request:
-        """Rebuild a request from `document`, the JSON object of `to_json`."""
-        options = document["sampling"]
-        sets = {"stop_tokens": frozenset(options["stop_tokens"]), "logit_bias": dict(options["logit_bias"])}
-        tuples = {"tokens": tuple(document["tokens"]), "replayed": tuple(document["replayed"])}
-        return cls(**document | tuples | {"sampling": Sampling(**options | sets)})
-
 
 @dataclass(slots=True)
 class Output:
@@ -108,14 +92,3 @@ class Output:
     cached_tokens: int = 0
     prompt_results: list[TokenResult | None] | None = None
     prefill_seconds: float = field(default=0.0, compare=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the output as a JSON object, the inverse of `from_json`."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Output:
-        """Rebuild an output from `document`, the JSON object of `to_json`."""
-        results, prompt = [TokenResult.from_json(row) for row in document["results"]], document["prompt_results"]
-        unpacked = None if prompt is None else [row and TokenResult.from_json(row) for row in prompt]
-        return cls(**{**document, "results": results, "prompt_results": unpacked})

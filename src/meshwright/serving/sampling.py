@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -109,13 +109,6 @@ class TokenResult(NamedTuple):
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-
-    @classmethod
-    def from_json(cls, row: list[Any]) -> TokenResult:
-        """Rebuild a token result from `row`, the JSON list [token ID, log-probability, list of pairs (token ID,
-        log-probability)]."""
-        token, logprob, top = row
-        return cls(token, logprob, tuple((each, value) for each, value in top))
 
 
 class TokenCounts:

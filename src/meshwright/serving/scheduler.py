@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from array import array
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,7 @@ from meshwright.serving.blocks import BlockPool
 from meshwright.serving.logit_rows import HostRow, StepOutput
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
-from meshwright.serving.sequence import Sequence, WaitingQueue
+from meshwright.serving.sequence import Sequence
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import BLOCK_TOKENS, count_blocks, first_block_in_window, max_sequence_tokens
 
@@ -89,7 +91,7 @@ class Scheduler:
         self.pool = BlockPool(limits.blocks)
         self._limits, self.windows, self._groups = limits, tuple(windows), groups
         self._requests: dict[str, Sequence] = {}  # unfinished
-        self._queue = WaitingQueue()
+        self._queue: list[Sequence] = []  # waiting for admission: by priority, then in order of arrival
         self._admitted: list[Sequence] = []  # oldest first
         self._ages = 0
         self._answers = AnswerLengthRatio()
@@ -114,7 +116,7 @@ class Scheduler:
                 f"{most} tokens together"
             )
         self._requests[request.id] = sequence
-        self._queue.push(sequence)
+        insort(self._queue, sequence, key=lambda each: each.request.priority)
 
     def cancel(self, request_id: str) -> Output | None:
         """Cancel the request with the ID `request_id` and return its last output; None if it is unknown or has
@@ -135,7 +137,7 @@ class Scheduler:
             self._admit(group)
         mine = [sequence for sequence in self._admitted if sequence.group == group]  # by age
         mine.sort(key=lambda sequence: len(sequence.tokens) - sequence.computed > 1)  # decoding ones first
-        picked: list[tuple[Sequence, int, range]] = []
+        picked: list[tuple[Sequence, range, range]] = []
         budget, rows = self._limits.token_budget, self._limits.logits
         for sequence in mine:
             assert not sequence.in_flight, f"the last batch of group {group} has not been published"
@@ -146,7 +148,7 @@ class Scheduler:
                 continue
             if count := self._extend(sequence, wanted):
                 positions = sequence.output_positions(count)
-                picked.append((sequence, count, positions))
+                picked.append((sequence, range(sequence.computed, sequence.computed + count), positions))
                 budget -= count
                 rows -= len(positions)
         return self._build(picked, group) if picked else None
@@ -159,24 +161,23 @@ class Scheduler:
         self._state = None
         if self._queue or not decoding or any(each.finish_reason or self._extend(each, 2) < 2 for each in going):
             return None
-        return self._build([(each, 1, range(each.computed + 1, each.computed + 2)) for each in going], batch.group, 1)
+        following = [range(each.computed + 1, each.computed + 2) for each in going]
+        return self._build(list(zip(going, following, following, strict=True)), batch.group)
 
     def publish(self, batch: StepBatch, results: SequenceOf[TokenResult]) -> list[Output]:
         """Record the results of a batch that has been computed; return the new outputs, one for each request that got
         tokens or ended. results: one for each of the batch's R output rows, from `sample_batch`."""
         outputs: list[Output] = []
-        row = 0
+        left = iter(results)
         for sequence, count in zip(batch.sequences, np.diff(batch.starts).tolist(), strict=True):
-            positions = sequence.output_positions(count)
-            mine = results[row : row + len(positions)]
-            row += len(positions)
+            mine = list(islice(left, len(sequence.output_positions(count))))
             sequence.in_flight -= 1
             if sequence.finish_reason is not None:  # cancelled during the step, or ended by the batch before
                 if not sequence.in_flight:
                     self._release(sequence)
             elif (output := self._advance(sequence, count, mine)) is not None:
                 outputs.append(output)
-        assert row == len(results) == len(batch.output_rows)
+        assert len(results) == len(batch.output_rows) and next(left, None) is None
         return outputs
 
     @property
@@ -215,7 +216,7 @@ class Scheduler:
         sizes = Counter(sequence.group for sequence in self._admitted)
         growth = sum(sequence.expect_growth(self._answers) for sequence in self._admitted)
         while self._queue and self._rows and sizes[group] <= min(sizes[each] for each in range(self._groups)):
-            sequence = self._queue.head
+            sequence = self._queue[0]
             if self._refused == (sequence, self.pool.releases):
                 break
             count, found = self._find_prefix(sequence)
@@ -235,7 +236,7 @@ class Scheduler:
             growth += sequence.expect_growth(self._answers) - sum(map(len, found))
             if self._admitted and growth > joined.available:
                 break
-            self._start(self._queue.pop(), group, count, found)
+            self._start(self._queue.pop(0), group, count, found)
             sizes[group] += 1
             self._state = joined
 
@@ -243,9 +244,8 @@ class Scheduler:
         """Return the prefix of a waiting sequence that the prefix cache has: (number of KV blocks, for each block table
         the indices of those inside the sliding window). It never includes the last token, whose logits are needed.
         Nothing is found if the prompt's log-probabilities are requested."""
-        if sequence.scores_prompt:
-            return self.pool.find([], self.windows)
-        sequence.chain.extend(sequence.tokens)
+        if not sequence.scores_prompt:
+            sequence.chain.extend(sequence.tokens)
         return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS], self.windows)
 
     def _will_find_more(self, sequence: Sequence, found: int) -> bool:
@@ -296,20 +296,20 @@ class Scheduler:
         sequence.paused = not room
         return min(wanted, room)
 
-    def _build(self, picked: list[tuple[Sequence, int, range]], group: int, ahead: int = 0) -> StepBatch:
-        """Return the batch of the picked sequences. picked: for each (its state, number of tokens to compute,
-        range of positions whose logits are wanted). group: their pipeline group. ahead: tokens of each that a batch in
-        flight computes; the next ones are unknown, 0 in the batch."""
+    def _build(self, picked: SequenceOf[tuple[Sequence, range, range]], group: int) -> StepBatch:
+        """Return the batch of the picked sequences. picked: for each its state, the range of positions to compute, and
+        that of positions whose logits are wanted. A token that a batch in flight will sample is 0 in the batch. group:
+        pipeline group of all of them."""
         tokens = array("i")
         output_rows: list[int] = []
-        for sequence, count, positions in picked:
+        for sequence, computed, wanted in picked:
             sequence.in_flight += 1
-            offset = len(tokens) - sequence.computed - ahead
-            output_rows.extend(range(offset + positions.start, offset + positions.stop))
-            tokens += array("i", [0]) if ahead else sequence.tokens[sequence.computed :][:count]
-        sequences, counts, _ = map(list, zip(*picked, strict=True))
-        counts_S = np.array(counts, np.int32)
-        computed_S = np.array([sequence.computed + ahead for sequence in sequences], np.int32)
+            offset = len(tokens) - computed.start
+            output_rows.extend(range(offset + wanted.start, offset + wanted.stop))
+            tokens += sequence.tokens[computed.start : computed.stop] or array("i", [0])
+        sequences = [sequence for sequence, _, _ in picked]
+        computed_S = np.array([computed.start for _, computed, _ in picked], np.int32)
+        counts_S = np.array([len(computed) for _, computed, _ in picked], np.int32)
         rows_S = np.array([sequence.row for sequence in sequences], np.int32)
         starts = np.zeros(len(picked) + 1, np.int32)
         np.cumsum(counts_S, out=starts[1:])

@@ -1,8 +1,7 @@
-"""State of one request in the scheduler, and the priority queue of those that wait for admission."""
+"""State of one request in the scheduler."""
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import deque
 from collections.abc import Sequence as SequenceOf
@@ -99,34 +98,3 @@ class Sequence:
             return score_token(row, self.tokens[position + 1], sampling.prompt_logprobs)
         except InvalidLogits:
             return TokenResult(-1)
-
-
-class WaitingQueue:
-    """Priority queue of sequences that wait for admission: lowest `priority` first, then in order of arrival."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Sequence]] = []
-        self._arrivals = 0
-
-    def __len__(self) -> int:
-        """Number of waiting sequences."""
-        return len(self._heap)
-
-    @property
-    def head(self) -> Sequence:
-        """The sequence that is admitted next."""
-        return self._heap[0][2]
-
-    def push(self, sequence: Sequence) -> None:
-        """Add a sequence, after those of equal priority."""
-        heapq.heappush(self._heap, (sequence.request.priority, self._arrivals, sequence))
-        self._arrivals += 1
-
-    def pop(self) -> Sequence:
-        """Remove and return the sequence that is admitted next."""
-        return heapq.heappop(self._heap)[2]
-
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence from any position in the queue."""
-        self._heap = [entry for entry in self._heap if entry[2] is not sequence]
-        heapq.heapify(self._heap)

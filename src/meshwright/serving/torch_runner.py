@@ -54,6 +54,9 @@ class PagedCache:
     attribute `length` of the model's cache interface stays 0, since callers always pass positions. config:
     configuration of the model. tables: its block tables. layers: indices of the stage's layers. blocks: number of KV
     blocks. kv_heads: key-value heads of this rank. dtype: of keys and values.
+
+    Attributes:
+        pairs: Tensors [2, slots, K, D] of keys and values, each for one layer of every block table.
     """
 
     length = 0
@@ -63,21 +66,11 @@ class PagedCache:
     ) -> None:
         shape = (2, blocks * BLOCK_TOKENS, kv_heads, config.head_dim)
         depth = 1 + max(tables.layers[layer][1] for layer in layers)
-        self._pairs = [torch.empty(shape, dtype=dtype) for _ in range(depth)]  # keys, values
+        self.pairs = [torch.empty(shape, dtype=dtype) for _ in range(depth)]  # keys, values
         self._layers = tables.layers
         self._windows = {layer: config.layer_window(layer) for layer in layers}
         self._segments: list[tuple[int, torch.Tensor]] = []  # of each selected token: row, slots [W, C] of its context
         self._slots_WT = torch.zeros(len(tables.windows), 0, dtype=torch.long)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the keys and values of all layers in bytes."""
-        return sum(each.nbytes for each in self._pairs)
-
-    def touch(self) -> None:
-        """Write zeros to the whole KV cache, so that its memory is resident from now on."""
-        for each in self._pairs:
-            each.zero_()
 
     def select(self, batch: StepBatch, begin: int, end: int) -> None:
         """Select the tokens with the indices `begin` to `end` (exclusive) of a batch: the following calls of `attend`
@@ -100,7 +93,7 @@ class PagedCache:
         k_BKTD, v_BKTD: keys and values [1, K, T, D]."""
         table, place = self._layers[layer]
         tokens = self._slots_WT.shape[1]
-        for cache, new in zip(self._pairs[place], (k_BKTD, v_BKTD), strict=True):
+        for cache, new in zip(self.pairs[place], (k_BKTD, v_BKTD), strict=True):
             cache[self._slots_WT[table]] = new[0, :, :tokens].transpose(0, 1).to(cache.dtype)
         out_BNTD = torch.zeros_like(q_BNTD)
         for row, slots_WC in self._segments:
@@ -118,7 +111,7 @@ class PagedCache:
         if window is not None:  # blocks before the window may have been freed
             slots_C = slots_C[max(0, len(slots_C) - window) :]
         wide = at_least_float32(q_ND.dtype)
-        k_KCD, v_KCD = (each[slots_C].transpose(0, 1).to(wide) for each in self._pairs[self._layers[layer][1]])
+        k_KCD, v_KCD = (each[slots_C].transpose(0, 1).to(wide) for each in self.pairs[self._layers[layer][1]])
         q_KGSD = q_ND.to(wide).unflatten(0, (k_KCD.shape[0], -1))[:, :, None]
         scores_KGSC = torch.matmul(q_KGSD * q_ND.shape[-1] ** -0.5, k_KCD.mT[:, None])
         out_KGSD = torch.matmul(scores_KGSC.softmax(dim=-1), v_KCD[:, None])
@@ -149,7 +142,8 @@ class TorchRunner:
         tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers
         self._cache = PagedCache(self.config, tables, layers, limits.blocks, kv_heads, dtype)
         if limits.touched:
-            self._cache.touch()
+            for pair in self._cache.pairs:
+                pair.zero_()  # so that its memory is resident
         self._tile = 1 if self.config.experts else TILE_TOKENS
         self._logit_rows = limits.logits if self._stage.last else 0
 
@@ -158,7 +152,7 @@ class TorchRunner:
         stage)."""
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
-            "kv": self._cache.nbytes,
+            "kv": sum(each.nbytes for each in self._cache.pairs),
             "logits": 4 * self._logit_rows * self.config.vocabulary,
         }
 

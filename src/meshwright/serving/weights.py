@@ -15,7 +15,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.kernels.memory_pages import release_pages
 from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
-from meshwright.parallel.flat_buffers import FlatLayout, flat_layout, slice_entries
+from meshwright.parallel.flat_buffers import FlatLayout, PlacedTensor, flat_layout, slice_entries
 from meshwright.spec.block_tables import serving_stages
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
@@ -54,13 +54,13 @@ class RankWeights:
         table = parameter_table(self.config)
         self._files = CheckpointFiles(directory)
         self._names = match_entries(self._files, table, self.config)
-        self._buffers: dict[str, tuple[FlatLayout, int]] = {}  # of each model parameter, and its index there
+        self._buffers: dict[str, tuple[FlatLayout, PlacedTensor]] = {}  # of each model parameter, and its place there
         coordinates = mesh.layout.coordinates(mesh.rank)
         needed = {name for unit in units_of(table, self.stage) for name in table.needed_by(unit)}
         for unit in (unit for unit in table.units if unit in needed):
             for part in table.unit_buffers(unit, mesh.layout):
                 flat = flat_layout(table, unit, 1, mesh.layout, coordinates, part)
-                self._buffers |= {placed.tensor.name: (flat, at) for at, placed in enumerate(flat.tensors)}
+                self._buffers |= {placed.tensor.name: (flat, placed) for placed in flat.tensors}
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of the model parameters, in forward order."""
@@ -68,8 +68,7 @@ class RankWeights:
 
     def is_bfloat16(self, name: str) -> bool:
         """Return True if the checkpoint's files have the model parameter `name` in bfloat16."""
-        flat, at = self._buffers[name]
-        placed = flat.tensors[at]
+        flat, placed = self._buffers[name]
         parts = flat.slices_within(placed.offset, placed.offset + placed.numel)
         return all(self._files.dtype(self._names[part.entry.name]) == "BF16" for part, _, _ in parts)
 
@@ -77,8 +76,7 @@ class RankWeights:
         """Return this rank's shard of the model parameter `name` in `dtype`, valid until the next call; vocabulary
         padding is 0. It is a view of the memory-mapped file if the file has it in this form."""
         self._drop()
-        flat, at = self._buffers[name]
-        placed = flat.tensors[at]
+        flat, placed = self._buffers[name]
         found = list(flat.slices_within(placed.offset, placed.offset + placed.numel))
         entries = [part.entry for part, _, _ in found]  # none where all is padding
         if len(entries) == 1 and found[0][0].numel == entries[0].numel == placed.numel and not entries[0].transposed:

@@ -53,6 +53,11 @@ class AnswerFormatter:
         data = list(self._prompts.token_bytes(token))
         return {"token": self.show_token(token), "logprob": _finite(logprob), "bytes": data}
 
+    def describe_result(self, result: TokenResult, count: int) -> dict[str, Any]:
+        """Return `describe_token` of a token, with the same of the `count` most likely ones as `top_logprobs`."""
+        top = [self.describe_token(token, logprob) for token, logprob in result.top[:count]]
+        return {**self.describe_token(result.token, result.logprob), "top_logprobs": top}
+
     def show_token(self, token: int) -> str:
         """Return a token's text as it is shown in log-probabilities."""
         return self._prompts.token_text(token)
@@ -201,12 +206,7 @@ class ChatFormatter(OpenAIFormatter):
     def describe_logprobs(self, tokens: Sequence[PlacedToken], count: int) -> dict[str, Any]:
         """Return the `logprobs` object of a choice: `content`, a list with one object for each of `tokens`. count:
         number of most likely alternatives per token (`top_logprobs`)."""
-        content = [
-            self.describe_token(result.token, result.logprob)
-            | {"top_logprobs": [self.describe_token(token, logprob) for token, logprob in result.top[:count]]}
-            for result, _ in tokens
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": [self.describe_result(token.result, count) for token in tokens], "refusal": None}
 
 
 def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:

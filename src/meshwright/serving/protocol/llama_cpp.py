@@ -40,16 +40,12 @@ class LlamaFormatter(AnswerFormatter):
             "tokens_predicted": choice.completion_tokens, "tokens_evaluated": len(choice.request.tokens),
         }  # fmt: skip
         if self._body.logprobs:
-            described["completion_probabilities"] = [
-                self._describe_token(result.token, result.logprob)
-                | {"top_logprobs": [self._describe_token(token, logprob) for token, logprob in result.top]}
-                for result in tokens
-            ]
+            described["completion_probabilities"] = [self.describe_result(each, len(each.top)) for each in tokens]
         return described
 
-    def _describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
         """Return {"id", "token" (text), "logprob", "bytes"} of a token ID with its log-probability."""
-        return {"id": token, **self.describe_token(token, logprob)}
+        return {"id": token, **super().describe_token(token, logprob)}
 
     def _describe_end(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """Return the JSON object that ends the answer `choice`: the last event of a stream, or the whole response, with
