@@ -87,7 +87,7 @@ ENCODER_FAMILIES = ("bert",)  # trained by `fit` in the user's own loop; support
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)
-DATA_FORMATS = ("auto", "text", "jsonl", "json", "parquet", "wet")
+DATA_FORMATS = ("auto", "text", "jsonl", "json", "parquet", "wet", "warc")
 RECORDS = ("text", "instruction", "chat", "preference")  # kind of a source's records
 TEMPLATES = ("instruction", "chatml", "model")  # chat templates
 ROLES = ("system", "user", "assistant", "tool", "developer")  # of messages

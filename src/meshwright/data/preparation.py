@@ -116,7 +116,7 @@ class _Preparation:
             recipe.all_sources, recipe.format, cache, recipe.source_key, log, records=recipe.records != "text"
         )
         if recipe.clean.required_keys:
-            other = next((file for file in self.files if file.format == "wet"), None)
+            other = next((file for file in self.files if file.format in ("wet", "warc")), None)
             if other is not None:
                 raise UserError(
                     f"data.clean.required_keys: {other.path} has pages, which have no keys; only JSON records and "

@@ -177,7 +177,7 @@ class DataRecipe(Table):
         if self._differs_from_default("text_key") or any(source.text_key for source in self.sources or []):
             raise ValueError(f"text_key applies to text; {self.records} records have record_keys ({', '.join(keys)})")
         for format in (self.format, *(source.format for source in self.sources or [])):
-            if format in ("text", "wet"):
+            if format in ("text", "wet", "warc"):
                 raise ValueError(
                     f'format "{format}" is text, but records is "{self.records}": those must be JSON Lines, '
                     "a JSON list or Parquet"

@@ -1,4 +1,4 @@
-"""Reading of source files as documents: text, JSON Lines, JSON lists, Parquet and WET, with one-line errors.
+"""Reading of source files as documents: text, JSON Lines, JSON lists, Parquet, WET and WARC, with one-line errors.
 
 Each format has one function; compression, stores, cutting and errors are shared.
 """
@@ -23,6 +23,7 @@ from meshwright.data.records.trees import group_rows
 from meshwright.data.sources.parquet import iterate_parquet_texts
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream, detect_compression, list_decoding_errors, open_stream
+from meshwright.data.sources.warc import iterate_warc_texts
 from meshwright.data.sources.wet import iterate_wet_texts
 from meshwright.errors import UserError
 from meshwright.names import nearest
@@ -50,8 +51,8 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Splits source files into documents: one per text file, JSON line, element of a JSON list, Parquet row or WET
-    page.
+    """Splits source files into documents: one per text file, JSON line, element of a JSON list, Parquet row, WET
+    or WARC page.
 
     encoding: text encoding of the files, such as "utf-8". text_key: key of a record's text, unless the file's source
     sets its own. longest: texts of more characters are cut into several documents, after a blank line, else after a
@@ -125,20 +126,22 @@ class Reader:
             yield Document(file.name + position, None, problem)
 
     def _read_records(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
-        """Yield the documents of a JSON Lines, JSON, Parquet or WET file, named by file and position. stream: its
+        """Yield the documents of a JSON Lines, JSON, Parquet, WET or WARC file, named by file and position. stream: its
         decompressed bytes.
         """
         key = file.text_key or self.text_key
-        texts: Iterator[tuple[str, str, str | None]]
+        texts: Iterator[tuple[str, str | None, str | None]]
         match file.format:
             case "parquet":
                 texts = iterate_parquet_texts(file, stream, key, self.encoding, self.required_keys)
             case "wet":
                 texts = iterate_wet_texts(file, stream, self.encoding)
+            case "warc":
+                texts = iterate_warc_texts(file, stream)
             case _:
                 texts = self._iterate_json_texts(file, stream, key)
         for place, text, problem in texts:
-            if problem is not None:
+            if problem is not None or text is None:
                 yield Document(file.name + place, None, problem)
                 continue
             if "\r" in text:

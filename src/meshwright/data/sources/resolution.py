@@ -19,7 +19,7 @@ from meshwright.recipe import SourceRecipe
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "Zstandard"}  # by suffix, which follows that of the format
 RECORD_SUFFIXES = {".json": "json"}  # for sources of records only; else a .json file is plain text
-FORMAT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".wet": "wet"}
+FORMAT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".wet": "wet", ".warc": "warc"}
 KEYED_FORMATS = ("jsonl", "json", "parquet")  # formats whose records have their text under a key
 _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idle_test"}
 
@@ -29,8 +29,8 @@ class SourceFile:
     """One source file to read.
 
     name: path relative to the source, the same wherever the corpus is stored. path: local path, or file in a remote
-    store. format: "text", "jsonl", "json", "parquet" or "wet". named: True if the recipe names this very file, so that
-    unusable content is an error; False if a glob or directory found it. source: index of its source in the recipe.
+    store. format: one of `DATA_FORMATS` but "auto". named: True if the recipe names this very file, so that unusable
+    content is an error; False if a glob or directory found it. source: index of its source in the recipe.
     text_key: key of a record's text if the source sets its own. counted_as: label under which reports count it.
     """
 
@@ -71,8 +71,8 @@ def find_files(
     A source is "stdlib" (this Python's standard library without tests and installed packages), the path or URL of a
     file, a directory (all files below it that are not hidden) or a glob (`**` for any depth).
 
-    format: format of the files ("text", "jsonl", "json", "parquet" or "wet"); "auto" determines it by suffix: `.jsonl`
-    and `.ndjson` are JSON Lines, `.parquet`, `.wet`, all else text; `.gz` or `.zst` (compressed) may follow. cache:
+    format: one of `DATA_FORMATS`; "auto" determines it by suffix: `.jsonl` and `.ndjson` are JSON Lines, `.parquet`,
+    `.wet`, `.warc`, all else text; `.gz` or `.zst` (compressed) may follow. cache:
     directory of prepared data, which are excluded, and of stored listings of remote stores. log: receives a line when a
     stored listing is used. key: recipe key that error messages name. records: True: `.json` is a JSON list.
 
@@ -112,9 +112,8 @@ def _get_first_directory(name: str) -> str:
 
 
 def _detect_format(name: str, format: str, records: bool) -> str:
-    """Return the format of a file ("text", "jsonl", "json", "parquet" or "wet"): `format` unless that is "auto", else
-    by the suffix of `name`. records: `.json` is a JSON list, not text.
-    """
+    """Return the format of a file, one of `DATA_FORMATS`: `format` unless that is "auto", else by the suffix of
+    `name`. records: `.json` is a JSON list, not text."""
     if format != "auto":
         return format
     name = name.lower()

@@ -24,7 +24,27 @@ def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterat
 
     Raises `UserError` for a file that is not WARC, a truncated record, or a file without conversion records.
     """
-    number, found, types = 0, False, set()
+    found, types = False, set()
+    for number, headers, block in iterate_warc_records(file, stream):
+        kind = headers.get("warc-type", "none")
+        if kind == "conversion":
+            found = True
+            uri = headers.get("warc-target-uri", "").strip("<>")
+            yield f":{number} {uri}".rstrip(), block.decode(encoding, "surrogateescape"), None
+        else:
+            types.add(kind)
+    if not found and types - {"warcinfo"}:
+        raise UserError(
+            f"{file.path} has no record of type conversion, only {', '.join(sorted(types))}: WET files are read, which "
+            'hold the text of pages; for whole pages, set data.format = "warc"'
+        )
+
+
+def iterate_warc_records(file: SourceFile, stream: Stream) -> Iterator[tuple[int, dict[str, str], bytes]]:
+    """Yield (number from 1, {lower-case name of a header: value}, block) for each record of a WARC file. stream: the
+    file's decompressed bytes. Raises `UserError` for a file that is not WARC, or a truncated or too long record.
+    """
+    number = 0
     while headers := _read_headers(file, stream, number + 1):
         number += 1
         where = f"{file.path}: record {number}"
@@ -34,23 +54,12 @@ def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterat
             raise UserError(f"{where} has no Content-Length: not a WARC file, or a damaged one") from None
         if not 0 <= length <= LONGEST_RECORD:
             raise UserError(f"{where} has a Content-Length of {length:,} bytes; at most {LONGEST_RECORD:,} are read")
-        kind = headers.get("warc-type", "none")
         block = stream.read(length)
         if len(block) < length:
             raise UserError(
                 f"{where} is cut short: {len(block):,} of its {length:,} bytes are there; fetch or write the file again"
             )
-        if kind == "conversion":
-            found = True
-            uri = headers.get("warc-target-uri", "").strip("<>")
-            yield f":{number} {uri}".rstrip(), block.decode(encoding, "surrogateescape"), None
-        else:
-            types.add(kind)
-    if number and not found and types - {"warcinfo"}:
-        raise UserError(
-            f"{file.path} has no record of type conversion, only {', '.join(sorted(types))}: WET files are read, which "
-            "hold the text of pages, not WARC files of whole pages"
-        )
+        yield number, headers, block
 
 
 def _read_headers(file: SourceFile, stream: Stream, number: int) -> dict[str, str]:
@@ -64,7 +73,9 @@ def _read_headers(file: SourceFile, stream: Stream, number: int) -> dict[str, st
     if not line:
         return {}
     if not line.startswith(b"WARC/"):
-        raise UserError(f"{file.path}: record {number} does not begin with WARC/1.0 or the like: not a WET file")
+        raise UserError(
+            f"{file.path}: record {number} does not begin with WARC/1.0 or the like: not a WARC or WET file"
+        )
     headers: dict[str, str] = {"": ""}
     name = ""
     while (line := stream.readline(_LONGEST_LINE)) not in (b"\r\n", b"\n"):

@@ -1,0 +1,97 @@
+"""The main texts of pages in WARC files are read; bodies that cannot be decoded are dropped, never expanded."""
+
+import gzip
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from warcio.statusandheaders import StatusAndHeaders
+from warcio.warcwriter import WARCWriter
+
+from meshwright.data.sources import warc
+from meshwright.data.sources.reading import Reader
+from meshwright.data.sources.resolution import find_files
+from meshwright.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed file <tempfile.Spooled")  # of warcio's writer
+SENTENCE = "The café at the harbour opens every morning before the first ferry leaves for the islands. "
+HTML = (
+    f"<html><head><title>Ferry</title><script>var hidden = 1;</script></head><body>"
+    f"<nav><a href='/'>Menu entry</a></nav>"
+    f"<article><h1>Ferry</h1><p>{SENTENCE * 3}</p><p>{SENTENCE * 2}</p></article></body></html>"
+)
+
+
+def write(path: Path, pages: list[tuple[bytes, dict[str, str]]], status: str = "200 OK") -> Path:
+    """A gzipped WARC file of (body, HTTP headers), as another implementation writes it."""
+    out = io.BytesIO()
+    writer = WARCWriter(out, gzip=path.suffix == ".gz")
+    for number, (body, fields) in enumerate(pages):
+        head = StatusAndHeaders(status, list(fields.items()), protocol="HTTP/1.1")
+        uri = f"https://example.org/{number}"
+        writer.write_record(writer.create_warc_record(uri, "response", payload=io.BytesIO(body), http_headers=head))
+    path.write_bytes(out.getvalue())
+    return path
+
+
+def read(path: Path) -> list[tuple[str, str | None]]:
+    (file,) = find_files([str(path)])
+    return [(name, text) for name, text, *_ in Reader().read_documents(file)]
+
+
+def chunked(body: bytes) -> bytes:
+    pieces = [body[at : at + 100] for at in range(0, len(body), 100)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
+def test_main_text_is_read_whatever_the_encodings_of_the_body(tmp_path: Path, name: str):
+    pytest.importorskip("trafilatura")
+    kind = {"Content-Type": "text/html; charset=utf-8"}
+    utf8 = HTML.encode()
+    pages = [
+        (utf8, kind),
+        (gzip.compress(utf8), kind | {"Content-Encoding": "gzip"}),
+        (chunked(gzip.compress(utf8)), kind | {"Content-Encoding": "gzip", "Transfer-Encoding": "chunked"}),
+        (utf8, kind | {"Content-Encoding": "gzip", "Transfer-Encoding": "chunked"}),  # stored decoded by a crawler
+        (HTML.encode("cp1252"), {"Content-Type": "text/html; charset=iso-8859-1"}),
+        (HTML.replace("<head>", "<head><meta charset='cp1252'>").encode("cp1252"), {"Content-Type": "text/html"}),
+        (HTML.encode("utf-16"), {"Content-Type": "text/html"}),
+        (HTML.encode(), {"Content-Type": "text/html; charset=idna"}),
+    ]
+    documents = read(write(tmp_path / name, pages))
+    assert [document for document, _ in documents] == [f"{name}:{n + 1} https://example.org/{n}" for n in range(8)]
+    for _, text in documents:
+        assert text is not None and text.count(SENTENCE.strip()) == 5
+        assert "hidden" not in text and "Menu entry" not in text
+
+
+def test_undecodable_bodies_are_dropped_and_other_responses_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("trafilatura")
+    monkeypatch.setattr(warc, "LONGEST_PAGE", 10_000)
+    kind = {"Content-Type": "text/html"}
+    pages = [
+        (gzip.compress(b"<p>" * 10_000), kind | {"Content-Encoding": "gzip"}),  # expands beyond the limit
+        (gzip.compress(HTML.encode())[:-20], kind | {"Content-Encoding": "gzip"}),
+        (b"\x0b\x02\x80", kind | {"Content-Encoding": "br"}),
+        (b"\x89PNG", {"Content-Type": "image/png"}),
+        (b"plain < text", {"Content-Type": "text/plain"}),
+    ]
+    assert [text for _, text in read(write(tmp_path / "a.warc.gz", pages))] == [None, None, None, "plain < text"]
+    assert read(write(tmp_path / "b.warc.gz", [(HTML.encode(), kind)], "404 Not Found")) == []
+
+
+def test_truncated_warc_file_is_refused_with_its_record(tmp_path: Path):
+    pytest.importorskip("trafilatura")
+    path = write(tmp_path / "a.warc", [(HTML.encode(), {"Content-Type": "text/html"})] * 2)
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(UserError, match="record 2 is cut short"):
+        read(path)
+
+
+def test_missing_extractor_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "trafilatura", None)
+    warc._import_extractor.cache_clear()
+    with pytest.raises(UserError, match=r"pip install 'meshwright\[web\]'"):
+        read(write(tmp_path / "a.warc", [(HTML.encode(), {"Content-Type": "text/html"})]))
