@@ -126,7 +126,7 @@ def _decode_body(body: bytes, fields: dict[str, str]) -> bytes | None:
 
 def _join_chunks(body: bytes) -> bytes:
     """Join the chunks of a chunked HTTP body; returns `body` itself if it is not chunked."""
-    pieces, begin = [], 0
+    begin, pieces = 0, list[bytes]()
     while found := re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]{0,200}\r?\n").match(body, begin):
         length = int(found[1], 16)
         if length == 0:
