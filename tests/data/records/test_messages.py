@@ -160,6 +160,7 @@ def call(**parts: object) -> dict:
         ([{"role": "assistant", "content": None}], "messages[0].content is null, and the message has no tool_calls"),
         ([call(name="f", arguments="{")], "messages[0].tool_calls[0].arguments is not JSON"),
         ([call(function={})], 'not {"name": "...", "arguments": {...}}'),
+        ([{"role": "user", "content": [{"type": ["x"]}]}], 'messages[0].content[0] is an object, not {"type": "text"'),
         ([ASK, TELL | {"weight": 0.5}], "messages[1].weight is the number 0.5; it should be 0 or 1"),
         ([{"role": "narrator", "content": "x"}], 'data.record_roles = {"narrator" = "user"} maps it'),
         ([{"from": "function_call", "value": "weather"}], "messages[0].value is not JSON"),

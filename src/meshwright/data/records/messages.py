@@ -278,10 +278,10 @@ def _parse_content(content: Any, where: str) -> tuple[str, str]:
         raise MalformedRecord(f"{where} is {describe_value(content)}, not a string")
     texts: dict[str, list[str]] = {"text": [], "thinking": []}
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = str(part.get("type")) if isinstance(part, dict) else ""
         if kind in _MEDIA:
             raise MalformedRecord(f'{where}[{number}] is {_MEDIA[kind]} ("type": "{kind}"): only text is supported')
-        name, of = _TEXT_PARTS.get(str(kind), ("", ""))
+        name, of = _TEXT_PARTS.get(kind, ("", ""))
         if not name or not isinstance(part.get(name), str):
             raise MalformedRecord(f'{where}[{number}] is {describe_value(part)}, not {{"type": "text", "text": "..."}}')
         texts[of].append(part[name])
