@@ -118,7 +118,7 @@ DIRECT_READS = {
     "untrusted": "is the bounded reader",
     **dict.fromkeys(
         (
-            "data.records.chat_template",
+            "data.records.template_sources",
             "draw.page",
             "draw.picture",
             "spec.presets",
@@ -170,6 +170,7 @@ DIRECT_READS = {
         (
             "data.cleaning.decontamination",
             "synthesis.endpoint",
+            "data.records.messages",
             "data.records.record_files",
             "data.cleaning.segments",
             "data.tokenizers.special_tokens",

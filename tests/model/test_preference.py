@@ -168,6 +168,15 @@ def test_losses_and_rewards_match_the_papers(preference: Preference):
     assert found.figures.tolist() == pytest.approx([*rewards, right], rel=1e-12)
 
 
+def test_orpo_of_a_certain_response_is_finite():
+    pairs = Pairs.from_ids(IDS)
+    for row in ([0.0, -1.0], [0.0, 0.0], [-1.0, 0.0]):
+        values = torch.tensor([row * 2] * 3, dtype=torch.float64, requires_grad=True)
+        loss = Preference("orpo", 0.1)(values, replace(pairs, lengths_BD=torch.ones(3, 4, dtype=torch.float64))).loss
+        loss.backward()
+        assert loss.isfinite() and values.grad is not None and values.grad.isfinite().all()
+
+
 def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
     """The formula in float64 on transformers' Llama, one response at a time, against our packed sequences."""
     import transformers

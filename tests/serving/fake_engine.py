@@ -11,7 +11,7 @@ from typing import Any
 
 import uvloop
 
-from meshwright.data.records.chat_template import _load_own_source
+from meshwright.data.records.template_sources import _load_own_source
 from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.serving.engine_client import Refusal, State, Ticket

@@ -36,8 +36,8 @@ from meshwright.data.files import (
 )
 from meshwright.data.packing.shards import Shard, ShardWriter, TextEncoder, limit_rate
 from meshwright.data.prepared import PreparedData
-from meshwright.data.records.chat_template import check_template_tokens, find_template
 from meshwright.data.records.examples import ExampleEncoder, collect_record_fields
+from meshwright.data.records.template_sources import check_template_tokens, find_template
 from meshwright.data.sources.contents import SourceDigests
 from meshwright.data.sources.reading import LONGEST_DOCUMENT, check_encoding
 from meshwright.data.sources.resolution import KEYED_FORMATS, SourceChanged, find_files

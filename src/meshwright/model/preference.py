@@ -61,8 +61,8 @@ class Preference:
         if self.objective == "ipo":
             losses_BP = (h_BP - 1 / (2 * self.beta)).square()
         elif self.objective == "orpo":
-            # Padding has the score 0, whose odds are infinite.
-            odds = [x - torch.log(-torch.expm1(x)) for x in (x.where(counted_BP, -1) for x in (chosen_BP, rejected_BP))]
+            # Padding, and a response that is certain, have the score 0, whose odds are infinite.
+            odds = [x - torch.log(-torch.expm1(x)) for x in (x.clamp(max=-1e-12) for x in (chosen_BP, rejected_BP))]
             losses_BP = -chosen_BP - self.beta * F.logsigmoid(odds[0] - odds[1])
         else:
             meant, other = (-F.logsigmoid(sign * (self.beta * h_BP - self.margin)) for sign in (1, -1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -280,3 +281,57 @@ def test_cleaning_reaches_reasoning_and_arguments_of_calls():
     assert found.join_texts() == "Q\n\nsecret\n\nsecret"
     masked = found.rewrite_texts(lambda text: text.replace("secret", "X"))
     assert masked.join_texts() == "Q\n\nX\n\nX" and found.join_texts() == "Q\n\nsecret\n\nsecret"
+
+
+def test_hostile_values_end_quickly_and_clearly():
+    began = time.process_time()
+    thoughts = Example((), ((Message("assistant", "<think>" * 50_000 + "x", fields={"reasoning_content": "R"}),),))
+    [found] = select_reasoning(thoughts, "none")
+    assert found.branches[0][0].content == thoughts.branches[0][0].content and not found.branches[0][0].fields
+    tags = Message("assistant", "Write <think>x</think> tags.", fields={"reasoning_content": "R"})
+    [found] = select_reasoning(Example((), ((tags,),)), "none")
+    assert found.branches[0][0].content == tags.content
+    deep: dict = {}
+    for _ in range(500):
+        deep = {"a": deep}
+    assert "nested more than 64 levels deep" in problem({"messages": [call(name="f", arguments=deep)]})
+    assert "nested more than 64 levels deep" in problem({"messages": [ASK, TELL], "tools": [{"name": "f", "x": deep}]})
+    big = node("Q", "prompter", node("A", "assistant", rank=10**400), node("B", "assistant", rank=0))
+    assert len(RecordFormat("chat").parse_examples({"prompt": big})) == 2
+    assert time.process_time() - began < 20
+
+
+def test_deleted_trees_and_trees_without_answers_give_nothing():
+    for tree in (node("Q", "prompter"), {**TREE, "deleted": True}, {**TREE, "review_result": False}):
+        assert RecordFormat("chat").parse_examples({"message_tree_id": "t", "prompt": tree}) == []
+
+
+def test_a_tree_that_is_too_large_leaves_the_following_records_alone():
+    rows = [
+        (
+            f":{number}",
+            {"message_id": number, "parent_id": number - 1 if number else None, "text": "x", "role": "prompter"},
+            None,
+        )
+        for number in range(10_002)
+    ]
+    chat_record = {"messages": [ASK, TELL], "message_id": "m", "parent_id": None}
+    [(_, _, wrong), last] = list(group_rows([*rows, (":x", chat_record, None)]))
+    assert "more than 10,000 messages" in str(wrong) and last == (":x", chat_record, None)
+
+
+def test_keys_of_another_schema_are_not_used():
+    assert chat(ASK, TELL, text="x", conversations=[], functions=[TOOL["function"]], tools=[TOOL]).unused == {
+        "text", "conversations", "functions",
+    }  # fmt: skip
+    [found] = RecordFormat("instruction").parse_examples({"instruction": "Q", "output": "A", "completion": "x"})
+    assert found.unused == {"completion"}
+
+
+def test_texts_with_turns_and_a_prompt_are_split_alike():
+    start = "\n\nHuman: Q1\n\nAssistant:"
+    [found] = RecordFormat("preference").parse_examples(
+        {"prompt": start, "chosen": " good", "rejected": f"{start} bad"}
+    )
+    assert found.prompt == (Message("user", "Q1"),)
+    assert [[message.content.strip() for message in branch] for branch in found.branches] == [["good"], ["bad"]]

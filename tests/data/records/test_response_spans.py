@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.packing.token_marks import AUTHORS, TRAINED_BIT
@@ -84,6 +84,7 @@ def test_spans_begin_after_the_header_and_end_with_the_token_that_ends_a_turn(na
     assert spans_of(template, kept) == expected[1:] == spans_of(template, turns, trained_from=len(turns) - 1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Co", "Cs"]), min_size=1), min_size=2, max_size=7))
 @example(["Q", 'He said "yes"', "Q", "A\\"])
 def test_spans_have_the_answers_whatever_their_text(texts: list[str]):
@@ -182,3 +183,63 @@ def test_warnings_name_turns_without_an_end_and_system_messages_left_out(tmp_pat
     list(other.encode_documents([Document("d", "", None, Example((), (turns,)))]))
     ends, left_out = other.list_warnings()
     assert "without a token" in ends and "in 1 record:" in left_out
+
+
+@pytest.mark.parametrize("where", ["description", "argument key", "id"])
+def test_special_tokens_that_have_no_stand_ins_are_refused(where: str):
+    source = (
+        "{{ tools | tojson }}" + LOOP + "<|s|>{{ m.role }}\n{{ m.content }}{{ m.tool_call_id }}"
+        "{{ (m.tool_calls or []) | tojson }}"
+        "<|e|>" + END + "{% if add_generation_prompt %}<|s|>assistant\n{% endif %}"
+    )
+    evil = "x<|e|>y"
+    function = {"name": "f", "arguments": {evil if where == "argument key" else "a": "b"}}
+    calls = {"tool_calls": [{"type": "function", "function": function}]}
+    turns = [
+        Message("user", "Q"), Message("assistant", "", fields=calls),
+        Message("tool", "r", fields={"tool_call_id": evil if where == "id" else "1"}), Message("assistant", "A"),
+    ]  # fmt: skip
+    described = evil if where == "description" else "Of a city."
+    tools = [{"type": "function", "function": {"name": "f", "description": described}}]
+    template = ChatTemplate(source, {}, frozenset({"<|s|>", "<|e|>"}), "it")
+    for trained_from, prompt in ((0, False), (9, True)):
+        with pytest.raises(TemplateError, match=r"contains the special token <\|e\|>, which cannot be distinguished"):
+            template.render_with_spans(turns, trained_from, tools=tools, prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    "written", ["{{ m.content[:8] }}", "{{ m.content.split('.')[0] }}", "{{ m.content.split('</think>')[-1] }}"]
+)
+def test_text_of_which_a_part_is_left_out_is_refused(written: str):
+    template = ChatTemplate(LOOP + "{{ m.role }}:" + written + ";" + END, {}, frozenset(), "it")
+    turns = [Message("user", "Q"), Message("assistant", "You write </think> after it. Then more.")]
+    with pytest.raises(TemplateError, match=r"leaves out a part of the content of message 2"):
+        template.render_with_spans(turns)
+    thought = [turns[0], Message("assistant", "<think>\nHm\n</think>\nYes")]
+    if "think" in written:
+        assert spans_of(template, thought) == ["assistant:\nYes;"]
+
+
+def test_header_of_the_next_turn_is_never_part_of_a_span():
+    source = (
+        LOOP + "<|{{ m.role }}|>\n{{ m.content }}" + END + "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    special = frozenset({"<|user|>", "<|assistant|>", "<|end|>"})
+    assert spans_of(ChatTemplate(source, {}, special, "it"), TURNS) == ["One answer.", "The last, user: one!"]
+    ends = source.replace("{% if add", "{% if not add_generation_prompt %}<|end|>{% endif %}{% if add")
+    assert spans_of(ChatTemplate(ends, {}, special, "it"), TURNS) == ["One answer.", "The last, user: one!<|end|>"]
+
+
+def test_marks_of_generation_in_a_message_are_refused():
+    template = ChatTemplate(STRUCTURES["nothing ends a turn"][0], {}, frozenset(), "it")
+    with pytest.raises(TemplateError, match=r"cannot render U\+10FFF0"):
+        template.render_with_spans([Message("user", "Q"), Message("assistant", "\U0010fff0 A \U0010fff1")])
+
+
+def test_template_without_a_place_for_reasoning_is_a_warning(tmp_path):
+    encoder = ExampleEncoder.of_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
+    turns = (TURNS[0], Message("assistant", "A", fields={"reasoning_content": "Hm."}))
+    list(encoder.encode_documents([Document("d", "", None, Example((), (turns,)))]))
+    assert [warning.partition(" leaves out ")[2] for warning in encoder.list_warnings()] == [
+        "the reasoning of 1 conversation: it is not trained"
+    ]

@@ -5,26 +5,30 @@ of the special tokens that the template itself writes.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.resources import files
-from pathlib import Path
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.data.records.message_regions import MessageRegions, list_parts, locate_messages
-from meshwright.data.records.messages import Message, list_strings
+from meshwright.data.records.message_regions import (
+    PARTS,
+    MessageRegions,
+    has_text,
+    is_kept,
+    list_unhidden,
+    locate_messages,
+)
+from meshwright.data.records.messages import THOUGHT, Message, list_strings
 from meshwright.data.records.response_spans import Edges, TurnFinder, assign_marked_spans, find_turn_end_token
 from meshwright.data.records.template_process import RenderProcess
 from meshwright.data.records.template_rendering import BEGIN, END, LimitReached, NotATemplate, Renderer, TemplateError
+from meshwright.data.records.template_sources import load_own_sources
 from meshwright.errors import UserError
-from meshwright.names import TEMPLATES, nearest
-from meshwright.untrusted import read_file
 
-_NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}  # special tokens that a template writes itself
 # A string of at most 64 characters in a template, without escapes.
 _LITERAL = re.compile(r"'([^'\\\n]{2,64})'|\"([^\"\\\n]{2,64})\"")
+_MOST_LITERALS = 500
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 
@@ -35,12 +39,14 @@ class RenderedConversation(NamedTuple):
     trained on, end token included; a turn may have several. own: character ranges [begin, end) in `text` of the special
     tokens that the template itself wrote; a special token spelled out in a message is ordinary text. turns: (begin,
     end, role) of each message's text, in order; empty if the template looks into texts, so that they cannot be found.
+    lost_reasoning: the template left out the reasoning of the last turn that has some.
     """
 
     text: str
     responses: list[tuple[int, int]]
     own: list[tuple[int, int]]
     turns: list[tuple[int, int, str]]
+    lost_reasoning: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class ChatTemplate:
     def _renderer(self) -> Renderer | RenderProcess:
         """Compiled template. It renders in this process if it comes with Meshwright, else in a sandboxed subprocess."""
         try:
-            return (Renderer if self.source in _load_own_sources() else RenderProcess)(self.source, self.named)
+            return (Renderer if self.source in load_own_sources() else RenderProcess)(self.source, self.named)
         except NotATemplate as error:
             line = f", line {error.line}" if error.line else ""
             raise UserError(f"{self.where}{line}: not a Jinja template ({error})") from None
@@ -115,26 +121,27 @@ class ChatTemplate:
         the messages, leaves out the text of one, or the ranges cannot be determined.
         """
         seen = [message.template_variables() for message in messages]
+        if any(BEGIN in text or END in text for message in messages for text in message.list_texts()):
+            raise TemplateError(f"cannot render U+{ord(BEGIN):X} and U+{ord(END):X}: remove them from the record")
         text, marked = self._render_marked(seen, tools, prompt)
         if prompt or trained_from >= len(messages):
-            return RenderedConversation(text, [], self._find_own_tokens(seen, tools, text, prompt), [])
+            return RenderedConversation(text, [], self._find_own_tokens(seen, tools, text, None, prompt), [])
         regions = locate_messages(seen, text, lambda some: self._render_marked(some, tools, False)[0], self._literals)
-        own = (
-            self._find_own_tokens(seen, tools, text, False)
-            if regions is None
-            else [match.span() for match in self._special_pattern.finditer(regions.hidden)]
-        )
+        own = self._find_own_tokens(seen, tools, text, regions)
         turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
         wanted = [number for number in turns if number >= trained_from and messages[number].trained is not False]
-        wanted = [number for number in wanted if list_parts(seen[number])]
+        wanted = [number for number in wanted if has_text(seen[number])]
         if regions is not None:
             _check_all_rendered(seen, regions)
+        else:
+            _check_contents_verbatim(seen, text)
         if self.marks_responses:
             spans = self._assign_marked(marked, turns, wanted, regions)
         else:
             spans = [self._find_turn(messages, seen, number, text, tools, regions) for number in wanted]
         found = [] if regions is None else _list_turns(messages, regions, spans)
-        return RenderedConversation(text, spans, own, found)
+        lost = regions is not None and _leaves_out_reasoning(seen, regions)
+        return RenderedConversation(text, spans, own, found, lost)
 
     def _render_marked(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools, prompt: bool
@@ -215,20 +222,23 @@ class ChatTemplate:
     @cached_property
     def _turn_finder(self) -> TurnFinder:
         """Finder of the assistant's turns, with what the template writes around the turn of a simple conversation."""
-        header, end = "", None
+        header, end, other = "", None, None
         with suppress(TemplateError):
             user, answer = Message("user", "A?").template_variables(), Message("assistant", "B.").template_variables()
             plain, asked = (self._render_marked([user], (), prompt)[0] for prompt in (False, True))
             header = asked.removeprefix(plain) if asked.startswith(plain) else ""
             edges = self._look_up_edges([user, answer], 1, ())
             end = None if edges.closing is None else find_turn_end_token(self._special_pattern, edges.closing)
-        return TurnFinder(self._special_pattern, header, end)
+            first, own = self._special_pattern.match(edges.header or ""), self._special_pattern.search(header)
+            if first is not None and header and (own is None or own[0] != first[0]):
+                other = first[0]
+        return TurnFinder(self._special_pattern, header, end, other)
 
     @cached_property
     def _literals(self) -> list[str]:
         """Strings in the template's source that it may look for in messages, such as "</think>"; no special tokens."""
         found = {match[1] if match[1] is not None else match[2] for match in _LITERAL.finditer(self.source)}
-        return [each for each in found if each.strip() and not self._special_pattern.search(each)]
+        return sorted(each for each in found if each.strip() and not self._may_spell(each))[:_MOST_LITERALS]
 
     def _find_turn_by_prefix(
         self, messages: Sequence[Message], number: int, text: str, tools: Tools
@@ -270,6 +280,10 @@ class ChatTemplate:
         ends = {token[-size:] for token in self.special for size in range(1, len(token))}
         return frozenset(beginnings), frozenset(ends), max(map(len, self.special), default=0)
 
+    def _may_border(self, text: str) -> bool:
+        """Return True if `text`, a key or a description of a tool, could form a special token with what is around."""
+        return not text.replace("_", "").replace("-", "").isalnum() and self._may_spell(text)
+
     def _may_spell(self, content: str) -> bool:
         """Return True if `content`, the text of a message, contains a special token or could form one together with the
         text around it.
@@ -286,22 +300,30 @@ class ChatTemplate:
         return False
 
     def _find_own_tokens(
-        self, messages: Sequence[Mapping[str, Any]], tools: Tools, text: str, prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools,
+        text: str,
+        regions: MessageRegions | None,
+        prompt: bool = False,
     ) -> list[tuple[int, int]]:
         """Return the character ranges [begin, end) in the rendered `text` of the special tokens that the template
-        itself wrote, not a message. messages: the template's variables for each message (`role`, `content` ...). tools,
-        prompt: as in `render`.
+        itself wrote, not a message. messages: the template's variables for each message (`role`, `content` ...).
+        regions: where the messages are, if that was looked for. tools, prompt: as in `render`.
 
-        If a message contains anything like a special token, the template is rendered again with the characters of all
-        messages replaced by private-use characters; the special tokens that remain are the template's own. Raises
-        `TemplateError` if the two kinds cannot be distinguished.
+        If a message contains anything like a special token, the template is rendered again with stand-ins for the
+        letters of all messages; the special tokens that remain are the template's own. Raises `TemplateError` if the
+        two kinds cannot be distinguished.
         """
-        texts, described = list_strings(list(messages)), list_strings(list(tools))
-        if not any(map(self._may_spell, texts + described)):
+        texts, unhidden = list_strings(list(messages)), list_unhidden(messages, tools)
+        spelled = any(self._special_pattern.search(each) or self._may_border(each) for each in unhidden)
+        if not spelled and not any(map(self._may_spell, texts)):
             return [match.span() for match in self._special_pattern.finditer(text)]
-        regions = locate_messages(messages, text, lambda some: self._render_marked(some, tools, prompt)[0])
-        if regions is not None and not any(map(self._may_spell, described)):
+        if regions is None and not spelled:
+            regions = locate_messages(messages, text, lambda some: self._render_marked(some, tools, prompt)[0])
+        if regions is not None and not spelled:
             return [match.span() for match in self._special_pattern.finditer(regions.hidden)]
+        described = unhidden
         match = next(filter(None, map(self._special_pattern.search, texts + described)), None)
         what = f"the special token {match[0]}" if match else "a part of a special token"
         raise TemplateError(
@@ -314,15 +336,39 @@ def _check_all_rendered(messages: Sequence[Mapping[str, Any]], regions: MessageR
     """Raise `TemplateError` if the template left out text of a message; reasoning it may leave out. messages: the
     template's variables for each message.
     """
-    for number, (message, rendered) in enumerate(zip(messages, regions.rendered, strict=True), 1):
+    for number, message in enumerate(messages):
         for part in ("content", "tool_calls"):
-            left_out = part in list_parts(message, hidden=True) - rendered
-            if left_out and message["role"] != "system":  # whose loss is a warning (see `leaves_out_system`)
+            place = PARTS.index(part)
+            given, shown = int(regions.given[number, place]), int(regions.letters[number, place])
+            if part == "content" and (thought := THOUGHT.match(message["content"])):  # templates may leave it out
+                given -= sum(not is_kept(letter) for letter in thought[0])
+            if shown < given and message["role"] != "system":  # whose loss is a warning (see `leaves_out_system`)
                 name = part.replace("_", " ")
                 raise TemplateError(
-                    f"leaves out the {name} of message {number} ({message['role']}): take another template, or remove "
-                    "them from the record"
+                    f"leaves out {'a part of ' if shown else ''}the {name} of message {number + 1} "
+                    f"({message['role']}): take another template, or remove them from the record"
                 )
+
+
+def _check_contents_verbatim(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raise `TemplateError` if the content of a message, white space and reasoning aside, is not in the rendered `text`
+    as it is. For templates that look into texts. messages: the template's variables for each message.
+    """
+    for number, message in enumerate(messages):
+        thought = THOUGHT.match(message["content"])
+        content = message["content"][thought.end() if thought else 0 :].strip()
+        if content not in text and message["role"] != "system":
+            raise TemplateError(
+                f"leaves out a part of the content of message {number + 1} ({message['role']}), or changes it: take "
+                "another template, or remove them from the record"
+            )
+
+
+def _leaves_out_reasoning(messages: Sequence[Mapping[str, Any]], regions: MessageRegions) -> bool:
+    """Return True if the template left out the reasoning of the last turn that has some."""
+    place = PARTS.index("reasoning")
+    held = [number for number in range(len(messages)) if regions.given[number, place]]
+    return bool(held) and not regions.letters[held[-1], place]
 
 
 def _list_turns(
@@ -336,58 +382,3 @@ def _list_turns(
             begins, ends = zip(held, *(own if message.role == "assistant" else ()), strict=True)
             turns.append((min(begins), max(ends), message.role))
     return sorted(turns)
-
-
-@cache
-def _load_own_sources() -> frozenset[str]:
-    """Return the Jinja sources of all chat templates that come with Meshwright."""
-    return frozenset(_load_own_source(name) for name in TEMPLATES if name != "model")
-
-
-def _load_own_source(name: str) -> str:
-    """Load the Jinja source of the chat template `name`, such as "chatml", that comes with Meshwright."""
-    return (files("meshwright.data.records") / f"{name}.jinja").read_text("utf-8")
-
-
-def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]:
-    """Find the chat template that the setting data.template = `name` selects; returns (its Jinja source, its name in
-    error messages).
-
-    own: Jinja source of the tokenizer's own template, or None. tokenizer: the tokenizer's name, for errors. Raises
-    `UserError` if there is no such template.
-    """
-    if name == "model":
-        if own is None:
-            others = " or ".join(f'"{one}"' for one in TEMPLATES if one != "model")
-            raise UserError(
-                f'data.template = "model": the tokenizer "{tokenizer}" has no chat_template; '
-                f"set data.template to {others}, or to a .jinja file"
-            )
-        return own, "the chat template of the tokenizer"
-    if name in TEMPLATES:
-        return _load_own_source(name), f'the template "{name}"'
-    path = Path(name).expanduser()
-    if not path.is_file():
-        close = nearest(name, TEMPLATES)
-        hint = (
-            f'; did you mean "{close}"?' if close else f"; known: {', '.join(TEMPLATES)}, or the path of a .jinja file"
-        )
-        raise UserError(f'data.template: "{name}" is neither a template nor a file{hint}')
-    try:
-        return read_file(path, "config_bytes").decode(), str(path)
-    except UnicodeDecodeError as error:
-        raise UserError(f"data.template: {path} cannot be read: byte {error.start} is not UTF-8 text") from None
-    except OSError as error:
-        raise UserError(f"data.template: {path} cannot be read: {error.strerror or error}") from None
-
-
-def check_template_tokens(name: str, special: Collection[str], tokenizer: str) -> None:
-    """Raise `UserError` if the chat template `name`, such as "chatml", writes special tokens that the tokenizer does
-    not have. special: the tokenizer's special tokens. tokenizer: its name, for the error.
-    """
-    missing = [token for token in _NEEDED.get(name, ()) if token not in special]
-    if missing:
-        raise UserError(
-            f'data.template = "{name}" writes {" and ".join(missing)}, which are not special tokens of the tokenizer '
-            f'"{tokenizer}": any text could spell them; set data.template = "instruction", or add them to it'
-        )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from meshwright.data.records.messages import (
+    THOUGHT,
     MalformedRecord,
     Message,
     MessageFormat,
@@ -20,7 +21,6 @@ from meshwright.names import nearest
 from meshwright.recipe.data import MORE_RECORD_KEYS, RECORD_KEYS
 
 _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")  # Anthropic's helpful and harmless data
-_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
 class Example(NamedTuple):
@@ -85,6 +85,7 @@ class RecordFormat(NamedTuple):
             raise MalformedRecord(f"is {describe_value(record)}, not an object")
         if self.kind == "chat" and is_tree(record):
             unused: set[str] = set()
+            unused.update(str(key) for key in record if key not in ("message_tree_id", "tree_state", "prompt"))
             ways = list_conversations(record, self.messages, unused)
             found = [Example((), (way,), unused=frozenset(unused)) for way in ways]
         else:
@@ -111,9 +112,24 @@ class RecordFormat(NamedTuple):
         tools = self._parse_tools(record)
         for branch in branches:
             check_tool_results((*prompt, *branch), self.get_file_key(RECORD_KEYS[self.kind][0]))
-        used = set(self.columns)
+        used = {*map(self.get_file_key, self._list_used_keys(record))}
         unused.update(str(key) for key, value in record.items() if key not in used and value is not None)
         return Example(prompt, branches, tools, frozenset(unused))
+
+    def _list_used_keys(self, record: Mapping[str, Any]) -> list[str]:
+        """Return the standard keys that are used of a record, by the schema that it follows."""
+        keys = [*RECORD_KEYS[self.kind], *MORE_RECORD_KEYS[self.kind]]
+        left: set[str] = set()
+        if self.kind == "instruction":
+            completes = self.get_file_key("instruction") not in record
+            left = {"instruction", "input", "output", "history"} if completes else {"prompt", "completion"}
+        elif self.kind == "chat":
+            left = {"conversations"} if self.get_file_key("messages") in record else {"messages"}
+        elif self.get_file_key("prompt") in record:
+            left = {"conversations"}
+        if record.get(self.get_file_key("tools")) is not None:
+            left.add("functions")
+        return [key for key in keys if key not in left]
 
     def format_example_record(self) -> str:
         """Return the JSON text of a well-formed record of this format, for error messages."""
@@ -174,11 +190,11 @@ class RecordFormat(NamedTuple):
         prompt_key = self.get_file_key("prompt")
         prompt: tuple[Message, ...] | None = None
         if prompt_key in record:
-            prompt = self._parse_side(record, "prompt", "user", unused)
+            prompt = self._parse_side(record, "prompt", "user", unused, split=True)
         elif "conversations" in record:  # LLaMA-Factory
             prompt = self.messages.parse_all(record["conversations"], "conversations", unused)
         chosen, rejected = (
-            self._parse_side(record, part, "assistant", unused, split=prompt is None) for part in ("chosen", "rejected")
+            self._parse_side(record, part, "assistant", unused, split=True) for part in ("chosen", "rejected")
         )
         if prompt is None:  # both have the whole conversation
             common = 0
@@ -209,7 +225,8 @@ class RecordFormat(NamedTuple):
         if isinstance(value, str):
             if split and len(turns := _HH_TURN.split(value)) > 2 and not turns[0].strip():
                 roles = ({"Human": "user", "Assistant": "assistant"}[name] for name in turns[1::2])
-                return tuple(Message(*turn) for turn in zip(roles, map(str.strip, turns[2::2]), strict=True))
+                found = [Message(*turn) for turn in zip(roles, map(str.strip, turns[2::2]), strict=True)]
+                return tuple(found[:-1] if len(found) > 1 and not found[-1].content else found)
             return (Message(role, value),)
         if isinstance(value, dict):
             return (self.messages.parse(value, key, key, unused),)
@@ -248,7 +265,7 @@ def select_reasoning(example: Example, thinking: str) -> list[Example]:
     if thinking == "none":
         return [example.change_messages(_drop_reasoning)]
     if thinking == "last":
-        branches = tuple((*map(_drop_reasoning, branch[:-1]), *branch[-1:]) for branch in example.branches)
+        branches = tuple(map(_keep_last_reasoning, example.branches))
         return [example._replace(prompt=tuple(map(_drop_reasoning, example.prompt)), branches=branches)]
     if thinking == "all" and any(map(_has_reasoning, branch := example.branches[0])):
         context = [one._replace(trained=False) if one.role == "assistant" else one for one in branch]
@@ -257,9 +274,15 @@ def select_reasoning(example: Example, thinking: str) -> list[Example]:
     return [example]
 
 
+def _keep_last_reasoning(branch: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return a branch without the reasoning of assistant turns before the last one."""
+    last = max((at for at, message in enumerate(branch) if message.role == "assistant"), default=0)
+    return tuple(message if at == last else _drop_reasoning(message) for at, message in enumerate(branch))
+
+
 def _has_reasoning(message: Message) -> bool:
     """Return True if an assistant's message has reasoning, in its own field or between <think> and </think>."""
-    marked = message.role == "assistant" and _THOUGHT.match(message.content) is not None
+    marked = message.role == "assistant" and THOUGHT.match(message.content) is not None
     return marked or "reasoning_content" in message.fields
 
 
@@ -268,4 +291,5 @@ def _drop_reasoning(message: Message) -> Message:
     if not _has_reasoning(message):
         return message
     fields = {key: value for key, value in message.fields.items() if key != "reasoning_content"}
-    return message._replace(content=_THOUGHT.sub("", message.content, count=1), fields=fields)
+    thought = THOUGHT.match(message.content)
+    return message._replace(content=message.content[thought.end() if thought else 0 :], fields=fields)

@@ -38,7 +38,7 @@ class ExampleEncoder:
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate) -> None:
         """Compile the template and prepare the tokenizer. Raises `UserError` if the source is not valid Jinja."""
         self.tokenizer, self.template = tokenizer, template
-        self._system_messages = 0  # records with a system message
+        self._system_messages = self._lost_reasoning = 0  # records with a system message; whose reasoning is left out
         self._encoder, self._names = make_template_encoder(tokenizer.tokenizer, tokenizer.special)
         template.check()
 
@@ -84,6 +84,7 @@ class ExampleEncoder:
                 ]
             except TemplateError as error:
                 raise UserError(f"{document.name}: {self.template.where} {error}") from None
+        self._lost_reasoning += sum(one.lost_reasoning for one in rendered)
         encoded = iter(self._encode(rendered))
         for count, text in branches:
             pieces = [next(encoded) for _ in range(count)]
@@ -115,6 +116,9 @@ class ExampleEncoder:
                 f"{self.template.where} leaves out the system message where a conversation ends with an answer, as in "
                 f"{count}: the model does not see it"
             )
+        if self._lost_reasoning:
+            count = f"{self._lost_reasoning:,} conversation{'s' * (self._lost_reasoning != 1)}"
+            yield f"{self.template.where} leaves out the reasoning of {count}: it is not trained"
 
     def find_turn_end(self) -> int | None:
         """Return the id of the special token that ends an assistant turn, or None if the template writes none."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.data.records.messages import list_strings, map_strings
 from meshwright.data.records.template_rendering import TemplateError
@@ -34,13 +35,32 @@ class MessageRegions(NamedTuple):
     """Positions of the messages in a rendered conversation.
 
     hidden: the rendered text with private-use characters in place of the messages' letters. ranges: for each message
-    the characters [begin, end) from its first to its last letter in the text; None: it has none there. rendered: for
-    each message the parts (see `PARTS`) that are in the text.
+    the characters [begin, end) from its first to its last letter in the text; None: it has none there. letters: for
+    each message and each of `PARTS` the number of its letters in the text, int64 [messages, parts]. given: the same of
+    the messages themselves.
     """
 
     hidden: str
     ranges: list[tuple[int, int] | None]
-    rendered: list[frozenset[str]]
+    letters: NDArray[np.int64]
+    given: NDArray[np.int64]
+
+
+def list_unhidden(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the strings that a template may render and that have no stand-ins: keys inside messages, ids, and all that
+    tools have.
+    """
+    found, waiting = list[str](), [*(value for message in messages for value in message.values())]
+    found += [str(message[key]) for message in messages for key in _KEPT_KEYS if key in message]
+    found += list_strings(list(tools))
+    waiting += tools
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            found += map(str, value)
+            found += [str(value[key]) for key in _KEPT_KEYS if key in value]
+        waiting += value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return found
 
 
 def is_kept(letter: str) -> bool:
@@ -48,22 +68,21 @@ def is_kept(letter: str) -> bool:
     return letter.isspace() or letter < " " or letter in '"\\'
 
 
-def list_parts(message: Mapping[str, Any], hidden: bool = False) -> frozenset[str]:
-    """Return the parts (see `PARTS`) of a message, as template variables, that have text other than white space.
-    hidden: with letters that get stand-ins.
-    """
-    found = set()
-    for key, value in message.items():
-        texts = [] if key in _KEPT_KEYS else list_strings(value, _KEPT_KEYS)
-        if any(text.strip() and not (hidden and all(map(is_kept, text))) for text in texts):
-            found.add(_PART_OF_KEY.get(key, "other"))
-    return frozenset(found)
+def has_text(message: Mapping[str, Any]) -> bool:
+    """Return True if a message, as template variables, has text other than white space."""
+    return any(
+        text.strip()
+        for key, value in message.items()
+        if key not in _KEPT_KEYS
+        for text in list_strings(value, _KEPT_KEYS)
+    )
 
 
 class StandIns:
     """Private-use characters that stand for the letters of messages, each for one letter of one part of a message."""
 
-    def __init__(self) -> None:
+    def __init__(self, messages: int) -> None:
+        self.given = np.zeros((messages, len(PARTS)), np.int64)
         self._letters: list[str] = []
         self._owners: list[tuple[int, int]] = []  # (index of the message, index in `PARTS`) of each character
 
@@ -73,6 +92,10 @@ class StandIns:
         """
         hidden = []
         for number, message in enumerate(messages):
+            for key in ("content", "tool_calls", "reasoning_content"):  # others have the same texts again
+                texts = list_strings(message.get(key), _KEPT_KEYS)
+                shown = (letter for text in texts for part in kept.split(text)[::2] for letter in part)
+                self.given[number, PARTS.index(_PART_OF_KEY[key])] = sum(not is_kept(letter) for letter in shown)
             tables = [_StandInTable(self, number, part) for part in range(len(PARTS))]
             hidden.append(
                 {
@@ -86,19 +109,19 @@ class StandIns:
         """Return `text` with the letters in place of their stand-ins."""
         return text.translate({_FIRST + number: letter for number, letter in enumerate(self._letters)})
 
-    def locate(self, text: str, messages: int) -> tuple[list[tuple[int, int] | None], list[frozenset[str]]]:
-        """Return (`ranges`, `rendered`) of `MessageRegions` for a hidden `text` of so many messages."""
+    def locate(self, text: str) -> MessageRegions:
+        """Return where the messages are in their hidden `text`."""
+        messages = len(self.given)
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.int64) - _FIRST
         places = np.flatnonzero((codes >= 0) & (codes < len(self._owners)))
         owners = np.array(self._owners, np.int64).reshape(-1, 2)[codes[places]]
         begins, ends = np.full(messages, len(text)), np.zeros(messages, np.int64)
         np.minimum.at(begins, owners[:, 0], places)
         np.maximum.at(ends, owners[:, 0], places + 1)
-        parts: list[set[str]] = [set() for _ in range(messages)]
-        for message, part in np.unique(owners, axis=0).tolist():
-            parts[message].add(PARTS[part])
+        letters = np.zeros_like(self.given)
+        np.add.at(letters, (owners[:, 0], owners[:, 1]), 1)
         spans = zip(begins.tolist(), ends.tolist(), strict=True)
-        return [(begin, end) if end else None for begin, end in spans], list(map(frozenset, parts))
+        return MessageRegions(text, [(begin, end) if end else None for begin, end in spans], letters, self.given)
 
     def add(self, letter: str, owner: tuple[int, int]) -> int:
         """Return the code of a new stand-in for `letter`. owner: (index of the message, index in `PARTS`)."""
@@ -150,12 +173,12 @@ def locate_messages(
     texts = list_strings(list(messages)) if literals else []
     found = sorted({each for each in literals if any(each in text for text in texts)}, key=len, reverse=True)
     for kept in ([], found) if found else ([],):
-        stand_ins = StandIns()
+        stand_ins = StandIns(len(messages))
         pattern = re.compile(f"({'|'.join(map(re.escape, kept))})" if kept else "((?!))")
         try:
             hidden = render(stand_ins.hide(messages, pattern))
         except (TooManyLetters, TemplateError):
             continue
         if stand_ins.show(hidden) == text:
-            return MessageRegions(hidden, *stand_ins.locate(hidden, len(messages)))
+            return stand_ins.locate(hidden)
     return None

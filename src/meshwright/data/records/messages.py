@@ -7,6 +7,7 @@ schema defines is reported as not used, and what cannot be represented, such as 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ _SYNONYMS = {
     "trained": ("train", "weight"),
 }
 _KEPT = ("name", "tool_call_id")
+_DEEPEST = 64  # levels of a tool's schema or a call's arguments
+THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+"""Reasoning at the beginning of an assistant's text."""
 _CALLS = ("tool_calls", "function_call", "refusal")
 _MEDIA = {
     "image_url": "an image", "image": "an image", "input_image": "an image", "input_audio": "audio", "audio": "audio",
@@ -135,6 +139,8 @@ class MessageFormat(NamedTuple):
             if content_key:
                 raise MalformedRecord(f"{where}.{content_key} is null, and the message has no tool_calls")
             self._find_key(turn, "content", where)
+        if written == CALL_ROLE and not content_key:
+            self._find_key(turn, "content", where)
         if written == CALL_ROLE:
             fields["tool_calls"], content = _parse_call_text(content, f"{where}.{content_key}"), ""
         if thought.strip():
@@ -165,7 +171,8 @@ class MessageFormat(NamedTuple):
             close = nearest(written, known)
             hint = f'; did you mean "{close}"?' if close else f" (known: {', '.join(known)})"
             raise MalformedRecord(
-                f'{where} is "{written}", an unknown role{hint}; data.record_roles = {{"{written}" = "user"}} maps it'
+                f'{where} is "{written[:40]}", an unknown role{hint}; '
+                f'data.record_roles = {{"{written[:40]}" = "user"}} maps it'
             )
         return role
 
@@ -176,6 +183,8 @@ def check_tool_results(messages: Sequence[Message], where: str) -> None:
     for number, message in enumerate(messages):
         if message.role != "tool":
             calls = message.fields.get("tool_calls")
+            if calls is None and message.role == "assistant" and "<tool_call" in message.content:
+                calls = [{}]  # written out in the text, as in Hermes' data
             open_calls = [call.get("id") for call in calls] if calls else None
         elif open_calls is None:
             raise MalformedRecord(
@@ -223,6 +232,7 @@ def parse_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list):
         raise MalformedRecord(f'"{where}" is {describe_value(value)}, not a list of functions')
     tools = []
+    _check_depth(value, where)
     for number, tool in enumerate(value):
         tool = _load_json(tool, f"{where}[{number}]") if isinstance(tool, str) else tool
         function = tool.get("function", tool) if isinstance(tool, dict) else None
@@ -256,6 +266,7 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _load_json(arguments or "{}", f"{where}.arguments")
+    _check_depth(arguments, f"{where}.arguments")
     if arguments is not None and not isinstance(arguments, dict):
         raise MalformedRecord(f"{where}.arguments is {describe_value(arguments)}, not an object")
     parsed = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
@@ -265,6 +276,8 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
 def _parse_call_text(text: str, where: str) -> list[dict[str, Any]]:
     """Parse the text of a ShareGPT turn `function_call`: one call, or a list of calls, as JSON."""
     value = _load_json(text, where)
+    if value == []:
+        raise MalformedRecord(f"{where} is an empty list of calls")
     return [_parse_call(call, where) for call in (value if isinstance(value, list) else [value])]
 
 
@@ -278,7 +291,8 @@ def _parse_content(content: Any, where: str) -> tuple[str, str]:
         raise MalformedRecord(f"{where} is {describe_value(content)}, not a string")
     texts: dict[str, list[str]] = {"text": [], "thinking": []}
     for number, part in enumerate(content):
-        kind = str(part.get("type")) if isinstance(part, dict) else ""
+        kind = part.get("type") if isinstance(part, dict) else ""
+        kind = kind if isinstance(kind, str) else ""
         if kind in _MEDIA:
             raise MalformedRecord(f'{where}[{number}] is {_MEDIA[kind]} ("type": "{kind}"): only text is supported')
         name, of = _TEXT_PARTS.get(kind, ("", ""))
@@ -305,6 +319,20 @@ def _get_string(values: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(values[key], str):
         raise MalformedRecord(f"{where}.{key} is {describe_value(values[key])}, not a string")
     return str(values[key])
+
+
+def _check_depth(value: Any, where: str) -> None:
+    """Raise `MalformedRecord` if a JSON value is nested deeper than `_DEEPEST` levels."""
+    level, depth = [value], 0
+    while level := [
+        one
+        for each in level
+        if isinstance(each, dict | list)
+        for one in (each.values() if isinstance(each, dict) else each)
+    ]:
+        depth += 1
+        if depth > _DEEPEST:
+            raise MalformedRecord(f"{where} is nested more than {_DEEPEST} levels deep")
 
 
 def _load_json(text: str, where: str) -> Any:

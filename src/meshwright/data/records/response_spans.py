@@ -31,11 +31,12 @@ class TurnFinder:
     """Finds where assistant turns begin and end in the text between messages.
 
     special: pattern of the special tokens. header: what the template appends as the header of an assistant turn after a
-    user turn, "" if nothing. end: special token that ends an assistant turn; None: none does.
+    user turn, "" if nothing. end: special token that ends an assistant turn; None: none does. other_end: special token
+    that ends other turns, and an assistant turn that is not the last one, if it is not the one that begins a turn.
     """
 
-    def __init__(self, special: re.Pattern[str], header: str, end: str | None) -> None:
-        self._special, self._header, self._end = special, header, end
+    def __init__(self, special: re.Pattern[str], header: str, end: str | None, other_end: str | None = None) -> None:
+        self._special, self._header, self._end, self._other_end = special, header, end, other_end
         self._offsets: dict[tuple[str, str, str], tuple[int, int]] = {}
 
     def find(self, regions: MessageRegions, number: int, look_up: Callable[[], Edges]) -> tuple[int, int] | None:
@@ -89,8 +90,10 @@ class TurnFinder:
             return common.index(self._end) + len(self._end)
         if end := _find_first_run(self._special, common):
             return end
-        if end := _find_first_run(self._special, rest, at_start=True):
-            return end
+        # Before it may come only what has no stand-in, such as white space or the turn's last quotation mark.
+        place = rest.find(self._other_end) if self._other_end else -1
+        if place >= 0 and self._other_end and all(map(is_kept, rest[:place])):
+            return place + len(self._other_end)
         plain = "" if closing is None else closing.rstrip()
         return len(plain) if rest.startswith(plain) else 0
 
@@ -104,15 +107,11 @@ def find_turn_end_token(special: re.Pattern[str], closing: str) -> str | None:
     return tokens[-1] if tokens else None
 
 
-def _find_first_run(special: re.Pattern[str], text: str, at_start: bool = False) -> int:
-    """Return the end of the first special tokens in `text` that follow one another directly; 0 if there are none.
-    at_start: before them may come only what has no stand-in, such as white space or a message's last quotation mark.
-    """
+def _find_first_run(special: re.Pattern[str], text: str) -> int:
+    """Return the end of the first special tokens in `text` that follow one another directly; 0 if there are none."""
     match = special.search(text)
-    if match is None or (at_start and not all(map(is_kept, text[: match.start()]))):
-        return 0
-    end = match.end()
-    while not at_start and (match := special.match(text, end)) is not None and match.end() > end:
+    end = 0 if match is None else match.end()
+    while end and (match := special.match(text, end)) is not None and match.end() > end:
         end = match.end()
     return end
 

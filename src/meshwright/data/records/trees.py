@@ -25,15 +25,16 @@ def is_tree(record: Mapping[str, Any]) -> bool:
 def list_conversations(
     record: Mapping[str, Any], messages: MessageFormat, unused: set[str]
 ) -> list[tuple[Message, ...]]:
-    """Return the conversations of a tree that end with an assistant turn. Deleted messages, and those that reviewers
-    rejected, end a way before them. messages: how messages are written. unused: gets keys that are not used. Raises
-    `MalformedRecord` for a malformed message, or more than 10,000 messages.
+    """Return the conversations of a tree that end with an assistant turn; a tree may have none. Deleted messages, and
+    those that reviewers rejected, end a way before them. messages: how messages are written. unused: gets keys that are
+    not used. Raises `MalformedRecord` for a malformed message, or more than 10,000 messages.
     """
     found: list[tuple[Message, ...]] = []
     seen: set[int] = set()  # assistant turns that are trained on
     waiting: list[tuple[dict[str, Any], tuple[Message, ...], tuple[int, ...], str]] = []
-    waiting.append((record["prompt"], (), (), "prompt"))
-    count = 0
+    if _is_accepted(record["prompt"]):
+        waiting.append((record["prompt"], (), (), "prompt"))
+    count = total = 0
     while waiting:
         node, before, numbers, where = waiting.pop()
         count += 1
@@ -44,12 +45,15 @@ def list_conversations(
         replies = node.get("replies") or []
         if not isinstance(replies, list):
             raise MalformedRecord(f"{where}.replies is {describe_value(replies)}, not a list of messages")
-        good = [reply for reply in replies if not isinstance(reply, dict) or _is_accepted(reply)]
-        good.sort(key=_get_rank)
-        waiting += [(one, way, numbers, f"{where}.replies[{replies.index(one)}]") for one in reversed(good)]
+        good = [(at, one) for at, one in enumerate(replies) if not isinstance(one, dict) or _is_accepted(one)]
+        good.sort(key=lambda reply: _get_rank(reply[1]))
+        waiting += [(one, way, numbers, f"{where[:80]}.replies[{at}]") for at, one in reversed(good)]
         if not good:
             while way and way[-1].role != "assistant":
                 way, numbers = way[:-1], numbers[:-1]
+            total += len(way)
+            if total > 10 * MOST_MESSAGES:
+                raise MalformedRecord(f"has a tree of more than {10 * MOST_MESSAGES:,} messages in its conversations")
             if way and numbers[-1] not in seen:
                 found.append(
                     tuple(
@@ -58,8 +62,6 @@ def list_conversations(
                     )
                 )
                 seen.update(number for turn, number in zip(way, numbers, strict=True) if turn.role == "assistant")
-    if not found:
-        raise MalformedRecord("has a tree without an assistant's reply")
     return found
 
 
@@ -71,7 +73,7 @@ def _is_accepted(reply: Mapping[str, Any]) -> bool:
 def _get_rank(reply: Any) -> float:
     """Return the rank of a reply among its siblings, 0 the best; replies without a rank come last."""
     rank = reply.get("rank") if isinstance(reply, dict) else None
-    return float(rank) if isinstance(rank, int | float) else float("inf")
+    return rank if isinstance(rank, int | float) else float("inf")
 
 
 def group_rows(records: Iterable[ParsedRecord]) -> Iterator[ParsedRecord]:
@@ -82,24 +84,32 @@ def group_rows(records: Iterable[ParsedRecord]) -> Iterator[ParsedRecord]:
     rows: list[dict[str, Any]] = []
     place = ""
     for position, value, problem in records:
-        is_row = isinstance(value, dict) and "message_id" in value and "parent_id" in value
-        if rows and not (is_row and value.get("message_tree_id") == rows[0].get("message_tree_id")):
+        is_row = isinstance(value, dict) and {"message_id", "parent_id", "text", "role"} <= value.keys()
+        if rows and not (is_row and _continues_tree(rows[0], value)):
             yield _build_tree(rows, place)
             rows = []
         if not is_row:
             yield position, value, problem
             continue
         place = place if rows else position
-        rows.append(value)
-        if len(rows) > MOST_MESSAGES:
-            yield place, None, f"begins a tree of more than {MOST_MESSAGES:,} messages"
-            return
+        rows.append(value if len(rows) <= MOST_MESSAGES else {})
     if rows:
         yield _build_tree(rows, place)
 
 
+def _continues_tree(first: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Return True if a row belongs to the tree of the row `first`: by its "message_tree_id" or, without one, if it has
+    a parent.
+    """
+    if "message_tree_id" in first or "message_tree_id" in row:
+        return bool(first.get("message_tree_id") == row.get("message_tree_id"))
+    return row["parent_id"] is not None
+
+
 def _build_tree(rows: list[dict[str, Any]], place: str) -> ParsedRecord:
     """Return the tree of some rows as a record at the position `place`, or what is wrong with them."""
+    if len(rows) > MOST_MESSAGES:
+        return place, None, f"begins a tree of more than {MOST_MESSAGES:,} messages"
     nodes = {row["message_id"]: {**row, "replies": []} for row in rows if isinstance(row["message_id"], str | int)}
     if len(nodes) < len(rows):
         return place, None, "begins a tree in which two messages have one message_id"
