@@ -159,8 +159,6 @@ DIRECT_READS = {
             "launcher.rank_threads",
             "launcher.rank_process",
             "serving.messages",
-            "serving.pipeline_engine",
-            "serving.ranks",
             "checkpoint.agreement",
             "training.first_start",
         ),
