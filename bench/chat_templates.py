@@ -122,7 +122,8 @@ def check(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any
             return "a span has text of another message"
         after = template._special_pattern.match(found.text, end)
         own = template._special_pattern.search(span)
-        if own is None and after is not None:
+        begins_turns = after is not None and after[0] in re.findall(r"<\|[a-z]+\|>", found.text[:60])
+        if own is None and after is not None and not begins_turns:
             return "a span lacks the end token"
     return ""
 

@@ -55,6 +55,11 @@ STRUCTURES = {
         "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% endif %}" + END,
         ("<s>", "</s>"), " A</s>", " B</s>",
     ),
+    "a token ends every turn but the last": (  # vLLM's ChatML
+        LOOP + "<|s|>{{ m.role }}\n{{ m.content }}{% if add_generation_prompt or not loop.last %}<|e|>\n{% endif %}"
+        + END + "{% if add_generation_prompt %}<|s|>assistant\n{% endif %}",
+        ("<|s|>", "<|e|>"), "A<|e|>", "B",
+    ),
     "nothing ends a turn": (
         LOOP + "{{ m.role }}: {{ m.content }}\n\n" + END + "{% if add_generation_prompt %}assistant: {% endif %}",
         (), "A", "B",

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 from meshwright.data.records.message_regions import (
     PARTS,
     MessageRegions,
+    count_letters,
     has_text,
-    is_kept,
     list_unhidden,
     locate_messages,
 )
@@ -229,10 +229,18 @@ class ChatTemplate:
             header = asked.removeprefix(plain) if asked.startswith(plain) else ""
             edges = self._look_up_edges([user, answer], 1, ())
             end = None if edges.closing is None else find_turn_end_token(self._special_pattern, edges.closing)
-            first, own = self._special_pattern.match(edges.header or ""), self._special_pattern.search(header)
-            if first is not None and header and (own is None or own[0] != first[0]):
-                other = first[0]
+            other = self._find_other_end(edges.header or "", header, plain.partition("A?")[0])
         return TurnFinder(self._special_pattern, header, end, other)
+
+    def _find_other_end(self, after: str, header: str, before: str) -> str | None:
+        """Return the special token that ends turns of others than the assistant; None if there is none, or it begins a
+        turn. after: what follows a user turn in a prompt. header: what the template appends to it as a header. before:
+        what comes before the first user turn.
+        """
+        first, own = self._special_pattern.match(after), self._special_pattern.findall(header)
+        if first is None or first[0] in own[-1:] or (first[0] in own and first[0] in before):
+            return None
+        return first[0]
 
     @cached_property
     def _literals(self) -> list[str]:
@@ -341,7 +349,7 @@ def _check_all_rendered(messages: Sequence[Mapping[str, Any]], regions: MessageR
             place = PARTS.index(part)
             given, shown = int(regions.given[number, place]), int(regions.letters[number, place])
             if part == "content" and (thought := THOUGHT.match(message["content"])):  # templates may leave it out
-                given -= sum(not is_kept(letter) for letter in thought[0])
+                given -= count_letters(thought[0])
             if shown < given and message["role"] != "system":  # whose loss is a warning (see `leaves_out_system`)
                 name = part.replace("_", " ")
                 raise TemplateError(

@@ -23,6 +23,7 @@ _PART_OF_KEY = {
     "reasoning_content": "reasoning", "thinking": "reasoning",
 }  # fmt: skip
 _KEPT_KEYS = ("role", "id", "tool_call_id", "type")  # of messages and tool calls: templates compare them
+_KEPT = re.compile(r'[\s\x00-\x1f"\\]')
 _FIRST, _LAST = 0xF0000, 0x10FFEF  # private-use planes, without the marks of {% generation %} blocks
 _UNUSABLE = (0xFFFFE, 0xFFFFF)
 
@@ -65,7 +66,12 @@ def list_unhidden(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
 
 def is_kept(letter: str) -> bool:
     """Return True for a character that has no stand-in: white space, control characters, and what JSON escapes."""
-    return letter.isspace() or letter < " " or letter in '"\\'
+    return _KEPT.match(letter) is not None
+
+
+def count_letters(text: str) -> int:
+    """Return the number of characters in `text` that get stand-ins."""
+    return len(_KEPT.sub("", text))
 
 
 def has_text(message: Mapping[str, Any]) -> bool:
@@ -86,17 +92,17 @@ class StandIns:
         self._letters: list[str] = []
         self._owners: list[tuple[int, int]] = []  # (index of the message, index in `PARTS`) of each character
 
-    def hide(self, messages: Sequence[Mapping[str, Any]], kept: re.Pattern[str]) -> list[dict[str, Any]]:
+    def hide(self, messages: Sequence[Mapping[str, Any]], kept: re.Pattern[str] | None = None) -> list[dict[str, Any]]:
         """Return copies of the messages with stand-ins for their letters. kept: what stays unchanged in texts, with one
         group around all of it. Raises `TooManyLetters` if there are not enough private-use characters.
         """
         hidden = []
         for number, message in enumerate(messages):
+            tables = [_StandInTable(self, number, part) for part in range(len(PARTS))]
             for key in ("content", "tool_calls", "reasoning_content"):  # others have the same texts again
                 texts = list_strings(message.get(key), _KEPT_KEYS)
-                shown = (letter for text in texts for part in kept.split(text)[::2] for letter in part)
-                self.given[number, PARTS.index(_PART_OF_KEY[key])] = sum(not is_kept(letter) for letter in shown)
-            tables = [_StandInTable(self, number, part) for part in range(len(PARTS))]
+                shown = (part for text in texts for part in (kept.split(text)[::2] if kept else (text,)))
+                self.given[number, PARTS.index(_PART_OF_KEY[key])] = sum(map(count_letters, shown))
             hidden.append(
                 {
                     key: value if key in _KEPT_KEYS else map_strings(value, _translator(tables, key, kept), _KEPT_KEYS)
@@ -141,6 +147,7 @@ class _StandInTable(dict[int, int]):
 
     def __init__(self, stand_ins: StandIns, message: int, part: int) -> None:
         super().__init__()
+        self.hidden: dict[str, str] = {}  # texts that have been hidden
         self._stand_ins, self._owner = stand_ins, (message, part)
 
     def __missing__(self, code: int) -> int:
@@ -149,14 +156,21 @@ class _StandInTable(dict[int, int]):
         return self[code]
 
 
-def _translator(tables: Sequence[_StandInTable], key: str, kept: re.Pattern[str]) -> Callable[[str], str]:
+def _translator(tables: Sequence[_StandInTable], key: str, kept: re.Pattern[str] | None) -> Callable[[str], str]:
     """Return the function that hides the strings under `key` of a message. tables: one for each of `PARTS`. kept: as in
     `StandIns.hide`.
     """
     table = tables[PARTS.index(_PART_OF_KEY.get(key, "other"))]
-    return lambda text: "".join(
-        part if number % 2 else part.translate(table) for number, part in enumerate(kept.split(text))
-    )
+
+    def hide(text: str) -> str:
+        """Return `text` with stand-ins; the same text of a part is hidden once."""
+        if text not in table.hidden:
+            pieces = kept.split(text) if kept else [text]
+            pieces[::2] = [piece.translate(table) for piece in pieces[::2]]
+            table.hidden[text] = "".join(pieces)
+        return table.hidden[text]
+
+    return hide
 
 
 def locate_messages(
@@ -174,7 +188,7 @@ def locate_messages(
     found = sorted({each for each in literals if any(each in text for text in texts)}, key=len, reverse=True)
     for kept in ([], found) if found else ([],):
         stand_ins = StandIns(len(messages))
-        pattern = re.compile(f"({'|'.join(map(re.escape, kept))})" if kept else "((?!))")
+        pattern = re.compile(f"({'|'.join(map(re.escape, kept))})") if kept else None
         try:
             hidden = render(stand_ins.hide(messages, pattern))
         except (TooManyLetters, TemplateError):
