@@ -99,7 +99,7 @@ def test_two_hosts_match_one_host_bit_for_bit(layout, per_host, hosts, tmp_path)
 
 
 def test_disconnected_host_is_named_within_timeout(hosts, tmp_path):
-    wanted = recipe(tmp_path, "dp2 fp32", train_steps=10**6, train_log_every=1, run_collective_timeout=4.0)
+    wanted = recipe(tmp_path, "dp2 fp32", train_steps=10**6, train_log_every=1, run_collective_timeout=12.0)
     path = written(wanted, tmp_path / "recipe.toml")
     command = [sys.executable, "-m", "meshwright", "train", str(path)]
     meeting = {
@@ -126,7 +126,7 @@ def test_disconnected_host_is_named_within_timeout(hosts, tmp_path):
     alone, both, ended = (
         r"rank 0 had no answer from rank 1 in \S+ \(\w+ over axis (data|world)",
         r"the network carries no data between them",
-        r"rank 1 has not completed call \d+ .*; rank 0 has been waiting for [4-9]\.\d s; it has died",
+        r"rank 1 has not completed call \d+ .*; rank 0 has been waiting for 1\d\.\d s; it has died",
     )
     assert re.search(f"{alone}|{both}|{ended}", errors), errors
-    assert seconds < 30 and json.loads((wanted.run_directory / "ranks.json").read_text()).keys() == {"0", "1"}
+    assert seconds < 40 and json.loads((wanted.run_directory / "ranks.json").read_text()).keys() == {"0", "1"}
