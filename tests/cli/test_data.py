@@ -196,3 +196,30 @@ def test_show_counts_turns_and_tokens_by_author_and_marks_what_is_trained(comman
     assert re.search(r"⟦Number 7\.<\|.*\|>⟧<user>And that\?<assistant>⟦Number", text), text
     assert re.search(r"^keys not used\s+source \(30\)$", text, re.MULTILINE)
     assert re.search(rf"^user\s+{2 * documents}\s+[\d,]+\s+0\s+0%$", text, re.MULTILINE)
+
+
+def test_recipe_maps_messages_and_keeps_the_reasoning_of_every_turn(command_line, chats: Path, tmp_path: Path):
+    """Through the command: keys, roles, thinking, and the warning about turns without an end."""
+    turns = [
+        {"who": "narrator", "words": "Help."}, {"who": "user", "words": "Q1"},
+        {"who": "bot", "words": "A1", "reasoning": "R1"}, {"who": "user", "words": "Q2"},
+    ]  # fmt: skip
+    lines = [
+        json.dumps({"messages": [*turns, {"who": "bot", "words": f"A{number}", "reasoning": "R2"}]})
+        for number in range(20)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{% if loop.last and m.reasoning_content %}({{ m.reasoning_content }})"
+        "{% endif %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    keys = ('data.message_keys={role="who", content="words"}', 'data.record_roles={narrator="system"}')
+    command = ("data", "show", chats, "--rows", "0", "--json", "data.clean.exact_duplicates=false", *keys)
+    outcome = command_line(*command, "data.thinking=all")
+    answer = json.loads(outcome.output)
+    kept = answer["splits"]["train"]["documents"]
+    assert answer["documents"] == 40 and answer["marks"]["spans"] == kept and answer["unused_keys"] == {}
+    assert answer["marks"]["trained_tokens"]["assistant"] >= kept * len("(R1)A1")
+    assert "ends the assistant's turns without a token" in outcome.errors
+    plain = json.loads(command_line(*command).output)
+    assert plain["documents"] == 20 and plain["marks"]["spans"] == 2 * plain["splits"]["train"]["documents"]

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -166,31 +168,32 @@ def test_answers_under_random_load_equal_those_of_requests_alone(
     assert all(happened[what] for what in ("pauses", "prefix_hits", "cancelled", "length")), happened
 
 
-class OverwritingRunner:
+class OverwritingRunner(DeviceRunner):
     """Device runner whose logits, as those of a CUDA graph, are overwritten by the next step."""
 
-    def __init__(self, runner: DeviceRunner) -> None:
-        self.config, self._runner, self._logits = runner.config, runner, torch.zeros(0)
-        self.launched_ahead = 0
+    launched_ahead = 0
+    logits = torch.zeros(0)
 
-    def run(self, batch: StepBatch, hidden: None = None, after: DeviceLogits | None = None) -> StepOutput:
-        found = self._runner.run(batch, hidden, after)
+    def run(
+        self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None, after: DeviceLogits | None = None
+    ) -> StepOutput:
+        found = super().run(batch, hidden, after)
         with torch.inference_mode():
-            self._logits.fill_(math.nan)
+            self.logits.fill_(math.nan)
         if isinstance(found, DeviceLogits):
-            self._logits = found._logits
+            self.logits = found._logits
         self.launched_ahead += after is not None
         return found
 
 
 def test_answers_of_steps_launched_ahead_equal_those_of_requests_alone(tmp_path: Path):
     weights = RankWeights(write_model(tmp_path, small_config("qwen2-tiny", max_positions=128)), Mesh.single())
-    device = DeviceRunner(
+    runner = OverwritingRunner(
         weights, Mesh.single(), torch.float32, LIMITS, device_reference, batch_invariant=True, graphs=False
     )
-    runner, happened = OverwritingRunner(device), Counter[str]()
+    happened = Counter[str]()
     for seed in range(4):
-        happened += run_load(runner, seed, agree)  # type: ignore[arg-type]
+        happened += run_load(runner, seed, agree)
     assert all(happened[what] for what in ("prefix_hits", "stop", "length")), happened
     assert runner.launched_ahead > 10
 

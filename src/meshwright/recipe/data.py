@@ -201,7 +201,7 @@ class DataRecipe(Table):
 
     @property
     def too_long_examples(self) -> str:
-        """What happens to examples longer than a row: `too_long` if it is set, else "drop" for preference records, as a
+        """Treatment of examples longer than a row: `too_long` if it is set, else "drop" for preference records, as a
         cut response is no longer the one that was preferred, and "truncate" for others.
         """
         return self.too_long or ("drop" if self.records == "preference" else "truncate")

@@ -241,7 +241,7 @@ class PackedExamples(PackedDataset):
 
     def _read_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]:
         """Read packed rows; returns token ids, marks (see `token_marks`) and document ids, [rows, S + 1] each. Padding
-        has the mark 0 and a document id of its own. rows: indices; one beyond the last row consists of padding.
+        has the mark 0 and a separate document id. rows: indices; one beyond the last row consists of padding.
         """
         plan, capacity = self.plan, self.sequence + 1
         values = np.full((len(rows), capacity), self.padding, dtype=np.int64)
@@ -267,10 +267,10 @@ class PackedExamples(PackedDataset):
         """
         number = int(np.searchsorted(self._bounds, begin, side="right")) - 1
         span = slice(begin - int(self._bounds[number]), end - int(self._bounds[number]))
-        marks = self._select_targets(self._map_shard(number, TRAINED)[span], 0)
+        marks = self._select_targets(self._map_shard(number, TRAINED)[span], slice(1))
         return self._map_shard(number)[span], marks
 
-    def _select_targets(self, marks: NDArray[np.uint8], begins: NDArray[np.int64] | int) -> NDArray[np.uint8]:
+    def _select_targets(self, marks: NDArray[np.uint8], begins: NDArray[np.int64] | slice) -> NDArray[np.uint8]:
         """Return the marks of stored documents with the targets that `train_on` selects. begins: index of the first
         token of each document, which nothing predicts.
         """

@@ -1,4 +1,4 @@
-"""Where the text of each message is in a rendered conversation, found without assumptions about the template.
+"""Positions of the messages in a rendered conversation, found without assumptions about the template.
 
 Every character of the messages but white space and what JSON escapes is replaced by a private-use character that stands
 for one letter of one part of one message, and the template is rendered again. If the result, translated back, is the

@@ -1,4 +1,4 @@
-"""Where chat templates come from: those of Meshwright, of a tokenizer, or a file."""
+"""Chat templates by name: those of Meshwright, a tokenizer's own, and files."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from meshwright.errors import UserError
 
 LONGEST_PAGE = 1 << 23  # bytes of a decoded body; longer pages are dropped: a parsed one takes many times its size
 _CHARSET = re.compile(rb"""charset\s*=\s*["']?\s*([A-Za-z0-9_.:-]{1,40})""", re.IGNORECASE)
+_CHUNK_HEAD = re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]{0,200}\r?\n")
 _META_BYTES = 4096  # in which a page's <meta charset> is looked for
 _MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _NOT_OF_PAGES = (
@@ -28,7 +29,7 @@ _NOT_OF_PAGES = (
     "unicode_escape",
     "raw_unicode_escape",
     "utf-7",
-)  # slow, or no charset
+)  # no charset, or slow
 _HTML = ("text/html", "application/xhtml+xml")
 
 
@@ -127,7 +128,7 @@ def _decode_body(body: bytes, fields: dict[str, str]) -> bytes | None:
 def _join_chunks(body: bytes) -> bytes:
     """Join the chunks of a chunked HTTP body; returns `body` itself if it is not chunked."""
     begin, pieces = 0, list[bytes]()
-    while found := re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]{0,200}\r?\n").match(body, begin):
+    while found := _CHUNK_HEAD.match(body, begin):
         length = int(found[1], 16)
         if length == 0:
             return b"".join(pieces)

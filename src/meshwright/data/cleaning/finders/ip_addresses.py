@@ -1,4 +1,4 @@
-"""Finder of public IP addresses, told from versions, section numbers and object identifiers by their context."""
+"""Finder of public IP addresses; context separates them from versions, section numbers and object identifiers."""
 
 from __future__ import annotations
 
