@@ -88,7 +88,7 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)
 DATA_FORMATS = ("auto", "text", "jsonl", "json", "parquet", "wet", "warc")
-RECORDS = ("text", "instruction", "chat", "preference")  # kind of a source's records
+RECORDS = ("text", "instruction", "chat", "preference", "unpaired")  # kind of a source's records
 TEMPLATES = ("instruction", "chatml", "model")  # chat templates
 ROLES = ("system", "user", "assistant", "tool", "developer")  # of messages
 MESSAGE_KEYS = ("role", "content")  # that data.message_keys renames
@@ -101,8 +101,11 @@ PERSONAL_DATA = ("key", "email", "phone", "ip")  # what can be masked
 RECORD_TYPES = ("text", "number", "integer", "boolean", "list", "table")  # types of a value in a record
 
 OPTIMIZERS = ("adamw", "sgd")
-PAIR_OBJECTIVES = ("dpo", "ipo", "simpo", "orpo")  # of preference pairs
-OBJECTIVES = ("next-token", *PAIR_OBJECTIVES)
+OBJECTIVES_OF_RECORDS = {  # of the records with preferences; the first is the default
+    "preference": ("dpo", "ipo", "simpo", "orpo"),
+    "unpaired": ("kto",),
+}
+OBJECTIVES = ("next-token", *(name for names in OBJECTIVES_OF_RECORDS.values() for name in names))
 LEARNING_RATE_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 CHECKPOINT_DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")

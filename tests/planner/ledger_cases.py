@@ -20,7 +20,6 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
-from meshwright.model.preference import Preference
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.parallelize import parallelize
@@ -30,6 +29,7 @@ from meshwright.planner.saved import Routed
 from meshwright.recipe import TrainRecipe
 from meshwright.spec.config import ModelConfig
 from meshwright.training.optimizer import Optimizer
+from meshwright.training.preference_loss import Preference
 from tests.packed_documents import documents_from_starts
 
 WATCHED = 5

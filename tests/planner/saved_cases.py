@@ -17,7 +17,6 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
-from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.axes import axis_operations
@@ -31,6 +30,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.stages import stages_of
+from meshwright.training.preference_loss import Preference
 from tests.packed_documents import documents_from_starts
 
 

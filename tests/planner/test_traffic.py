@@ -15,7 +15,7 @@ from meshwright.planner.traffic import ROUTED
 from meshwright.recipe import load_recipe_text
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loop import resolve_model_config
-from meshwright.training.preference import PreferencePairs
+from meshwright.training.preference import Preferences
 from meshwright.training.trainer import Trainer
 from tests.training.training_cases import recipe
 
@@ -84,7 +84,7 @@ def two_counts(text: str, by_axis: bool = False) -> tuple[dict[str, int], dict[s
     config = resolve_model_config(wanted, data)
     trainer = Trainer(LanguageModelTask(wanted, layout, config, data, mesh))
     objective = trainer.task.objective
-    if isinstance(objective, PreferencePairs):
+    if isinstance(objective, Preferences):
         objective.reference = objective.compute_reference(trainer.task, {}, lambda sequences: None)
     trainer.step()
     mesh.record.clear()
@@ -119,7 +119,7 @@ def test_bytes_sent_match_prediction_on_every_axis(four, tmp_path):
 
 
 def test_bytes_sent_in_preference_training_match_prediction(four, tmp_path):
-    """Includes sums of a response's log-probabilities over cp ranks, and reward metrics."""
+    """Includes sums of a response's log-probabilities over cp ranks, reward metrics, and KTO's further forward pass."""
     lines = [{"prompt": "p" * n, "chosen": "yes " * n, "rejected": "no " * n} for n in (3, 5, 7, 9) for _ in range(9)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = {
@@ -127,16 +127,26 @@ def test_bytes_sent_in_preference_training_match_prediction(four, tmp_path):
         "tokenizer": "bytes", "sequence": 256, "cache": str(tmp_path / "cache"),
     }  # fmt: skip
     data["clean"] = {"exact_duplicates": False}
-    for name, layout in (
-        ("llama", "cp2 tp2 mb2"),
-        ("mixtral", "cp2 pp2 mb2 ac:full"),
-        ("llama, tied", "dp2 cp2:ulysses zero3"),
-        ("llama", "dp2 zero2 pp2:zb-v mb4 bf16"),
+    labels = [
+        {"prompt": each["prompt"], "completion": each["chosen"], "label": at % 2 == 0} for at, each in enumerate(lines)
+    ]
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(label) + "\n" for label in labels))
+    unpaired = data | {"records": "unpaired", "source": str(tmp_path / "labels.jsonl")}
+    for name, layout, source in (
+        ("llama", "cp2 tp2 mb2", data),
+        ("mixtral", "cp2 pp2 mb2 ac:full", data),
+        ("llama, tied", "dp2 cp2:ulysses zero3", data),
+        ("llama", "dp2 zero2 pp2:zb-v mb4 bf16", data),
+        ("llama", "tp2 pp2:zb-v mb4 ac:full", unpaired),
+        ("mixtral", "cp2 dp2 zero3 mb2 ac:selective", unpaired),
+        ("llama, tied", "cp2:ulysses pp2 mb2 zero3", unpaired),
+        ("llama", "tp2:nosp dp2 zero3 mb2", unpaired),
     ):
-        text = recipe_text(tmp_path, layout, MODELS[name] | {"data": data})
+        text = recipe_text(tmp_path, layout, MODELS[name] | {"data": source})
         for rank, (recorded, predicted) in enumerate(four.run(two_counts, text)):
             assert recorded and predicted == recorded, (name, layout, rank)
             assert ("loss.responses" in recorded) == ("cp2" in layout and ("pp2" not in layout or rank >= 2))
+            assert ("loss.kl" in recorded) == (source is unpaired)
 
 
 EXPERT_LAYOUTS = (

@@ -92,6 +92,47 @@ def test_training_raises_the_margin_of_held_out_pairs(home: Path):
     assert result["validation_reward_margin"] == end["validation_reward_margin"]
 
 
+@pytest.fixture(scope="module")
+def labelled(home: Path) -> dict[str, Any]:
+    """The same responses one by one, with labels, as KTO reads them."""
+    lines = [json.loads(line) for line in (home / "pairs.jsonl").read_text().splitlines()]
+    singles = [
+        {"prompt": line["prompt"], "completion": line[key], "label": key == "chosen"}
+        for line in lines
+        for key in ("chosen", "rejected")
+    ]
+    (home / "labels.jsonl").write_text("".join(json.dumps(single) + "\n" for single in singles))
+    return changes(home)["data"] | {"source": str(home / "labels.jsonl"), "records": "unpaired"}
+
+
+def test_kto_raises_the_margin_of_held_out_responses_and_resumes(home: Path, labelled: dict[str, Any]):
+    steps = {"train_validate_every": 20, "checkpoint_every": 20, "data": labelled}
+    (outcome,) = run(None, home, "kto", "dp1 fp32", train_steps=40, **steps)
+    assert outcome["error"] == ""
+    lines = [line for line in cases.metrics(home / "kto") if "loss" in line]
+    assert lines[0]["loss"] == pytest.approx(0.5, abs=1e-5) and lines[0]["kl"] == pytest.approx(0, abs=1e-4)
+    end = lines[-1]
+    assert end["validation_reward_margin"] > 1 and end["validation_reward_accuracy"] > 0.6
+    assert end["validation_loss"] < 0.45 and end["kl"] >= 0 and {line["kl"] > 0 for line in lines[1:]} >= {True}
+    run(None, home, "kto resumed", "dp1 fp32", crash_after=25, train_steps=40, **steps)
+    (again,) = run(None, home, "kto resumed", "dp1 fp32", train_steps=40, **steps)
+    assert again["error"] == "" and cases.trace(home / "kto resumed") == cases.trace(home / "kto")
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero3 mb2", "cp2", "pp2:zb-h1 mb4"])
+def test_layouts_match_steps_and_kl_of_one_device_in_kto(two: LocalRanks, home: Path, labelled: Any, layout: str):
+    if not (home / "kto alone").exists():
+        run(None, home, "kto alone", "dp1 fp32", data=labelled)
+    place = f"kto-{layout.replace(' ', '-').replace(':', '-')}"
+    outcomes = run(two, home, place, f"{layout} fp32", data=labelled)
+    assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
+    cases.assert_same_steps(home / place, home / "kto alone")
+    found, expected = (
+        [line["kl"] for line in cases.metrics(home / name) if "loss" in line] for name in (place, "kto alone")
+    )
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-5) and max(expected) > 1e-3
+
+
 LAYOUTS = ("dp2 zero3 mb2", "tp2", "cp2", "pp2:zb-h1 mb4")
 
 

@@ -12,9 +12,9 @@ import pytest
 from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
-from meshwright.model.preference import Preference
 from meshwright.recipe import load_recipe
 from meshwright.spec.presets import preset
+from meshwright.training.preference_loss import Preference
 from meshwright.verification import mutations
 from meshwright.verification.compare import compare
 from meshwright.verification.problem import Problem, choose_sequence_length, scale_down_config
@@ -60,6 +60,13 @@ def test_other_preference_losses_and_experts_match_one_device(tiny_recipe: Path,
     wanted = load_recipe(tiny_recipe, ["layout=dp2 cp2 ep2 mb2", *PAIRS])
     for model in ("mixtral-8x7b-v0.1", "dots-llm1"):  # balancing by a loss, and by router biases
         assert run_verification(wanted, model=model)["passed"], model
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero3 mb2 ac:full", "tp2 cp2 mb2", "dp2 cp2:ulysses pp2:zb-v mb4"])
+def test_kto_matches_one_device_and_its_predicted_bytes(tiny_recipe: Path, layout: str, two_layers: None):
+    weights = ("train.desirable_weight=1.3", "train.undesirable_weight=0.8")
+    document = verified(tiny_recipe, layout, "data.records=unpaired", *weights)
+    assert document["passed"] and document["worst"]["relative_error"] < 1e-12 and document["loss_error"] < 1e-12
 
 
 def test_every_fault_in_sum_of_response_log_probabilities_is_caught(two: LocalRanks):

@@ -47,6 +47,7 @@ def make_sample_table(row: Mapping[str, Any]) -> Any:
     for number, document in enumerate(row["documents"]):
         colour = ("cyan", "yellow")[number % 2]
         place = f"{document['start']}-{document['stop'] - 1}"
+        place += f" {document['label']}" if "label" in document else ""
         for line in (
             _format_example_lines(document)
             if "parts" in document

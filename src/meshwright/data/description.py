@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.packing.packed import NO_TARGET
 from meshwright.data.packing.packed_examples import PackedExamples
-from meshwright.data.packing.token_marks import AUTHORS, TRAINED_BIT, iterate_runs
+from meshwright.data.packing.token_marks import AUTHORS, TRAINED_BIT, UNDESIRABLE_BIT, author_of, iterate_runs
 from meshwright.data.prepared import PreparedData
 
 _LOOK_AHEAD = 2_000  # samples searched for one with a document boundary
@@ -25,8 +25,8 @@ def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
     of the loss. `target_tokens`: number of the other positions. For data packed from records (chat, instruction or
     preference data) also `padding`, the number of tokens after the last document, and in each document `parts`:
     [{text, trained, author, special}], its runs of tokens alike in whether they are trained on, in whose turn they are
-    (a role, or "template" between turns), and in whether they are special tokens. A sample of such data is a row of S +
-    1 tokens.
+    (a role, or "template" between turns), and in whether they are special tokens. Documents of unpaired data have a
+    `label`, "desirable" or "undesirable". A sample of records is a row of S + 1 tokens.
     """
     split = data.split("train")
     order = data.make_sample_order().sample(np.arange(min(split.sequences, max(count, _LOOK_AHEAD))))
@@ -64,17 +64,21 @@ def describe_marks(data: PreparedData) -> dict[str, Any]:
 
 
 def _describe_example(data: PreparedData, tokens: NDArray[Any], marks: NDArray[np.uint8]) -> dict[str, Any]:
-    """Return an example as a JSON object: `length` in tokens, `text`, and `parts`, as in `describe_samples`. data:
-    prepared data, whose tokenizer decodes. tokens, marks: token ids and their marks (see `token_marks`), [length] both.
+    """Return an example as a JSON object: `length` in tokens, `text`, `parts`, and `label` if it has one, as in
+    `describe_samples`. data: prepared data, whose tokenizer decodes. tokens, marks: token ids and their marks (see
+    `token_marks`), [length] both.
     """
     special = np.isin(tokens, data.tokenizer.special_ids)
     parts = [
         {
             "text": data.tokenizer.decode(tokens[begin:end]),
             "trained": bool(marks[begin] & TRAINED_BIT),
-            "author": AUTHORS[marks[begin] >> 1],
+            "author": AUTHORS[author_of(int(marks[begin]))],
             "special": bool(special[begin]),
         }
-        for begin, end in iterate_runs(marks << 1 | special.view(np.uint8))
+        for begin, end in iterate_runs((marks & ~np.uint8(UNDESIRABLE_BIT)) << 1 | special.view(np.uint8))
     ]
-    return {"length": len(tokens), "text": data.tokenizer.decode(tokens), "parts": parts}
+    label = {}
+    if data.recipe.records == "unpaired":
+        label = {"label": "undesirable" if (marks & UNDESIRABLE_BIT).any() else "desirable"}
+    return {"length": len(tokens), "text": data.tokenizer.decode(tokens), "parts": parts, **label}

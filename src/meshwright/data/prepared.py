@@ -13,7 +13,8 @@ import numpy as np
 from meshwright.data.cleaning.survey import SPLITS
 from meshwright.data.order import MixtureOrder, SampleOrder
 from meshwright.data.packing.packed import PackedDataset, PackedTokens, StoredTokens
-from meshwright.data.packing.packed_examples import PackedExamples, PackingSettings
+from meshwright.data.packing.packed_examples import PackedExamples
+from meshwright.data.packing.packing_plan import PackingSettings
 from meshwright.data.packing.shards import Shard
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.tokenizers.tokenizer import TextTokenizer, load_tokenizer
@@ -91,6 +92,7 @@ class PreparedData:
         if name not in self._examples:  # planning the packed rows takes time: done once
             packing = PackingSettings(
                 documents_per_example=2 if self.recipe.records == "preference" else 1,
+                labelled=self.recipe.records == "unpaired",
                 train_on=self.recipe.train_on,
                 pack=self.recipe.pack,
                 too_long=self.recipe.too_long_examples,
@@ -267,6 +269,8 @@ def format_packing_report(report: dict[str, int], rows: int, sequence: int) -> s
         parts.append(
             f"response tokens: chosen {next(means)}, rejected {next(means)} in the mean; {longer} of the pairs"
         )
+    if "desirable" in report:
+        parts.append(f"{report['desirable']:,} desirable and {report['undesirable']:,} undesirable responses")
     if report["without_response"]:
         parts.append(f"{format_examples(report['without_response'])} dropped that have no response (within a row)")
     return "; ".join(parts)

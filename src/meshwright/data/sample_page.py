@@ -52,6 +52,7 @@ def _render_document(document: Mapping[str, Any]) -> Markup:
     parts = document.get("parts") or [{"text": document["text"], "trained": False, "special": False, "author": ""}]
     texts = [element("span", part["text"], class_=_list_classes(part), title=part["author"] or None) for part in parts]
     place = f"tokens {document['start']:,} to {document['stop'] - 1:,}"
+    place += f", {document['label']}" if "label" in document else ""
     return join([element("h3", place), element("div", texts, class_="example")])
 
 

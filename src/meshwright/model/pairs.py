@@ -1,13 +1,15 @@
-"""Preference pairs: a chosen and a rejected response to each prompt, and their log-probabilities.
+"""Preference pairs, a chosen and a rejected response to each prompt, or single labelled responses; their
+log-probabilities.
 
 Shapes: B sequences, S tokens of a sequence, C of them on this rank, T = B x C, P maximum pairs of a sequence, D = 2 P
-responses.
+responses. Single responses (KTO) take the place of pairs: D = P.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -22,25 +24,28 @@ class Pairs:
     `response_BC`: document number of each of the C tokens on this rank; D for tokens outside any pair. `counted_BP`:
     True for a pair, False for padding in sequences with fewer than P pairs. `reference_BD`: log-probabilities of the
     responses under the reference policy (nats, float64); zeros until they are computed. `lengths_BD`: target tokens of
-    the responses (float64); zeros until they are counted."""
+    the responses (float64); zeros until they are counted. Of single responses: `undesirable_BD`: True for an
+    undesirable one; `kl_B`: estimate of the KL divergence of policy and reference (nats, float64), the same for all."""
 
     response_BC: torch.Tensor
     counted_BP: torch.Tensor
     reference_BD: torch.Tensor
     lengths_BD: torch.Tensor
+    undesirable_BD: torch.Tensor
+    kl_B: torch.Tensor
 
     @classmethod
-    def from_ids(cls, ids_BS: torch.Tensor, most: int | None = None) -> Pairs:
+    def from_ids(cls, ids_BS: torch.Tensor, most: int | None = None, of: int = 2) -> Pairs:
         """Build the pairs of sequences from `ids_BS`, the document number of each token, counted from 0. Documents 2k
         and 2k + 1 are a pair. If the last number is even, its tokens are padding: 0, 0, 1, 2, 3, 3, 4 are two pairs and
         one token of padding. `most`: P, the number of pairs per sequence for which tensors are allocated; None: the
-        largest number in the batch."""
-        pairs_B = (ids_BS.amax(dim=1) + 1) // 2
+        largest number in the batch. `of`: 1 for single responses: every document counts, the padding included."""
+        pairs_B = (ids_BS.amax(dim=1) + 1) // 2 if of == 2 else ids_BS.amax(dim=1) + 1
         most = max(1, int(pairs_B.max())) if most is None else most
         counted_BP = torch.arange(most, device=ids_BS.device) < pairs_B[:, None]
-        response_BS = torch.where(ids_BS < 2 * pairs_B[:, None], ids_BS, 2 * most).long()
-        none_BD = torch.zeros(len(ids_BS), 2 * most, dtype=torch.float64)
-        return cls(response_BS, counted_BP, none_BD, none_BD)
+        response_BS = torch.where(ids_BS < of * pairs_B[:, None], ids_BS, of * most).long().clamp(max=of * most)
+        none_BD = torch.zeros(len(ids_BS), of * most, dtype=torch.float64)
+        return cls(response_BS, counted_BP, none_BD, none_BD, none_BD.bool(), none_BD[:, 0])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Pairs:
         """Return a copy with `change` applied to every tensor, for example to move it to a device or to select
@@ -67,3 +72,13 @@ class Pairs:
         sums = torch.zeros(rows, responses + 1, dtype=torch.float64, device=losses_T.device)
         sums = sums.scatter_add(1, self.response_BC, -losses_T.double().view_as(self.response_BC))
         return sums[:, :responses].contiguous()
+
+
+class PreferenceLoss(NamedTuple):
+    """Preference loss and metrics of a batch. `loss`: summed over pairs, or single responses. `figures` (float64 [5],
+    detached): sum of the rewards of chosen (desirable) responses and of those of rejected (undesirable) ones; number of
+    pairs whose chosen response has the higher reward, or of single responses whose score is on their label's side of
+    the KL estimate; numbers of chosen and of rejected responses."""
+
+    loss: torch.Tensor
+    figures: torch.Tensor

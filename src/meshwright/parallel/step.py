@@ -10,8 +10,7 @@ import torch
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
-from meshwright.model.pairs import Pairs
-from meshwright.model.preference import Preference
+from meshwright.model.pairs import Pairs, PreferenceLoss
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.pipeline import Compute, Key, Pipeline
@@ -39,14 +38,14 @@ class ForwardBackward:
         engine: ZeroEngine,
         program: PipelineProgram,
         fused_accumulation_min_numel: int = WORTH_ADDING_AT_ONCE,
-        preference: Preference | None = None,
+        preference: Callable[[torch.Tensor, Pairs], PreferenceLoss] | None = None,
     ) -> None:
         self.model, self.engine, self.program = model, engine, program
         self.preference = preference
         # Called with each phase's name when it ends: "pipeline" (wait for a stage), "forward", "backward", "reduce".
         self.mark: Callable[[str], None] = lambda part: None
         self.figures = torch.zeros(PREFERENCE_FIGURES, dtype=torch.float64, device=engine.mesh.device)
-        """`PreferenceLoss.figures` of the last call, summed over the pairs whose last stage was here."""
+        """`PreferenceLoss.figures` of the last call, summed over the responses whose last stage was here."""
         self.watched: Callable[[Compute], Compute] | None = None
         """Wrapper of the compute steps of a training step while a profile is taken."""
         self._pipeline = Pipeline(program, engine.mesh.pp)

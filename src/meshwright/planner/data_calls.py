@@ -34,7 +34,8 @@ class Work:
         device: "cpu" or "cuda".
         collectives: Collective programs that replace the backend's calls, by (axis, operation) such as
             ("data", "all_reduce").
-        pairs: Most response pairs in a sequence; 0 for next-token training.
+        responses: Most responses with preferences in a sequence; 0 for next-token training.
+        estimates_kl: A step runs its micro-batches forward once more, for KTO's estimate of the KL divergence.
     """
 
     batch: int
@@ -43,7 +44,8 @@ class Work:
     master_bytes: int = 4
     device: str = "cpu"
     collectives: Mapping[tuple[str, str], NamedProgram] = field(default_factory=dict)
-    pairs: int = 0
+    responses: int = 0
+    estimates_kl: bool = False
 
 
 class DataCalls:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from meshwright.layout import Layout
 from meshwright.planner.data_calls import AXES_OF, DataCalls, Work, by_axis, by_site
@@ -25,8 +26,8 @@ ROUTED = tuple(f"experts.{what}{way}" for what in ("dispatch", "gather", "sum", 
 """Sites of expert parallelism that send what routers choose: predicted as if every expert got equally many tokens."""
 
 
-PREFERENCE_FIGURES = 3
-"""Numbers that ranks add up of the pairs of a step, beside its loss."""
+PREFERENCE_FIGURES = 5
+"""Numbers that ranks add up of the responses of a step, beside its loss."""
 
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
@@ -76,8 +77,23 @@ class _Step(DataCalls):
             self.gradients(unit, count)
         self.gathers()
         self.partial_gradients(units)
-        self.verdict(PREFERENCE_FIGURES if self.work.pairs else 0)
+        self.verdict(PREFERENCE_FIGURES if self.work.responses else 0)
+        if self.work.estimates_kl:
+            self.sent.update(_Step(self.config, replace(self.layout, recompute="none"), self.work, self.rank).forward())
         return self.sent
+
+    def forward(self) -> Counter[tuple[str, str]]:
+        """Count the calls of the step's forward passes without gradients, from which KTO estimates the KL divergence,
+        and of its sum; return bytes sent by (call site, axis)."""
+        for stage, count in self.passes().items():
+            self.tensor(self.stages[stage], count)
+            self.context(self.stages[stage], count)
+            self.experts(self.stages[stage], count)
+        self.pipeline()
+        self.gathers(forward_only=True)
+        self.all_reduce("loss.kl", "world", self.layout.world_size, 16)
+        backward = ("gradients", "backward", "router")
+        return Counter({call: sent for call, sent in self.sent.items() if not any(at in call[0] for at in backward)})
 
     def steps(self) -> Iterator[tuple[Kind, int, tuple[int, int]]]:
         """Yield (kind, stage, (replica, micro-batch)) of each of this rank's steps of the pipeline program."""
@@ -142,7 +158,7 @@ class _Step(DataCalls):
         one = self.tokens * config.head_dim * self.work.parameter_bytes  # a head's part of a micro-batch
         wide = self.tokens * config.head_dim * max(4, self.work.parameter_bytes)
         if stage.last:
-            self.all_reduce("loss.responses", "cp", ranks, 8 * self.rows * 2 * self.work.pairs, count)
+            self.all_reduce("loss.responses", "cp", ranks, 8 * self.rows * self.work.responses, count)
         layers = count * len(stage.layers)
         if layout.cp_method == "ring":  # keys and values go round, on the way back with their gradients
             forward = layers * (2 if layout.recompute == "full" else 1)
@@ -169,7 +185,7 @@ class _Step(DataCalls):
         mixtures = count * sum(config.has_experts(layer) for layer in stage.layers)
         again = 2 if layout.recompute == "full" else 1
         if config.router_loss:
-            counted = mixtures and not self.work.pairs  # pairs are counted by every rank
+            counted = mixtures and not self.work.responses  # these are counted by every rank
             self.all_reduce("router.targets", "cp", layout.cp, 8 * self.rows, count if counted else 0)
             load = 4 * self.rows * config.experts
             self.all_reduce("router.load.cp", "cp", layout.cp, load, mixtures * again)
@@ -207,8 +223,9 @@ class _Step(DataCalls):
 
     # --- parameters
 
-    def gathers(self) -> None:
-        """Count the bytes sent by ZeRO-3's all-gathers of parameters."""
+    def gathers(self, forward_only: bool = False) -> None:
+        """Count the bytes sent by ZeRO-3's all-gathers of parameters. forward_only: those of a step's forward passes
+        alone."""
         if self.layout.zero < 3:
             return
         gathered: Counter[str] = Counter()
@@ -217,7 +234,7 @@ class _Step(DataCalls):
             units = self.partition.units(self.stages[stage])
             if kind == Kind.FORWARD:
                 gathered.update(self.partition.needed(self.stages[stage]))
-            elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+            elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and not forward_only:
                 gathered.update(
                     {need for unit in units if unit not in LOOKED_UP for need in self.table.needed_by(unit)}
                 )

@@ -10,6 +10,7 @@ from meshwright.names import (
     DATA_FORMATS,
     HEURISTICS,
     MESSAGE_KEYS,
+    OBJECTIVES_OF_RECORDS,
     PERSONAL_DATA,
     RECORD_TYPES,
     RECORDS,
@@ -27,12 +28,24 @@ RECORD_KEYS: dict[str, tuple[str, ...]] = {
     "instruction": ("instruction", "input", "output"),
     "chat": ("messages",),
     "preference": ("prompt", "chosen", "rejected"),
+    "unpaired": ("prompt", "completion", "label"),
 }
 # Further keys that records of each kind may have.
 MORE_RECORD_KEYS: dict[str, tuple[str, ...]] = {
     "instruction": ("system", "history", "prompt", "completion", "tools"),
     "chat": ("conversations", "system", "tools", "functions"),
     "preference": ("conversations", "system", "tools"),
+    "unpaired": (
+        "instruction",
+        "input",
+        "output",
+        "history",
+        "conversations",
+        "messages",
+        "kto_tag",
+        "system",
+        "tools",
+    ),
 }
 # Keys that do not apply to text.
 _OF_RECORDS = (
@@ -108,13 +121,13 @@ class DataRecipe(Table):
     validation_fraction: share of the documents held out. cache: directory (default: the user's). shard_tokens: tokens
     per cache file. clean: rules that drop and mask documents.
 
-    records: "text", or the kind of fine-tuning examples ("instruction", "chat", "preference"), to which these apply:
-    record_keys: {standard key such as "instruction": key in the sources}. message_keys: {"role" or "content": key in
-    messages}. record_roles: {role in the sources: standard role}. template: name or .jinja file of the chat template.
-    thinking: reasoning of assistant turns that is kept: what the template renders ("template"), that of the last turn
-    ("last"), none ("none"), or of every turn, each as the last of an example of its own ("all"). train_on: tokens in
-    the loss, "responses" or "all". pack: several examples per sample. too_long:
-    "truncate", "drop" or "refuse" examples longer than a sample.
+    records: "text", or the kind of fine-tuning examples ("instruction", "chat", "preference", "unpaired"), to which
+    these apply: record_keys: {standard key such as "instruction": key in the sources}. message_keys: {"role" or
+    "content": key in messages}. record_roles: {role in the sources: standard role}. template: name or .jinja file of
+    the chat template. thinking: reasoning of assistant turns that is kept: what the template renders ("template"), that
+    of the last turn ("last"), none ("none"), or of every turn, each as the last of an example of its own ("all").
+    train_on: tokens in the loss, "responses" or "all". pack: several examples per sample. too_long: "truncate", "drop"
+    or "refuse" examples longer than a sample.
     """
 
     source: Name | Annotated[list[Name], Field(min_length=1)] | None = None  # "stdlib", a path, URL, glob, or several
@@ -164,7 +177,7 @@ class DataRecipe(Table):
     @model_validator(mode="after")
     def _check_records(self) -> Self:
         """Check that only options are set that apply to the kind of records (plain text, instruction, chat,
-        preference); return the table. Raises ValueError otherwise.
+        preference, unpaired); return the table. Raises ValueError otherwise.
         """
         if self.records == "text":
             if wrong_key := next((key for key in _OF_RECORDS if self._differs_from_default(key)), None):
@@ -186,11 +199,11 @@ class DataRecipe(Table):
             raise ValueError(
                 f'clean.heuristics "c4" removes lines of pages, but {self.records} records must stay whole: remove it'
             )
-        if self.records == "preference" and self.thinking == "all":
-            raise ValueError('thinking "all" makes an example of each turn, but preference records stay whole')
-        if self.records == "preference" and (self.train_on != "responses" or not self.document_mask):
+        if self.prefers and self.thinking == "all":
+            raise ValueError(f'thinking "all" makes an example of each turn, but {self.records} records stay whole')
+        if self.prefers and (self.train_on != "responses" or not self.document_mask):
             raise ValueError(
-                "preference records are trained on their responses, which must not attend to each other: "
+                f"{self.records} records are trained on their responses, which must not attend to each other: "
                 'train_on = "responses" and document_mask = true'
             )
         return self
@@ -200,11 +213,16 @@ class DataRecipe(Table):
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     @property
+    def prefers(self) -> bool:
+        """True for records with preferences: pairs of responses, or single responses with labels."""
+        return self.records in OBJECTIVES_OF_RECORDS
+
+    @property
     def too_long_examples(self) -> str:
-        """Treatment of examples longer than a row: `too_long` if it is set, else "drop" for preference records, as a
-        cut response is no longer the one that was preferred, and "truncate" for others.
+        """Treatment of examples longer than a row: `too_long` if it is set, else "drop" for records with preferences,
+        as a cut response is no longer the one that was judged, and "truncate" for others.
         """
-        return self.too_long or ("drop" if self.records == "preference" else "truncate")
+        return self.too_long or ("drop" if self.prefers else "truncate")
 
     @property
     def template_name(self) -> str | None:

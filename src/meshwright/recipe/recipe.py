@@ -13,7 +13,7 @@ from pydantic import AfterValidator, PrivateAttr, model_validator
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import shorten_repr
-from meshwright.names import PAIR_OBJECTIVES
+from meshwright.names import OBJECTIVES_OF_RECORDS
 from meshwright.recipe.data import DataRecipe
 from meshwright.recipe.tables import (
     CheckpointRecipe,
@@ -83,15 +83,17 @@ class Recipe(Table):
         """
         if self.train.validate_every and not self.data.validation_fraction:
             raise ValueError("train.validate_every needs validation data, and data.validation_fraction is 0")
-        preferences, objective = self.data.records == "preference", self.train.objective
-        if preferences and objective == "next-token":
+        objective, suited = self.train.objective, OBJECTIVES_OF_RECORDS.get(self.data.records, ("next-token",))
+        if objective == "next-token" and objective not in suited:
             raise ValueError(
-                'train.objective "next-token" would learn the rejected responses too; data.records "preference" is for '
-                f"{', '.join(PAIR_OBJECTIVES)}"
+                'train.objective "next-token" would learn the rejected responses too; data.records '
+                f'"{self.data.records}" is for {", ".join(suited)}'
             )
-        if not preferences and objective in PAIR_OBJECTIVES:
+        if objective is not None and objective not in suited:
+            kind = next(kind for kind, names in OBJECTIVES_OF_RECORDS.items() if objective in names)
+            learns = "pairs of responses" if kind == "preference" else "single responses with labels"
             raise ValueError(
-                f'train.objective "{objective}" learns from pairs of responses: it needs data.records = "preference", '
+                f'train.objective "{objective}" learns from {learns}: it needs data.records = "{kind}", '
                 f'not "{self.data.records}"'
             )
         return self
@@ -99,9 +101,9 @@ class Recipe(Table):
     @property
     def objective(self) -> str:
         """Training objective, such as "next-token" or "dpo": that of `train.objective` if it is set, else "dpo" for
-        preference records and "next-token" for all others.
+        preference records, "kto" for unpaired ones and "next-token" for all others.
         """
-        return self.train.objective or ("dpo" if self.data.records == "preference" else "next-token")
+        return self.train.objective or OBJECTIVES_OF_RECORDS.get(self.data.records, ("next-token",))[0]
 
     @property
     def preference_beta(self) -> float:

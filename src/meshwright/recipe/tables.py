@@ -153,10 +153,10 @@ class TrainRecipe(Table):
     logging and profiling.
 
     batch: sequences per optimizer step, over all ranks. objective: "next-token", or "dpo", "ipo", "simpo", "orpo" for
-    preference records; None: "dpo" for these, else "next-token". preference_beta: beta of DPO, IPO and SimPO, lambda of
-    ORPO; None: 0.1, for SimPO 2. preference_margin: gamma of SimPO; None: 1. preference_smoothing: label smoothing of
-    DPO. momentum: of SGD only. router_bias_rate: amount by which each step changes the biases that balance the load of
-    experts.
+    preference records, "kto" for unpaired ones; None: "dpo" or "kto" for these, else "next-token". preference_beta:
+    beta of DPO, IPO, SimPO and KTO, lambda of ORPO; None: 0.1, for SimPO 2. preference_margin: gamma of SimPO; None: 1.
+    preference_smoothing: label smoothing of DPO. desirable_weight, undesirable_weight: lambda of KTO. momentum: of SGD
+    only. router_bias_rate: amount by which each step changes the biases that balance the load of experts.
 
     learning_rate: peak value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps of the
     warm-up, and of the final decay of the schedule "wsd". clip: maximum global gradient norm, 0: off. validate_every:
@@ -171,9 +171,11 @@ class TrainRecipe(Table):
     steps: Annotated[int, Size("steps")]
     batch: Annotated[int, Size("batch")]  # sequences in a step, over all ranks
     objective: Annotated[str, named("objective", OBJECTIVES)] | None = None  # default: "dpo" for preferences
-    preference_beta: Positive | None = None  # dpo, ipo, simpo, orpo; default: by the objective
+    preference_beta: Positive | None = None  # dpo, ipo, simpo, orpo, kto; default: by the objective
     preference_margin: NotNegative | None = None  # simpo: gamma; default 1.0
     preference_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # dpo: assumed fraction of swapped pairs
+    desirable_weight: Positive = 1.0  # kto: lambda of desirable responses
+    undesirable_weight: Positive = 1.0  # kto: lambda of undesirable responses
     optimizer: Annotated[str, named("optimizer", OPTIMIZERS)] = "adamw"
     learning_rate: Positive  # at the peak
     betas: Annotated[list[Decay], Field(min_length=2, max_length=2)] = [0.9, 0.95]

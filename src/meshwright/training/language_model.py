@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,6 @@ from meshwright.data.files import canonical_json
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
-from meshwright.model.preference import make_preference
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice, slice_entries
@@ -34,7 +33,8 @@ from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.objective import NextToken, Objective
 from meshwright.training.precision import PARAMETER_DTYPES, Arithmetic, set_matmul_precision
-from meshwright.training.preference import PreferencePairs
+from meshwright.training.preference import MISMATCHED, Preferences
+from meshwright.training.preference_loss import make_preference
 from meshwright.training.task import RunStart
 
 
@@ -74,7 +74,10 @@ class LanguageModelTask:
         self.tokens: PackedDataset = data.split("train")
         self.validation_tokens: PackedDataset = data.split("validation")
         self.order = data.make_sample_order()
-        self.objective = make_objective(recipe, {"train": self.tokens, "validation": self.validation_tokens})
+        self.splits: dict[str, Any] = {"train": self.tokens, "validation": self.validation_tokens}
+        if recipe.data.records == "unpaired":
+            self.splits |= {name + MISMATCHED: split.mismatched for name, split in self.splits.items()}
+        self.objective = make_objective(recipe, self.splits)
         self.passes = ForwardBackward(
             self.model,
             self.parallel,
@@ -88,8 +91,11 @@ class LanguageModelTask:
     def load_step(self, step: int) -> list[MicroBatch]:
         """Load this rank's micro-batches (tokens, targets, document boundaries) of the step with index `step` (from
         0)."""
-        samples = self.samples_of_step(step)
-        return [self._load("train", rows) for rows in np.split(samples, self.layout.micro_batches)]
+        rows = np.split(self.samples_of_step(step), self.layout.micro_batches)
+        self.objective.begin(self, "train", [rows])
+        if self.recipe.objective == "kto":  # it has run the forward passes of the mismatched responses
+            self.passes.mark("forward")
+        return [self._load("train", each) for each in rows]
 
     def samples_of_step(self, step: int) -> NDArray[np.int64]:
         """Return the indices, in the training split, of the sequences that this rank reads in the step with index
@@ -148,9 +154,10 @@ class LanguageModelTask:
         """Return the mean loss (nats per target token or pair) and the metrics of the first
         `train.validation_sequences` sequences of the validation split. Collective."""
         count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
-        mesh, objective = self.mesh, self.objective
+        mesh, objective, beyond = self.mesh, self.objective, self.validation_tokens.rows  # padding without targets
+        objective.begin(self, "validation", self.split_sequences(count, beyond))
         sums = torch.zeros(2 + objective.metric_sums, dtype=torch.float64, device=mesh.device)
-        for group in self._split_sequences(count, beyond=self.validation_tokens.rows):  # padding without targets
+        for group in self.split_sequences(count, beyond):
             micro_batches = [self._load("validation", rows, padded=True) for rows in group]
             shares = self._shares(self.passes.evaluate(micro_batches))
             sums[0] += shares[0]
@@ -160,25 +167,23 @@ class LanguageModelTask:
         loss, _, *means = (sums / sums[1]).tolist()
         return Validation(loss, objective.report(means))
 
-    def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
-        """Compute the log-probabilities of the responses in the first `sequences` sequences of a split ("train" or
-        "validation").
+    def score_responses(
+        self, split: str, passes: Iterable[Sequence[NDArray[np.int64]]], sequences: int
+    ) -> Iterator[list[tuple[int, torch.Tensor]]]:
+        """Compute the log-probabilities of the responses of a split such as "train". passes: this rank's micro-batches
+        of each forward pass, as arrays of sequence indices; those from `sequences` on are padding.
 
-        Yields after each forward pass (number of sequences done so far on all ranks, [(sequence index,
-        log-probabilities in nats [responses])]); the list is empty on ranks that do not hold the last pipeline stage.
-        Collective."""
-        done = 0
-        for group in self._split_sequences(sequences, beyond=sequences):
+        Yields after each forward pass [(sequence index, log-probabilities in nats [responses])]; the list is empty on
+        ranks that do not hold the last pipeline stage. Collective."""
+        for group in passes:
             # Indices beyond the last are replaced by sequence 0, so that every rank runs the same number of passes.
             micro_batches = [self._load(split, np.where(rows < sequences, rows, 0)) for rows in group]
-            scored = [
+            yield [
                 (row, values_D)
                 for number, found_BD in self.passes.log_probabilities(micro_batches).items()
                 for row, values_D in zip(group[number].tolist(), found_BD, strict=True)
                 if row < sequences
             ]
-            done += self.mesh.dp.size * sum(map(len, group))
-            yield done, scored
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -234,7 +239,8 @@ class LanguageModelTask:
             master_bytes=self.parallel.master_dtype.itemsize,
             device=self.mesh.device.type,
             collectives=self.mesh.communicator.programs.named,
-            pairs=self.objective.most_pairs,
+            responses=self.objective.most_terms * (loss.responses if (loss := self.objective.pair_loss) else 0),
+            estimates_kl=self.recipe.objective == "kto",
         )
 
     def _shares(self, loss: torch.Tensor) -> torch.Tensor:
@@ -244,7 +250,7 @@ class LanguageModelTask:
         metrics = self.passes.figures[: self.objective.metric_sums]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
 
-    def _split_sequences(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
+    def split_sequences(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
         """Split the sequences with the indices 0 to `count` - 1 of a data split over the dp ranks; yield, for each
         forward pass, the list of this rank's micro-batches, each an array of sequence indices.
 
@@ -260,7 +266,7 @@ class LanguageModelTask:
         """Load the sequences with the indices `rows` of a split ("train" or "validation") as one micro-batch and return
         this rank's context-parallel slice of it. padded: True: an index beyond the last sequence gives a sequence of
         padding; False: such an index is an error."""
-        batch = (self.tokens if split == "train" else self.validation_tokens).read_batch(rows, padded=padded)
+        batch = self.splits[split].read_batch(rows, padded=padded)
         documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
         if self.mesh.device.type == "cuda":
@@ -269,9 +275,9 @@ class LanguageModelTask:
 
 
 def make_objective(recipe: Recipe, splits: Mapping[str, PackedDataset]) -> Objective:
-    """Build the training objective that a recipe names: a preference loss (DPO, IPO), else next-token cross-entropy.
-    splits: data by name, "train" and "validation"."""
+    """Build the training objective that a recipe names: a preference loss, else next-token cross-entropy. splits: data
+    by name, "train", "validation" ..."""
     pair_loss = make_preference(recipe)
     if pair_loss is None:
         return NextToken()
-    return PreferencePairs(pair_loss, cast(Mapping[str, PackedExamples], splits))
+    return Preferences(pair_loss, cast(Mapping[str, PackedExamples], splits))

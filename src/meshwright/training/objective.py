@@ -1,12 +1,12 @@
 """Training objectives of a language model: the loss sum that a step minimises and the number of terms it is divided by.
 
 `NextToken` covers pretraining and supervised fine-tuning: data preparation sets the target -100 for tokens outside the
-responses. `PreferencePairs` (training/preference.py) covers DPO and IPO.
+responses. `Preferences` (training/preference.py) covers pairs of responses and single labelled ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from meshwright.comm.mesh import Mesh
 from meshwright.data import TokenBatch
 from meshwright.model.documents import Documents
-from meshwright.model.preference import Preference
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import TermCount, count_targets, loss_share
 from meshwright.parallel.zero_engine import ZeroEngine
+from meshwright.training.preference_loss import Preference
 from meshwright.training.task import RunStart
 
 
@@ -36,27 +36,32 @@ class Policy(Protocol):
         """Inputs of the reference log-probabilities other than the weights, as {name: value}: the SHA-256 of the
         data, the SHA-256 of the model configuration, and the precision. Stored ones are used only if all are equal."""
 
-    def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
-        """Compute the log-probabilities of the responses in the first `sequences` sequences of a split ("train" or
-        "validation").
+    def split_sequences(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
+        """Yield for each forward pass over the first `count` sequences of a split the list of this rank's
+        micro-batches, each an array of sequence indices; padding has the index `beyond`."""
 
-        Yields after each forward pass (number of sequences done so far on all ranks, [(sequence index,
-        log-probabilities in nats [responses])]); the list is empty on ranks that do not hold the last pipeline stage.
-        Collective."""
+    def score_responses(
+        self, split: str, passes: Iterable[Sequence[NDArray[np.int64]]], sequences: int
+    ) -> Iterator[list[tuple[int, torch.Tensor]]]:
+        """Compute the log-probabilities of the responses of a split such as "train". passes: this rank's micro-batches
+        of each forward pass, as arrays of sequence indices; those from `sequences` on are padding.
+
+        Yields after each forward pass [(sequence index, log-probabilities in nats [responses])]; the list is empty on
+        ranks that do not hold the last pipeline stage. Collective."""
 
 
 class Objective(Protocol):
     """Interface of the training objective of a language model: a loss that is averaged over terms, which are target
     tokens or preference pairs.
 
-    pair_loss: the loss of a pair of responses, None for a loss per token. metric_sums: number of sums over the terms
-    from which metrics are computed. metric_names: names of the metrics that `report` returns. most_pairs: maximum
-    number of response pairs in a sequence."""
+    pair_loss: the loss of preferences, None for a loss per token. metric_sums: number of sums over the terms from which
+    metrics are computed. metric_names: names of the metrics that `report` returns. most_terms: maximum number of
+    response pairs, or of single labelled responses, in a sequence."""
 
     pair_loss: Preference | None
     metric_sums: int
     metric_names: Sequence[str]
-    most_pairs: int
+    most_terms: int
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
         """Add to `documents` what the loss needs besides tokens and targets (for a preference loss, the response pairs
@@ -84,6 +89,11 @@ class Objective(Protocol):
         """Compute or load, before the first step, the inputs of the loss that are not in the batches (reference
         log-probabilities). policy: the model being trained; start: run directory, resumed state and log. Collective."""
 
+    def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
+        """Compute what the loss needs of all samples of a step, or of a validation, before their forward passes.
+        policy: the model being trained; split: "train" or "validation"; passes: this rank's micro-batches of each
+        forward pass, as arrays of sequence indices. Collective."""
+
     def state(self) -> dict[str, Any]:
         """Return the objective's entries of a checkpoint's `state.json`: checksums that identify its inputs."""
 
@@ -94,7 +104,7 @@ class NextToken:
     pair_loss: Preference | None = None
     metric_sums = 0
     metric_names: Sequence[str] = ()
-    most_pairs = 0
+    most_terms = 0
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
         """Return `documents` unchanged: the loss needs only tokens and targets."""
@@ -123,6 +133,9 @@ class NextToken:
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
         """Do nothing before the first step: the loss needs only tokens and targets. Both arguments are ignored."""
+
+    def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
+        """Do nothing before a step: the loss needs only tokens and targets. The arguments are ignored."""
 
     def state(self) -> dict[str, Any]:
         """Return an empty dict: no inputs except the data need an entry in `state.json`."""

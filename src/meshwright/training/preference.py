@@ -1,10 +1,10 @@
-"""Preference objective: losses of pairs of responses; those of DPO and IPO are relative to the initial policy (the
-reference)."""
+"""Preference objective: losses of pairs of responses, or of single labelled ones; those of DPO, IPO and KTO are
+relative to the initial policy (the reference)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,19 +13,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PackedExamples, TokenBatch
 from meshwright.data.packing.packed import NO_TARGET
+from meshwright.data.packing.packed_examples import MismatchedRows
 from meshwright.data.packing.shards import limit_rate
 from meshwright.errors import UserError
 from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
-from meshwright.model.preference import Preference
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import TermCount, count_pairs, loss_share
 from meshwright.planner.traffic import PREFERENCE_FIGURES
 from meshwright.training.objective import Policy
+from meshwright.training.preference_loss import Preference
 from meshwright.training.reference import (
     FILE,
     Reference,
@@ -38,13 +40,17 @@ from meshwright.training.reference import (
 from meshwright.training.task import RunStart
 
 REWARDS = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
-"""Metric names of the figures of pairs."""
+"""Metric names of the figures of responses; KTO has one more, `KL`."""
+KL = "kl"
+KL_SITE = "loss.kl"
+MISMATCHED = " mismatched"
+"""Ending of the name of a split whose responses are those of other examples."""
 
 
 class Rewards(NamedTuple):
-    """Reward metrics, means over preference pairs; rewards are those of `model.preference`. `chosen`,
-    `rejected`: reward of the chosen and of the rejected response; `accuracy`: fraction of pairs whose chosen response
-    has the higher reward."""
+    """Reward metrics; rewards are those of `model.preference`. `chosen`, `rejected`: mean reward of the chosen
+    (desirable) and of the rejected (undesirable) responses, 0 without any; `accuracy`: fraction of pairs, or single
+    responses, that the rewards judge as their label does (see `PreferenceLoss`)."""
 
     chosen: float
     rejected: float
@@ -60,33 +66,40 @@ class Rewards(NamedTuple):
         return dict(zip(REWARDS, (self.margin, self.accuracy, self.chosen, self.rejected), strict=True))
 
 
-class PreferencePairs:
-    """Objective of preference training: a loss of pairs of responses (see `Preference`), averaged over pairs, with the
-    rewards as metrics.
+class Preferences:
+    """Objective of preference training: a loss of pairs of responses, or of single ones (see `Preference`), averaged
+    over them, with the rewards as metrics.
 
-    pair_loss: loss of one pair. splits: sequences of "train" and "validation". Attribute `reference`: log-probabilities
-    under the reference policy (the initial weights), which `prepare` sets before the first step."""
+    pair_loss: the loss. splits: sequences of "train" and "validation" and, for KTO, of both with the responses of other
+    examples ("train mismatched" ...). Attributes: `reference`: log-probabilities under the reference policy (the
+    initial weights), which `prepare` sets before the first step; `kl`: KTO's estimate of the KL divergence in nats,
+    which `begin` sets before each step."""
 
     metric_sums = PREFERENCE_FIGURES
-    metric_names: Sequence[str] = REWARDS
 
-    def __init__(self, pair_loss: Preference, splits: Mapping[str, PackedExamples]) -> None:
-        """Count the response pairs of every sequence in the splits; the reference stays None until `prepare`."""
+    def __init__(self, pair_loss: Preference, splits: Mapping[str, PackedExamples | MismatchedRows]) -> None:
+        """Count the terms of every sequence in the splits; the reference stays None until `prepare`."""
         self.pair_loss: Preference | None = pair_loss
+        self.metric_names: Sequence[str] = REWARDS if pair_loss.responses == 2 else (*REWARDS, KL)
         self.reference: Reference | None = None
-        self._splits = splits
-        self._pairs = {name: sequences.examples_by_row for name, sequences in splits.items()}
-        self.most_pairs = max((int(pairs.max(initial=1)) for pairs in self._pairs.values()), default=0)
+        self.kl = 0.0
+        self._splits, self._of = splits, pair_loss.responses
+        self.most_terms = max((int(each.examples_by_row.max(initial=1)) for each in splits.values()), default=0)
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Add to `documents` (document boundaries in the sequences of a batch) the response pairs of these sequences
-        with their lengths and, once `prepare` has set them, the reference log-probabilities; return the result. split:
-        "train" or "validation"; rows: indices of the sequences in this split."""
-        pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_pairs)
+        """Add to `documents` (document boundaries in the sequences of a batch) the responses of these sequences with
+        their lengths, labels and, once `prepare` has set them, the reference log-probabilities; return the result.
+        split: "train", "validation" ...; rows: indices of the sequences in this split."""
+        pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_terms, self._of)
         targets_BS = torch.from_numpy(batch.targets) != NO_TARGET
         pairs = replace(pairs, lengths_BD=pairs.log_probabilities(-targets_BS.double()))  # summed by response
+        if self._of == 1:  # every example has a target, and padding has none
+            pairs = replace(pairs, counted_BP=pairs.lengths_BD > 0, kl_B=torch.full_like(pairs.kl_B, self.kl))
+        if batch.undesirable is not None:
+            marked_BS = targets_BS & torch.from_numpy(batch.undesirable)
+            pairs = replace(pairs, undesirable_BD=pairs.log_probabilities(-marked_BS.double()) > 0)
         if self.reference is not None:
-            reference_BD = self.reference.splits[split].select_sequences(rows, self.most_pairs)
+            reference_BD = self.reference.splits[split].select_sequences(rows, self._of * self.most_terms)
             pairs = replace(pairs, reference_BD=reference_BD)
         return replace(documents, pairs=pairs)
 
@@ -108,10 +121,32 @@ class PreferencePairs:
 
     def report(self, means: Sequence[float]) -> Metrics:
         """Return the mean rewards of the chosen and rejected responses, their margin, and the fraction of pairs whose
-        chosen response has the higher reward. means: the metric sums divided by the number of pairs."""
-        rewards = Rewards(*means)
+        chosen response has the higher reward; for KTO also the KL estimate. means: the metric sums divided by the
+        number of terms."""
+        chosen, rejected, accuracy, chosen_share, rejected_share = means
+        rewards = Rewards(chosen / (chosen_share or 1), rejected / (rejected_share or 1), accuracy)
         text = f"  margin {rewards.margin:.3f}  accuracy {rewards.accuracy:.0%}"
-        return Metrics(rewards.to_metrics(), text)
+        return Metrics(rewards.to_metrics() | ({KL: self.kl} if self._of == 1 else {}), text)
+
+    @torch.no_grad()
+    def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
+        """For KTO set `kl`: the mean of log p / p_ref over the mismatched responses of all samples, at least 0
+        (arXiv:2402.01306, section 4.1). policy: the model being trained; split: "train" or "validation"; passes: this
+        rank's micro-batches of each forward pass, as arrays of sequence indices. Collective."""
+        if self._of == 2 or self.reference is None:
+            return
+        split += MISMATCHED
+        mesh, reference, counts = policy.mesh, self.reference.splits[split], self._splits[split].examples_by_row
+        sums_2 = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        for scored in policy.score_responses(split, passes, len(counts)):
+            if mesh.tp.rank == mesh.cp.rank == 0:  # other ranks have the same values
+                for row, values_D in scored:
+                    known_D = reference.select_sequences(np.array([row]), len(values_D))[0].to(values_D)
+                    sums_2[0] += (values_D - known_D)[: counts[row]].sum()
+                    sums_2[1] += int(counts[row])
+        collectives.all_reduce(sums_2, mesh.world, KL_SITE)
+        total, count = sums_2.tolist()
+        self.kl = max(0.0, total / count) if count else 0.0
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
         """Set `reference`, the reference log-probabilities: load them from the run directory, or compute them with the
@@ -130,7 +165,7 @@ class PreferencePairs:
             "rows": " ".join(sequences.rows_sha256 for sequences in self._splits.values()),
             "weights": compute_weights_checksum(policy.parallel.master_slices(owned=True), policy.mesh),
         }
-        begun, sequences = time.perf_counter(), sum(map(len, self._pairs.values()))
+        begun, sequences = time.perf_counter(), sum(map(len, self._responses.values()))
 
         def compute() -> Reference:
             """Compute the reference log-probabilities and log the progress."""
@@ -138,7 +173,7 @@ class PreferencePairs:
             return self.compute_reference(policy, identity, log)
 
         leader = policy.mesh.rank == 0
-        self.reference, earlier = load_or_compute(path, self._pairs, identity, compute, start.agreement, leader)
+        self.reference, earlier = load_or_compute(path, self._responses, identity, compute, start.agreement, leader)
         responses = sum(len(each.values) for each in self.reference.splits.values())
         how = "loaded from" if earlier else f"computed in {time.perf_counter() - begun:.1f} s, stored in"
         start.log(f"reference: log-probabilities of {responses:,} responses, {how} {path}")
@@ -149,16 +184,15 @@ class PreferencePairs:
         """Compute the log-probabilities of all responses of all splits under the current weights. identity: checksums
         of data and weights, and the precision, to be stored with the log-probabilities. progress: called with the
         number of sequences done. Collective."""
-        splits = {name: Responses.zeros(pairs) for name, pairs in self._pairs.items()}
-        mesh, before = policy.mesh, 0
+        splits = {name: Responses.zeros(counts) for name, counts in self._responses.items()}
+        mesh, done = policy.mesh, 0
         for name, responses in splits.items():
-            done = 0
-            for done, scored in policy.score_responses(name, responses.rows):
+            passes = list(policy.split_sequences(responses.rows, beyond=responses.rows))
+            for rows, scored in zip(passes, policy.score_responses(name, passes, responses.rows), strict=True):
                 if mesh.tp.rank == mesh.cp.rank == 0:  # other ranks have the same values
                     for row, values_D in scored:
                         responses.store(row, values_D)
-                progress(before + done)
-            before += done
+                progress(done := done + mesh.dp.size * sum(map(len, rows)))
             all_reduce_responses(responses, mesh)
         return Reference(splits, identity)
 
@@ -167,13 +201,18 @@ class PreferencePairs:
         resumed run compares."""
         return {} if self.reference is None else {"reference_sha256": self.reference.sha256}
 
+    @property
+    def _responses(self) -> dict[str, NDArray[np.int64]]:
+        """Number of responses in each sequence, by split."""
+        return {name: self._of * sequences.examples_by_row for name, sequences in self._splits.items()}
+
     def _read_for_resume(self, path: Path, start: RunStart) -> Reference:
         """Read the reference log-probabilities of a resumed run from the file `path` and compare their checksum with
         that in the checkpoint (`start.saved`). If that fails on any rank, every rank raises `UserError`. Collective."""
         assert start.saved is not None
         problem, found = None, None
         try:
-            found = read_reference(path, self._pairs)
+            found = read_reference(path, self._responses)
             if found.sha256 != start.saved.get("reference_sha256"):
                 problem = f"{path} belongs to another run"
         except UserError as error:

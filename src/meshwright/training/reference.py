@@ -1,7 +1,7 @@
 """Reference log-probabilities of preference data: the log-probabilities of all responses under the initial policy,
 computed before the first step and stored in the run directory, since a resumed run has no longer the initial weights.
 
-Shapes: B sequences, P the maximum pairs of a sequence, D = 2 P responses.
+Shapes: B sequences, D the maximum responses of a sequence.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ class Responses:
     bounds: NDArray[np.int64]
 
     @classmethod
-    def zeros(cls, pairs_by_row: NDArray[np.int64]) -> Responses:
-        """Create zeros for all responses of a split. pairs_by_row [sequences]: number of pairs, of two responses each,
-        in each sequence."""
-        bounds = np.cumsum([0, *(2 * pairs_by_row)], dtype=np.int64)
+    def zeros(cls, responses_by_row: NDArray[np.int64]) -> Responses:
+        """Create zeros for all responses of a split. responses_by_row [sequences]: number of responses in each."""
+        bounds = np.cumsum([0, *responses_by_row], dtype=np.int64)
         return cls(np.zeros(int(bounds[-1])), bounds)
 
     @property
@@ -54,10 +53,10 @@ class Responses:
         return len(self.bounds) - 1
 
     def select_sequences(self, rows: NDArray[np.int64], most: int) -> torch.Tensor:
-        """Return the log-probabilities of the sequences with the indices `rows` [B]: float64 [B, D], D = 2 x `most`.
-        most: maximum number of pairs in a sequence. Elements without a response (in a sequence with fewer pairs, or for
+        """Return the log-probabilities of the sequences with the indices `rows` [B]: float64 [B, D], D = `most`, the
+        maximum number of responses in a sequence. Elements without a response (in a sequence with fewer pairs, or for
         an index beyond the last sequence) are 0."""
-        found = torch.zeros(len(rows), 2 * most, dtype=torch.float64)
+        found = torch.zeros(len(rows), most, dtype=torch.float64)
         for place, row in enumerate(rows.tolist()):
             if row < self.rows:
                 values = self.values[self.bounds[row] : self.bounds[row + 1]]
@@ -96,9 +95,9 @@ class Reference:
         replace_file(path, save(tensors, metadata=metadata))
 
 
-def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) -> Reference:
-    """Read the reference log-probabilities that `Reference.write` wrote. pairs_by_row: split name -> number of pairs in
-    each sequence. `UserError` if the file is missing or damaged, or its splits have other numbers of pairs."""
+def read_reference(path: Path, responses_by_row: Mapping[str, NDArray[np.int64]]) -> Reference:
+    """Read the reference log-probabilities that `Reference.write` wrote. responses_by_row: split name -> number of
+    responses in each sequence. `UserError` if the file is missing or damaged, or its splits have other numbers."""
     if not path.is_file():
         raise UserError(f"{path} is missing")
     try:
@@ -110,9 +109,9 @@ def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) ->
     written, sha256 = metadata.pop("format", ""), metadata.pop("sha256", "")
     if written != str(FORMAT):
         raise UserError(f'{path} has format "{written}", and this version reads {FORMAT}')
-    empty = {name: Responses.zeros(pairs) for name, pairs in pairs_by_row.items()}
+    empty = {name: Responses.zeros(counts) for name, counts in responses_by_row.items()}
     if {name: found.shape for name, found in values.items()} != {name: e.values.shape for name, e in empty.items()}:
-        raise UserError(f"{path} does not have the response pairs of the data")
+        raise UserError(f"{path} does not have the responses of the data")
     found = Reference({name: Responses(values[name], each.bounds) for name, each in empty.items()}, metadata)
     if found.sha256 != sha256:
         raise UserError(f"{path} is damaged: its values do not match its sha256")
@@ -150,7 +149,7 @@ def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
 
 def load_or_compute(
     path: Path,
-    pairs_by_row: Mapping[str, NDArray[np.int64]],
+    responses_by_row: Mapping[str, NDArray[np.int64]],
     made_of: Mapping[str, str],
     compute: Callable[[], Reference],
     agree: Agreement,
@@ -160,12 +159,12 @@ def load_or_compute(
     start of the run may have stored them, if every rank can read that file and it was computed from the same data and
     weights (`made_of`). Otherwise they are computed, and the leader writes them to `path`.
 
-    pairs_by_row: split name -> number of pairs in each sequence. made_of: checksums of data and weights, and precision.
-    compute: returns the reference log-probabilities on this rank. agree: exchanges flags between ranks. leader: True on
-    the rank that writes the file. `UserError` if it cannot be written. Collective."""
+    responses_by_row: split name -> number of responses in each sequence. made_of: checksums of data and weights, and
+    precision. compute: returns the reference log-probabilities on this rank. agree: exchanges flags between ranks.
+    leader: True on the rank that writes the file. `UserError` if it cannot be written. Collective."""
     earlier = None
     try:
-        earlier = read_reference(path, pairs_by_row)
+        earlier = read_reference(path, responses_by_row)
     except UserError:
         pass  # missing or damaged: computed again
     if agree.all_true(earlier is not None and earlier.made_of == made_of):

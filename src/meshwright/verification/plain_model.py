@@ -14,16 +14,16 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from meshwright.model.preference import Preference
 from meshwright.model.rope import inverse_frequencies
 from meshwright.spec.config import ModelConfig
+from meshwright.training.preference_loss import Preference
 from meshwright.verification.samples import IGNORED, Batch
 
 Weights = Mapping[str, torch.Tensor]  # model parameter -> its values, [output, input] for matrices
 
 
 class BatchLoss(NamedTuple):
-    """Losses of a batch, summed over its loss terms (target tokens or preference pairs).
+    """Losses of a batch, summed over its loss terms (target tokens, preference pairs or single responses).
 
     loss: reported loss in nats. objective: loss plus load-balancing loss, to be differentiated. terms: number of loss
     terms, by which both are to be divided. excess_loads: router-bias name -> [E], each expert's number of tokens minus
@@ -53,6 +53,9 @@ def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: P
     if preference is None:
         counted_B = counted_BS.sum(dim=1)
         loss = -chosen_BS.sum()
+    elif preference.objective == "kto":
+        counted_B = count_responses(batch)
+        loss = _single_response_loss(preference, sum_by_response(chosen_BS, batch), counted_B, batch)
     else:
         pairs_B = (ids_BS.amax(dim=1) + 1) // 2
         counted_B = pairs_B
@@ -62,6 +65,57 @@ def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: P
         for losses_B in model.balance_losses:
             objective = objective + config.router_loss / config.expert_layers * (losses_B * counted_B).sum()
     return BatchLoss(loss.detach(), objective, int(counted_B.sum()), model.excess_loads)
+
+
+def count_responses(batch: Batch) -> torch.Tensor:
+    """Return the number of documents with a target in each of B sequences, int64 [B]."""
+    return torch.tensor(
+        [
+            len({*ids[targets != IGNORED].tolist()})
+            for ids, targets in zip(batch.document_ids, batch.targets, strict=True)
+        ]
+    )
+
+
+def sum_by_response(chosen_BS: torch.Tensor, batch: Batch) -> list[list[torch.Tensor]]:
+    """Return the log-probability in nats of each response of each sequence. chosen_BS: that of every target token."""
+    ids_BS = torch.from_numpy(batch.document_ids)
+    return [
+        [chosen_BS[row][ids_BS[row] == document].sum() for document in range(int(count))]
+        for row, count in enumerate(count_responses(batch))
+    ]
+
+
+def score_responses(config: ModelConfig, weights: Weights, batch: Batch) -> list[list[float]]:
+    """Return log p / p_ref in nats of each response of each sequence of a batch, without gradients."""
+    assert batch.reference is not None
+    tokens_BS, targets_BS = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+    with torch.no_grad():
+        x_BSH = _Forward(config, weights, torch.from_numpy(batch.document_ids)).hidden(tokens_BS)
+        head = weights["embedding.weight"] if config.tied else weights["head.weight"]
+        chosen_BS = F.log_softmax(x_BSH @ head.T, dim=-1).gather(2, targets_BS.clamp(min=0)[..., None])[..., 0]
+        sums = sum_by_response(torch.where(targets_BS != IGNORED, chosen_BS, 0.0), batch)
+    return [
+        [float(total) - float(known) for total, known in zip(row, batch.reference[number], strict=False)]
+        for number, row in enumerate(sums)
+    ]
+
+
+def _single_response_loss(
+    preference: Preference, sums: list[list[torch.Tensor]], counted_B: torch.Tensor, batch: Batch
+) -> torch.Tensor:
+    """Return the loss of KTO (arXiv:2402.01306, eq. 8) summed over responses, a scalar. sums: log-probability of each
+    response of each sequence. counted_B: number of responses in each."""
+    assert batch.reference is not None and batch.undesirable is not None and batch.kl is not None
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(len(counted_B)):
+        for document, log_probability in enumerate(sums[row]):
+            ahead = log_probability - float(batch.reference[row, document]) - batch.kl
+            if batch.undesirable[row, document]:
+                total = total + preference.weights[1] * (1 - 1 / (1 + torch.exp(preference.beta * ahead)))
+            else:
+                total = total + preference.weights[0] * (1 - 1 / (1 + torch.exp(-preference.beta * ahead)))
+    return total
 
 
 def _preference_loss(

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.layout import Layout
-from meshwright.model.preference import Preference
+from meshwright.names import OBJECTIVES_OF_RECORDS
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
+from meshwright.training.preference_loss import Preference
 
 SEQUENCE = 23  # tokens
 VALIDATION_SEQUENCES = 5
@@ -88,6 +89,12 @@ class Problem:
         return self.master_dtype or self.dtype
 
     @property
+    def records(self) -> str:
+        """Kind of records of the problem's loss, as in a recipe: "text", "preference" or "unpaired"."""
+        objective = None if self.preference is None else self.preference.objective
+        return next((kind for kind, names in OBJECTIVES_OF_RECORDS.items() if objective in names), "text")
+
+    @property
     def train_sequences(self) -> int:
         """Number of sequences in the training split. It is so small that the third step crosses the end of an epoch."""
         return 2 * self.batch + 3
@@ -96,12 +103,13 @@ class Problem:
         """Return the recipe of a training run of the problem on `layout`. Its [model] table and data source are
         placeholders: the trainer gets the model configuration and the data as separate arguments."""
         training = {key: value for key, value in dataclasses.asdict(self.training).items() if "loss_scale" not in key}
-        preference = {}
+        preference: dict[str, Any] = {}
         if self.preference is not None:
             preference = {"preference_beta": self.preference.beta, "objective": self.preference.objective}
             preference["preference_smoothing"] = self.preference.label_smoothing
             if self.preference.objective == "simpo":
                 preference["preference_margin"] = self.preference.margin
+            preference |= dict(zip(("desirable_weight", "undesirable_weight"), self.preference.weights, strict=True))
         return Recipe.from_tables(
             {
                 "layout": str(layout),
@@ -110,7 +118,7 @@ class Problem:
                 "data": {
                     "source": "synthetic",
                     "sequence": self.sequence,
-                    "records": "text" if self.preference is None else "preference",
+                    "records": self.records,
                 },
                 "train": {
                     **training,

@@ -29,7 +29,7 @@ from meshwright.recipe import CollectivesRecipe
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.precision import Arithmetic
-from meshwright.training.preference import PreferencePairs
+from meshwright.training.preference import Preferences
 from meshwright.training.trainer import StepOutcome, Trainer
 from meshwright.verification.late_completion import complete_late
 from meshwright.verification.local_faults import LocalFault
@@ -215,8 +215,10 @@ class _VerificationRun:
         trainer = _RecordingTrainer(task)
         if training.loss_scale_every:
             trainer.loss_scale = LossScale(training.loss_scale, training.loss_scale_every)
-        if isinstance(task.objective, PreferencePairs):
-            task.objective.reference, task.objective.most_pairs = data.response_reference(), MOST_PAIRS
+        if isinstance(task.objective, Preferences):
+            assert problem.preference is not None
+            task.objective.reference = data.response_reference()
+            task.objective.most_terms = 2 * MOST_PAIRS // problem.preference.responses
         return trainer
 
     def _save_checkpoint(self, trainer: Trainer) -> None:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from meshwright.model.initialise import initial_value
 from meshwright.spec.parameters import ParameterTable, parameter_table
-from meshwright.verification.plain_model import run_batch
+from meshwright.verification.plain_model import count_responses, run_batch, score_responses
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, TrainingSettings
 from meshwright.verification.samples import Batch, make_sequences
 
@@ -92,7 +92,7 @@ class Reference:
         """Split the gradient of step `step` (from 0) into `count` contributions, those of equal, consecutive parts of
         the batch. Return one dict {parameter: contribution} per part; the contributions sum to the gradient."""
         if (step, count) not in self._parts:
-            batch = self.make_batch(step)
+            batch = self._estimate_kl(self.weights[step], self.make_batch(step))
             rows = self.problem.batch // count
             shares = [batch.slice_sequences(rank * rows, (rank + 1) * rows) for rank in range(count)]
             terms = self._count_terms(batch)
@@ -128,7 +128,7 @@ class Reference:
         """Return (mean loss, gradients by parameter) of a batch. weights: master weights, which are rounded to the
         parameter dtype first. terms: number of loss terms by which loss and gradients are divided; None: those of the
         batch."""
-        problem = self.problem
+        problem, batch = self.problem, self._estimate_kl(weights, batch)
         tensors = self._engine_tensors(self.round_to_parameters(weights))
         for leaf in tensors.values():
             leaf.requires_grad_()
@@ -154,16 +154,31 @@ class Reference:
         """Return the mean loss of a batch in nats per loss term. weights: master weights, which are rounded to the
         parameter dtype first."""
         tensors = self._engine_tensors(self.round_to_parameters(weights))
+        batch = self._estimate_kl(weights, batch)
         found = [
             run_batch(self.problem.config, tensors, part, self.problem.preference) for part in self._split_batch(batch)
         ]
         return sum(float(each.loss) for each in found) / max(1, sum(each.terms for each in found))
 
     def _count_terms(self, batch: Batch) -> int:
-        """Return the number of loss terms in a batch: target tokens, or pairs of responses."""
+        """Return the number of loss terms in a batch: target tokens, pairs of responses, or single responses."""
         if self.problem.preference is None:
             return max(1, int((batch.targets >= 0).sum()))
+        if self.problem.preference.responses == 1:
+            return max(1, int(count_responses(batch).sum()))
         return max(1, sum((int(ids.max()) + 1) // 2 for ids in batch.document_ids))
+
+    def _estimate_kl(self, weights: ParameterValues, batch: Batch) -> Batch:
+        """Return the batch with KTO's estimate of the KL divergence, the mean of log p / p_ref over its mismatched
+        responses, at least 0 (arXiv:2402.01306, section 4.1); unchanged for other losses. weights: master weights."""
+        if batch.mismatched is None:
+            return batch
+        tensors = self._engine_tensors(self.round_to_parameters(weights))
+        parts = self._split_batch(batch.mismatched)
+        scores = [
+            value for part in parts for row in score_responses(self.problem.config, tensors, part) for value in row
+        ]
+        return replace(batch, kl=max(0.0, sum(scores) / max(1, len(scores))), mismatched=None)
 
     def _split_batch(self, batch: Batch) -> list[Batch]:
         """Split a batch into smaller ones of consecutive sequences, so that the attention scores and logits of each fit

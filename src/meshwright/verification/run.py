@@ -16,13 +16,13 @@ from meshwright.collectives.named import load_named_programs
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.model.preference import make_preference
 from meshwright.names import unknown
 from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.presets import preset
+from meshwright.training.preference_loss import make_preference
 from meshwright.verification.cases import Case, CaseBuilder
 from meshwright.verification.compare import TOLERANCES, Comparison, choose_tolerance, compare
 from meshwright.verification.grid import GRID, MIXTURES

@@ -14,39 +14,56 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshwright.data import TokenBatch
 from meshwright.data.order import SampleOrder
+from meshwright.training.preference import MISMATCHED
 from meshwright.training.reference import Reference as ResponseReference
 from meshwright.training.reference import Responses
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem
 
 IGNORED = -100
-MOST_PAIRS = 2  # preference pairs per sequence
+MOST_PAIRS = 2  # preference pairs per sequence; twice as many single responses
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Batch of B sequences of S tokens. tokens, targets (-100: ignored) and document_ids (number, from 0, of the
     document that holds each token): int64 [B, S]. reference: for preference training, the reference policy's
-    log-probability of each response in nats, float64 [B, 2 x MOST_PAIRS]; else None."""
+    log-probability of each response in nats, float64 [B, 2 x MOST_PAIRS]; else None. undesirable: of single
+    responses, whether each is undesirable, bool [B, 2 x MOST_PAIRS]. kl: KTO's estimate of the KL divergence in nats,
+    once it is computed from `mismatched`, sequences with as many other responses."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
     document_ids: NDArray[np.int64]
     reference: NDArray[np.float64] | None = None
+    undesirable: NDArray[np.bool_] | None = None
+    kl: float | None = None
+    mismatched: Batch | None = None
 
     def slice_sequences(self, start: int, stop: int) -> Batch:
         """Return the sequences [start, stop) of the batch as a new batch."""
-        reference = None if self.reference is None else self.reference[start:stop]
-        return Batch(self.tokens[start:stop], self.targets[start:stop], self.document_ids[start:stop], reference)
+        here = slice(start, stop)
+        reference = None if self.reference is None else self.reference[here]
+        undesirable = None if self.undesirable is None else self.undesirable[here]
+        return Batch(self.tokens[here], self.targets[here], self.document_ids[here], reference, undesirable, self.kl)
 
 
-def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
+def make_sequences(problem: Problem, numbers: Sequence[int], mismatched: bool = False) -> Batch:
     """Generate the sequences with the given numbers as a batch. A sequence depends only on the problem's seed and its
     own number. The training split has the numbers from 0 on, the validation split those after them. problem: gives
-    seed, sequence length, vocabulary and loss."""
-    make = _make_sequence if problem.preference is None else _make_pairs
-    made = [make(problem, number) for number in numbers]
+    seed, sequence length, vocabulary and loss. mismatched: other responses, as many in each sequence, from which KTO
+    estimates the KL divergence."""
+    if problem.preference is None:
+        made = [_make_sequence(problem, number) for number in numbers]
+    else:
+        made = [_make_pairs(problem, number, mismatched) for number in numbers]
     tokens, targets, ids, references = (np.stack(part) for part in zip(*made, strict=True))
-    return Batch(tokens, targets, ids, None if problem.preference is None else references)
+    if problem.preference is None:
+        return Batch(tokens, targets, ids)
+    labels = [np.random.default_rng([problem.seed, number, 2]).random(2 * MOST_PAIRS) < 0.5 for number in numbers]
+    if problem.preference.responses == 2:
+        return Batch(tokens, targets, ids, references)
+    others = None if mismatched else make_sequences(problem, numbers, mismatched=True)
+    return Batch(tokens, targets, ids, references, np.stack(labels), mismatched=others)
 
 
 def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
@@ -72,12 +89,12 @@ def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
     return tokens[:-1].copy(), targets, ids[:-1].copy(), np.zeros(0)
 
 
-def _make_pairs(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
+def _make_pairs(problem: Problem, number: int, mismatched: bool = False) -> tuple[NDArray[Any], ...]:
     """Generate sequence number `number` for preference training; return (tokens [S], targets [S], document numbers [S],
     reference log-probabilities in nats [2 x MOST_PAIRS]). It has zero to two pairs of a preferred and a rejected
-    response. Each response is a document that begins with a prompt. Prompt tokens, the last token of a document and
-    padding have target -100."""
-    random = np.random.default_rng([problem.seed, number])
+    response (or twice as many single responses). Each response is a document that begins with a prompt. Prompt tokens,
+    the last token of a document and padding have target -100. mismatched: draw other ones."""
+    random = np.random.default_rng([problem.seed, number, *[1] * mismatched])
     sequence, pairs = problem.sequence, _count_pairs(number)
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
     ids = np.zeros(sequence, dtype=np.int64)
@@ -102,37 +119,51 @@ def _count_pairs(number: int) -> int:
 
 class SyntheticSplit:
     """Data split of generated sequences, with the interface of `PackedDataset`. first: number of its first sequence in
-    the problem's data. sequences: number of sequences."""
+    the problem's data. sequences: number of sequences. is_mismatched: its responses are other ones."""
 
-    def __init__(self, problem: Problem, first: int, sequences: int) -> None:
-        """Define the split; sequences are generated when read. first: number of its first sequence in the problem's
-        data."""
+    def __init__(self, problem: Problem, first: int, sequences: int, is_mismatched: bool = False) -> None:
+        """Define the split; sequences are generated when read. Arguments: see the class."""
         self.problem, self.first, self.sequences, self.rows = problem, first, sequences, sequences
+        self.is_mismatched = is_mismatched
+
+    @property
+    def mismatched(self) -> SyntheticSplit:
+        """The same sequences with other responses."""
+        return SyntheticSplit(self.problem, self.first, self.sequences, is_mismatched=True)
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
         """Return the sequences with the indices `numbers` [B] in the split. padded: True to allow indices beyond the
         end, for which sequences without targets are returned."""
         rows = np.asarray(numbers, dtype=np.int64)
         assert padded or rows.max() < self.sequences, (rows, self.sequences)
-        found = make_sequences(self.problem, (self.first + np.minimum(rows, self.sequences - 1)).tolist())
+        places: list[int] = (self.first + np.minimum(rows, self.sequences - 1)).tolist()
+        found = make_sequences(self.problem, places, self.is_mismatched)
         found.targets[rows >= self.sequences] = IGNORED
         if self.problem.preference is not None:  # padding has no pairs
             found.document_ids[rows >= self.sequences] = 0
-        return TokenBatch(found.tokens, found.targets, found.document_ids.astype(np.int32))
+        undesirable: NDArray[np.bool_] | None = None
+        if found.undesirable is not None:  # of the response that each token belongs to
+            labels = np.pad(found.undesirable, ((0, 0), (0, 1)))
+            undesirable = np.take_along_axis(labels, found.document_ids, axis=1)
+        return TokenBatch(found.tokens, found.targets, found.document_ids.astype(np.int32), undesirable)
 
     @property
     def examples_by_row(self) -> NDArray[np.int64]:
-        """Number of preference pairs in each sequence: int64 [sequences]."""
-        return np.array([_count_pairs(self.first + row) for row in range(self.sequences)])
+        """Number of preference pairs, or of single responses, in each sequence: int64 [sequences]."""
+        of = 1 if self.problem.preference is None else 2 // self.problem.preference.responses
+        return np.array([of * _count_pairs(self.first + row) for row in range(self.sequences)])
 
     def responses(self) -> Responses:
         """Return the reference policy's log-probability (as in DPO) of each response in the split, summed over its
         tokens, in nats. The values are generated, not computed by a model."""
-        found = Responses.zeros(self.examples_by_row)
-        known = make_sequences(self.problem, range(self.first, self.first + self.sequences)).reference
+        assert self.problem.preference is not None
+        counts = self.problem.preference.responses * self.examples_by_row
+        found = Responses.zeros(counts)
+        numbers = range(self.first, self.first + self.sequences)
+        known = make_sequences(self.problem, numbers, self.is_mismatched).reference
         assert known is not None
-        for row, pairs in enumerate(self.examples_by_row):
-            found.values[found.bounds[row] : found.bounds[row + 1]] = known[row, : 2 * pairs]
+        for row, count in enumerate(counts):
+            found.values[found.bounds[row] : found.bounds[row + 1]] = known[row, :count]
         return found
 
 
@@ -160,4 +191,7 @@ class SyntheticData:
     def response_reference(self) -> ResponseReference:
         """Return the reference log-probabilities (as in DPO) of the responses in both splits, in the type that
         preference training uses. The values are generated, not computed by a model."""
-        return ResponseReference({name: rows.responses() for name, rows in self._splits.items()}, {})
+        splits = dict(self._splits)
+        if self.problem.preference is not None and self.problem.preference.responses == 1:
+            splits |= {name + MISMATCHED: split.mismatched for name, split in self._splits.items()}
+        return ResponseReference({name: rows.responses() for name, rows in splits.items()}, {})

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from meshwright.data import NO_TARGET, PackedExamples
 from meshwright.data.packing.packed import StoredTokens
-from meshwright.data.packing.packed_examples import OPEN_ROWS, PackingSettings, pack_best_fit
+from meshwright.data.packing.packing_plan import OPEN_ROWS, PackingSettings, pack_best_fit
 from meshwright.data.packing.shards import EncodedDocument, ShardWriter
+from meshwright.data.packing.token_marks import UNDESIRABLE_BIT
 from meshwright.data.prepared import format_packing_report
 from meshwright.data.sources.reading import Document
 from meshwright.errors import UserError
@@ -37,13 +38,14 @@ class Plain:
         return tokens, b"", trained
 
 
-def packed(directory: Path, shapes, sequence: int, sources=None, shard_tokens: int = 50, **options) -> PackedExamples:
+def packed(directory: Path, shapes, sequence: int, sources=None, shard_tokens: int = 50, encoder=None, **options):
     documents = [Document("", json.dumps([number, shape])) for number, shape in enumerate(shapes)]
 
     def kept(first: int):
         return ((number, document) for number, document in enumerate(documents) if number >= first)
 
-    packer = ShardWriter(directory, kept, sources or [len(shapes)], Plain(), "", shard_tokens, keep_text=False)
+    ends, encoder = sources or [len(shapes)], encoder or Plain()
+    packer = ShardWriter(directory, kept, ends, encoder, "", shard_tokens, keep_text=False)
     by_source = packer.write_missing(lambda done: None)
     shards = [shard for shards in by_source for shard in shards]
     pieces = len(shapes[0]) if shapes else 1
@@ -60,6 +62,53 @@ def documents_of(rows: PackedExamples):
         for number in np.unique(ids).tolist():
             here = ids == number
             yield row, number, tokens[here].tolist(), targets[here].tolist()
+
+
+class Labelled(Plain):
+    """Every third example has an undesirable response."""
+
+    @staticmethod
+    def piece(number, at, prompt, response):
+        tokens, text, trained = Plain.piece(number, at, prompt, response)
+        return tokens, text, trained | np.where(trained & (number % 3 == 0), UNDESIRABLE_BIT, 0).astype(np.uint8)
+
+
+@pytest.mark.parametrize("sources", [None, [6, 13]])
+def test_labelled_examples_have_rows_with_the_responses_of_others(tmp_path: Path, sources):
+    """Row by row as many documents, each the same prompt with the response of an example half the source away."""
+    shapes, sequence = [[(1 + number % 4, 1 + number * 7 % 9)] for number in range(13)], 23
+    rows = packed(tmp_path, shapes, sequence, sources, encoder=Labelled(), labelled=True)
+    counts = rows.report
+    assert (counts["trained"], counts["desirable"], counts["undesirable"]) == (13, 8, 5)
+    pieces, bounds = [Plain.piece(number, 0, *one)[0].tolist() for number, [one] in enumerate(shapes)], [0, 6, 13]
+    seen = []
+    for row in range(rows.sequences):
+        examples = rows.plan.numbers[rows.plan.order[slice(*rows.plan.bounds[row : row + 2])]].tolist()
+        seen += examples
+        own, other = [], []
+        for example in examples:
+            first, end = (0, 13) if sources is None else bounds[example >= 6 :][:2]
+            partner = first + (example - first + (end - first) // 2) % (end - first)
+            (prompt, length), (skipped, response) = shapes[example][0], shapes[partner][0]
+            own.append((pieces[example], prompt, length, example % 3 == 0))
+            other.append((pieces[example][:prompt] + pieces[partner][skipped:], prompt, response, None))
+        for batch, documents in ((rows.read_batch([row]), own), (rows.mismatched.read_batch([row]), other)):
+            tokens = [token for document, *_ in documents for token in document]
+            assert len(tokens) <= sequence + 1 and batch.tokens[0].tolist()[: len(tokens)] == tokens[:sequence]
+            at = 0
+            for number, (document, prompt, length, bad) in enumerate(documents):
+                trained = slice(at + prompt - 1, at + prompt + length - 1)
+                assert batch.targets[0, trained].tolist() == document[prompt:]
+                assert bad is None or {*batch.undesirable[0, trained].tolist()} == {bad}
+                assert {*batch.document_ids[0, at : at + len(document)].tolist()} == {number}
+                at += len(document)
+            assert (batch.targets[0] >= 0).sum() == sum(length for _, _, length, _ in documents)
+    assert sorted(seen) == [*range(13)]
+
+
+def test_single_labelled_example_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="a data source with a single labelled example, and KTO estimates"):
+        packed(tmp_path, [[(2, 3)]], 10, encoder=Labelled(), labelled=True).mismatched  # noqa: B018
 
 
 shape = st.tuples(st.integers(1, 9), st.integers(1, 9))

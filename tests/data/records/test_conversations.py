@@ -31,6 +31,10 @@ RECORDS: dict[str, list[Any]] = {
         {"prompt": "Q", "chosen": "good", "rejected": "bad"},
         {"prompt": "R", "chosen": "b", "rejected": "c"},
     ],
+    "unpaired": [
+        {"prompt": "Q", "completion": "good", "label": True},
+        {"prompt": "R", "completion": "bad", "label": False},
+    ],
 }
 
 
@@ -92,6 +96,26 @@ def test_preference_formats_parse_alike():
     assert [branch[0].content for branch in example.branches] == ["good", "bad"]
 
 
+@pytest.mark.parametrize("label", [True, False])
+def test_unpaired_labels_of_trl_and_llama_factory_parse_alike(label: bool):
+    """Schemas of TRL's unpaired preference and of LLaMA-Factory's KTO data (`kto_tag`)."""
+    shared = {"kto_tag": label, "system": "S"}
+    turns = [{"role": role, "content": text} for role, text in (("system", "S"), ("user", "Q"), ("assistant", "a"))]
+    for record in (
+        {"prompt": "Q", "completion": "a", "label": label, "system": "S"},
+        {"prompt": turns[:2], "completion": turns[2:], "label": int(label)},
+        {"prompt": turns[:2], "completion": turns[2:], "label": str(label)},
+        {"instruction": "Q", "output": "a", **shared},
+        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "a"}], **shared},
+        {"messages": turns[1:], **shared},
+    ):
+        found = RecordFormat("unpaired").parse_example(record)
+        assert found.prompt == (Message("system", "S"), Message("user", "Q"))
+        assert (found.branches, found.label, found.unused) == (((Message("assistant", "a"),),), label, set())
+    more = {"prompt": "Q", "completion": "a", "label": label, "score": 3, "kto_tag": label, "messages": turns}
+    assert RecordFormat("unpaired").parse_example(more).unused == {"score", "kto_tag", "messages"}
+
+
 @pytest.mark.parametrize(
     "kind, record, problem",
     [
@@ -103,6 +127,15 @@ def test_preference_formats_parse_alike():
         ("instruction", {"instruction": "Q", "output": None}, '"output" is null, not a string'),
         ("instruction", {"instruction": "Q", "input": 3, "output": "A"}, '"input" is the number 3, not a string'),
         ("instruction", ["Q", "A"], 'is a list of 2, not an object; expected {"instruction": "..."'),
+        ("unpaired", {"prompt": "Q", "completion": "a", "label": "yes"}, "\"label\" is the string 'yes', not true"),
+        ("unpaired", {"prompt": "Q", "completion": "a"}, 'no key "label" .it has "prompt", "completion"'),
+        ("unpaired", {"completion": "a", "label": True}, 'no key "prompt"'),
+        ("unpaired", {"text": "a", "label": True}, 'no key "prompt"'),
+        (
+            "unpaired",
+            {"messages": CHAT[:1], "kto_tag": True},
+            'ends with a turn of role "user"; the judged',
+        ),
         ("chat", {"messages": "Q"}, "\"messages\" is the string 'Q', not a list of messages"),
         ("chat", {"messages": []}, '"messages" is an empty list'),
         ("chat", {"text": "Q"}, 'no key "messages" .it has "text".'),

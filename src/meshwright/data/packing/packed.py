@@ -27,11 +27,13 @@ class TokenBatch:
     tokens: int64 [B, S]. targets: int64 [B, S], the token after each position. A target is -100 (ignored by the loss)
     if that token is padding, begins another document (with `document_mask`) or, for records, is not one to be trained
     on. document_ids: int32 [B, S], 0 for a row's first document, then 1, 2 ...; all 0 without `document_mask`.
+    undesirable: bool [B, S], whether the target is of an undesirable response; None for data without labels.
     """
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
     document_ids: NDArray[np.int32]
+    undesirable: NDArray[np.bool_] | None = None
 
     @property
     def target_tokens(self) -> int:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -18,46 +16,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.data.packing.packed import NO_TARGET, PackedDataset, StoredTokens, TokenBatch
+from meshwright.data.packing.packing_plan import (
+    PackingPlan,
+    PackingSettings,
+    describe_pairs,
+    pack_best_fit,
+    truncate_lengths,
+)
 from meshwright.data.packing.shards import TRAINED
-from meshwright.data.packing.token_marks import TRAINED_BIT, count_marks
+from meshwright.data.packing.token_marks import TRAINED_BIT, UNDESIRABLE_BIT, count_marks
 from meshwright.errors import UserError
-
-OPEN_ROWS = 256  # rows with remaining capacity that best fit chooses from
-
-
-@dataclass(frozen=True, slots=True)
-class PackingPlan:
-    """Assignment of examples to R packed rows. An example is a parsed record of D documents (D = 2 for preference
-    pairs, else 1). K examples are in rows; the others are dropped.
-
-    kept: int64 [K, D], length of each document in tokens after truncation. numbers: int64 [K], index of each of the K
-    examples among all examples. order: int64 [K], indices in [0, K) of the examples, sorted by row; row r contains
-    order[bounds[r]:bounds[r + 1]]. bounds: int64 [R + 1]. rows_by_source: number of rows of each data source; one
-    number, for all, if rows may mix sources. report: counts by name, as `PackedExamples.report` lists them.
-    """
-
-    kept: NDArray[np.int64]
-    numbers: NDArray[np.int64]
-    order: NDArray[np.int64]
-    bounds: NDArray[np.int64]
-    rows_by_source: list[int]
-    report: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class PackingSettings:
-    """Options of packing examples (parsed records) into rows.
-
-    documents_per_example: 1, or 2 for preference pairs. train_on: tokens that are targets, "responses" or "all". pack:
-    True if a row may contain several examples; False: one per row. too_long: what to do with examples longer than a
-    row, "truncate", "drop" or "refuse" (raise `UserError`). decode: converts token ids to text, for error messages.
-    """
-
-    documents_per_example: int = 1
-    train_on: str = "responses"
-    pack: bool = True
-    too_long: str = "truncate"
-    decode: Callable[[NDArray[Any]], str] = str
 
 
 class PackedExamples(PackedDataset):
@@ -80,7 +48,7 @@ class PackedExamples(PackedDataset):
         sequence: int,
         document_mask: bool,
         padding: int,
-        packing: PackingSettings = PackingSettings(),
+        packing: PackingSettings,
     ) -> None:
         """Store the options; rows are planned on first use. stored: the split's shards. sequence: S, tokens in a row.
         document_mask: number the documents of a row, so that they do not attend to each other; False: all have id 0.
@@ -109,9 +77,21 @@ class PackedExamples(PackedDataset):
         """Counts of packing, by name. `examples`: all; `trained`: those in rows; `truncated`: those of `trained` that
         were cut; `too_long`, `without_response`: dropped ones by reason; `targets`: target tokens in rows;
         `lost_targets`: target tokens of truncated and dropped examples; `padding`: padding tokens in all rows. Of
-        preference pairs also the counts of `_describe_pairs`.
+        preference pairs also the counts of `describe_pairs`, of labelled examples `desirable` and `undesirable`.
         """
         return self.plan.report
+
+    @property
+    def mismatched(self) -> MismatchedRows:
+        """The rows with each labelled example's response replaced by that of another one. Raises `UserError` if there
+        is no other one.
+        """
+        if (self.plan.partners == np.arange(len(self.plan.numbers))).any():
+            raise UserError(
+                f"the {self.directory.name} split has a data source with a single labelled example, and KTO estimates "
+                "the KL divergence from the responses to other prompts: give more, or change data.validation_fraction"
+            )
+        return MismatchedRows(self)
 
     def iterate_texts(self) -> Iterator[str]:
         """Yield the text of each record in order, all of its messages joined (see `Example.join_texts`)."""
@@ -122,7 +102,8 @@ class PackedExamples(PackedDataset):
     def rows_sha256(self) -> str:
         """Hex SHA-256 of the packing plan, which determines the tokens at every position of every row."""
         digest = hashlib.sha256()
-        for part in (self.plan.numbers, self.plan.kept, self.plan.order, self.plan.bounds):
+        plan = self.plan
+        for part in (plan.numbers, plan.kept, plan.order, plan.bounds, plan.prompts, plan.partners):
             digest.update(f"{part.shape} ".encode() + np.ascontiguousarray(part, "<i8").tobytes())
         return digest.hexdigest()
 
@@ -149,7 +130,7 @@ class PackedExamples(PackedDataset):
         targets = self._count_document_targets()
         before, kept = targets.copy(), lengths.copy()
         for number in np.flatnonzero(long).tolist():
-            kept[number] = _truncate_lengths(lengths[number], capacity)
+            kept[number] = truncate_lengths(lengths[number], capacity)
             spans = zip(begins[number].tolist(), kept[number].tolist(), strict=True)
             marks = [self._read_document(begin, begin + length)[1] for begin, length in spans]
             targets[number] = [(one & TRAINED_BIT).sum() for one in marks]
@@ -159,6 +140,14 @@ class PackedExamples(PackedDataset):
         used = (targets > 0).all(axis=1) & ~dropped & ~identical
         numbers = np.flatnonzero(used)
         sizes = kept[numbers].sum(axis=1)
+        padding = -int(sizes.sum())
+        prompts, partners = np.zeros((2, 0), np.int64)
+        labels: dict[str, int] = {}
+        if self.packing.labelled:
+            prompts, undesirable = self._find_responses(begins[numbers, 0], kept[numbers, 0])
+            partners = self._choose_partners(numbers)
+            sizes = np.maximum(sizes, np.minimum(prompts + (kept[numbers, 0] - prompts)[partners], capacity))
+            labels = {"desirable": int((~undesirable).sum()), "undesirable": int(undesirable.sum())}
         rows: list[list[int]] = []
         by_source = []
         for first, end in self._examples_by_source():
@@ -183,12 +172,40 @@ class PackedExamples(PackedDataset):
                 "truncated": int((used & long).sum()),
                 "too_long": int(dropped.sum()),
                 "without_response": int((~used & ~dropped & ~identical).sum()),
-                **_describe_pairs(targets[numbers], int(identical.sum())),
+                **describe_pairs(targets[numbers], int(identical.sum())),
+                **labels,
                 "targets": int(targets[numbers].sum()),
                 "lost_targets": int(before.sum() - targets[numbers].sum()),
-                "padding": len(rows) * capacity - int(sizes.sum()),
+                "padding": len(rows) * capacity + padding,
             },
+            prompts,
+            partners,
         )
+
+    def _find_responses(
+        self, begins: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return for each of K documents (number of tokens before its first target, whether its response is
+        undesirable). begins, lengths: first token and length of each document, [K].
+        """
+        prompts, undesirable = np.zeros(len(begins), np.int64), np.zeros(len(begins), bool)
+        for place, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
+            marks = self._read_document(begin, begin + length)[1]
+            prompts[place] = int(np.argmax(marks & TRAINED_BIT))
+            undesirable[place] = bool(marks[prompts[place]] & UNDESIRABLE_BIT)
+        return prompts, undesirable
+
+    def _choose_partners(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return for each of K examples the index, in [0, K), of another one of the same data source (of itself, if
+        there is no other), half the source away: neighbours often answer the same prompt. numbers: the examples'
+        indices among all, [K].
+        """
+        partners = np.zeros(len(numbers), np.int64)
+        for first, end in self._examples_by_source():
+            begin, stop = np.searchsorted(numbers, [first, end]).tolist()
+            count = max(1, stop - begin)
+            partners[begin:stop] = begin + (np.arange(stop - begin) + max(1, count // 2)) % count
+        return partners
 
     def _find_identical_pairs(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return for each example whether it is a pair of documents with the same tokens, bool [examples]. begins,
@@ -210,10 +227,14 @@ class PackedExamples(PackedDataset):
         rows = np.asarray(numbers, dtype=np.int64)
         assert rows.ndim == 1, rows.shape
         assert padded or rows.size == 0 or 0 <= rows.min() <= rows.max() < self.sequences, (rows, self.sequences)
-        values, marks, ids = self._read_rows(rows)
+        return self._make_batch(*self._read_rows(rows))
+
+    def _make_batch(self, values: NDArray[np.int64], marks: NDArray[np.uint8], ids: NDArray[np.int32]) -> TokenBatch:
+        """Return rows, as `_read_rows` reads them, as a batch."""
         targets = np.where(marks[:, 1:] & TRAINED_BIT, values[:, 1:], NO_TARGET)
         ids = ids[:, :-1] if self.document_mask else np.zeros_like(ids[:, :-1])
-        return TokenBatch(np.ascontiguousarray(values[:, :-1]), targets, np.ascontiguousarray(ids))
+        undesirable = marks[:, 1:] & UNDESIRABLE_BIT != 0 if self.packing.labelled else None
+        return TokenBatch(np.ascontiguousarray(values[:, :-1]), targets, np.ascontiguousarray(ids), undesirable)
 
     def read_marked_documents(self, number: int) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
         """Read the documents of the packed row with index `number`, without padding; returns the token ids and the
@@ -239,9 +260,12 @@ class PackedExamples(PackedDataset):
                 counts[name] = held + more if name == "spans" else dict(Counter(held) + Counter(more))
         return counts
 
-    def _read_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]:
+    def _read_rows(
+        self, rows: NDArray[np.int64], mismatched: bool = False
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]:
         """Read packed rows; returns token ids, marks (see `token_marks`) and document ids, [rows, S + 1] each. Padding
         has the mark 0 and a separate document id. rows: indices; one beyond the last row consists of padding.
+        mismatched: replace each response by that of the example's partner.
         """
         plan, capacity = self.plan, self.sequence + 1
         values = np.full((len(rows), capacity), self.padding, dtype=np.int64)
@@ -252,14 +276,29 @@ class PackedExamples(PackedDataset):
                 continue
             at = document = 0
             for example in plan.order[plan.bounds[row] : plan.bounds[row + 1]].tolist():
-                for piece, length in enumerate(plan.kept[example].tolist()):
-                    begin = int(self._documents[plan.numbers[example] * self.packing.documents_per_example + piece, 0])
-                    here = slice(at, at + length)
-                    values[place, here], marks[place, here] = self._read_document(begin, begin + length)
-                    ids[place, here] = document
-                    at, document = at + length, document + 1
+                for ranges in self._list_ranges(example, mismatched):
+                    for begin, end in ranges:
+                        here = slice(at, at + end - begin)
+                        values[place, here], marks[place, here] = self._read_document(begin, end)
+                        ids[place, here] = document
+                        at += end - begin
+                    document += 1
             ids[place, at:] = document
         return values, marks, ids
+
+    def _list_ranges(self, example: int, mismatched: bool) -> list[list[tuple[int, int]]]:
+        """Return the token ranges [begin, end) that make up each document of an example, by its index in [0, K).
+        mismatched: its prompt with the response of its partner, cut to a row.
+        """
+        plan, documents = self.plan, self.packing.documents_per_example
+        first = int(plan.numbers[example]) * documents
+        begins = self._documents[first : first + documents, 0].tolist()
+        if not mismatched:
+            return [[(at, at + length)] for at, length in zip(begins, plan.kept[example].tolist(), strict=True)]
+        other, prompt = int(plan.partners[example]), int(plan.prompts[example])
+        length = min(int(plan.kept[other, 0] - plan.prompts[other]), self.sequence + 1 - prompt)
+        response = int(self._documents[plan.numbers[other], 0] + plan.prompts[other])
+        return [[(begins[0], begins[0] + prompt), (response, response + length)]]
 
     def _read_document(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
         """Read one document, the tokens [begin, end) of the split's token stream; returns (token ids [n], their marks
@@ -311,46 +350,26 @@ class PackedExamples(PackedDataset):
         )
 
 
-def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into bins by best fit with at most 256 open bins (`OPEN_ROWS`); returns the item indices of each bin.
+class MismatchedRows:
+    """The packed rows of labelled examples, with each response replaced by that of another example: samples from which
+    KTO estimates the KL divergence of policy and reference. examples: the rows with the own responses."""
 
-    sizes: size of each item, at most `capacity`. capacity: size of a bin. Items are placed in order. An item goes into
-    the open bin with the least remaining capacity that suffices, else into a new bin; if more than 256 bins are then
-    open, the fullest one is closed. This takes n log n time and keeps neighbours together. (With all bins open, best
-    fit needs at most 1.7 times the fewest bins: Johnson et al. 1974, doi:10.1137/0203025.)
-    """
-    rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # (remaining capacity, row), ascending
-    for place, size in enumerate(sizes):
-        assert 0 < size <= capacity, (size, capacity)
-        at = bisect_left(open_rows, (size, -1))
-        if at < len(open_rows):
-            left, row = open_rows.pop(at)
-            rows[row].append(place)
-        else:
-            left, row = capacity, len(rows)
-            rows.append([place])
-        if left - size:
-            insort(open_rows, (left - size, row))
-        if len(open_rows) > OPEN_ROWS:
-            open_rows.pop(0)
-    return rows
+    def __init__(self, examples: PackedExamples) -> None:
+        self._examples = examples
+        self.sequences, self.rows = examples.sequences, examples.rows
 
+    @property
+    def examples_by_row(self) -> NDArray[np.int64]:
+        """Number of examples in each packed row, int64 [rows]: as many as with the own responses."""
+        return self._examples.examples_by_row
 
-def _truncate_lengths(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Return the token counts to which an example's documents are cut, so that they sum to at most `capacity`: all to
-    the same, so that neither response of a pair is cut more. lengths: token counts, [documents].
-    """
-    return np.full(len(lengths), min(int(lengths.min()), capacity // len(lengths)))
+    @property
+    def rows_sha256(self) -> str:
+        """Hex SHA-256 of the packing plan."""
+        return self._examples.rows_sha256
 
-
-def _describe_pairs(targets: NDArray[np.int64], identical: int) -> dict[str, int]:
-    """Return counts of preference pairs: `identical` ones that were dropped, `pairs` in rows, target tokens of their
-    responses, and pairs whose chosen response is longer; nothing for other examples. targets: target tokens of each
-    document of the examples in rows, [examples, documents per example].
-    """
-    if targets.shape[1] != 2:
-        return {}
-    chosen, rejected = targets.T
-    lengths = {"chosen_tokens": int(chosen.sum()), "rejected_tokens": int(rejected.sum())}
-    return {"identical": identical, "pairs": len(targets), **lengths, "chosen_longer": int((chosen > rejected).sum())}
+    def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
+        """Read the rows with the indices `numbers` [B] as `PackedExamples.read_batch` does. padded: allow any index."""
+        rows = np.asarray(numbers, dtype=np.int64)
+        assert padded or rows.size == 0 or 0 <= rows.min() <= rows.max() < self.sequences, (rows, self.sequences)
+        return self._examples._make_batch(*self._examples._read_rows(rows, mismatched=True))

@@ -1,6 +1,7 @@
 """Marks of the tokens of records, one byte each: whether the token is trained on, and in whose turn it is.
 
-Bit 0 is 1 for a target of the loss; the bits above it hold the index in `AUTHORS` of the turn's role.
+Bit 0 is 1 for a target of the loss; bits 1 to 6 hold the index in `AUTHORS` of the turn's role; bit 7 is 1 for the
+tokens of an undesirable response (KTO).
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from numpy.typing import NDArray
 from meshwright.names import ROLES
 
 TRAINED_BIT = 1
+UNDESIRABLE_BIT = 128
+_AUTHOR_BITS = 126
 AUTHORS = ("template", *ROLES)  # "template": text between turns, such as a default system prompt
 
 
 def author_bits(role: str) -> int:
     """Return the bits of a mark that say that a token is in a turn of `role`, such as "user"."""
     return AUTHORS.index(role) << 1
+
+
+def author_of(marks: Any) -> Any:
+    """Return the index in `AUTHORS` of the role that a mark, or an array of marks, holds."""
+    return (marks & _AUTHOR_BITS) >> 1
 
 
 def iterate_runs(marks: NDArray[Any]) -> Iterator[tuple[int, int]]:
@@ -35,7 +43,7 @@ def count_marks(marks: NDArray[np.uint8], begins: NDArray[np.int64]) -> dict[str
 
     marks: [tokens] of documents one after another. begins: index at which each document begins, ascending.
     """
-    trained, authors = marks & TRAINED_BIT != 0, marks >> 1
+    trained, authors = marks & TRAINED_BIT != 0, author_of(marks)
     starts = np.zeros(len(marks), bool)
     starts[begins[begins < len(marks)]] = True
     changes = starts[1:] | (authors[1:] != authors[:-1])

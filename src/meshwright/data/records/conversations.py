@@ -1,4 +1,5 @@
-"""Instruction, chat and preference records, parsed to conversations; the recipe maps the keys that files use."""
+"""Instruction, chat, preference and unpaired records, parsed to conversations; the recipe maps the keys that files
+use."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")  # Anthropic's helpful and ha
 class Example(NamedTuple):
     """A parsed training example: a prompt and its continuations (`branches`).
 
-    Instructions and chats have one branch; a preference has two, the chosen and the rejected one. Assistant turns in
-    branches are responses to be trained on; those in the prompt are context. tools: JSON schemas of the functions that
+    A preference has two branches, the chosen and the rejected one; other records have one. Assistant turns in branches
+    are responses to be trained on; those in the prompt are context. label: of an unpaired record, True if its response
+    is desirable; None for other records. tools: JSON schemas of the functions that
     the assistant may call, as chat templates expect them. unused: keys of the record and its messages that are not
     used, such as "source" and "messages.id".
     """
@@ -36,6 +38,7 @@ class Example(NamedTuple):
     branches: tuple[tuple[Message, ...], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     unused: frozenset[str] = frozenset()
+    label: bool | None = None
 
     def join_texts(self) -> str:
         """Join the texts of all messages by blank lines, for cleaning rules and counts."""
@@ -52,10 +55,10 @@ class Example(NamedTuple):
 
 
 class RecordFormat(NamedTuple):
-    """Format of a file of records (JSON objects or Parquet rows). kind: "instruction", "chat" or "preference". renamed:
-    {standard key: key in the files}, such as {"prompt": "question"}; other keys have their standard names. messages:
-    how messages are written. thinking: which reasoning is kept, "template", "all", "none" or "last" (see
-    `DataRecipe.thinking`).
+    """Format of a file of records (JSON objects or Parquet rows). kind: "instruction", "chat", "preference" or
+    "unpaired". renamed: {standard key: key in the files}, such as {"prompt": "question"}; other keys have their
+    standard names. messages: how messages are written. thinking: which reasoning is kept, "template", "all", "none" or
+    "last" (see `DataRecipe.thinking`).
     """
 
     kind: str
@@ -95,10 +98,9 @@ class RecordFormat(NamedTuple):
     def parse_example(self, record: dict[str, Any]) -> Example:
         """Parse a record that is one example. Raises `MalformedRecord` as `parse_examples` does."""
         unused: set[str] = set()
-        parse = {"instruction": self._parse_instruction, "chat": self._parse_chat}.get(
-            self.kind, self._parse_preference
-        )
-        prompt, branches = parse(record, unused)
+        parse = {"instruction": self._parse_instruction, "chat": self._parse_chat, "unpaired": self._parse_unpaired}
+        prompt, branches = parse.get(self.kind, self._parse_preference)(record, unused)
+        label = self._parse_label(record) if self.kind == "unpaired" else None
         system = self._get_optional_text(record, "system")
         if system:
             given = [message.content for message in (*prompt, *branches[0]) if message.role == "system"]
@@ -114,7 +116,7 @@ class RecordFormat(NamedTuple):
             check_tool_results((*prompt, *branch), self.get_file_key(RECORD_KEYS[self.kind][0]))
         used = {*map(self.get_file_key, self._list_used_keys(record))}
         unused.update(str(key) for key, value in record.items() if key not in used and value is not None)
-        return Example(prompt, branches, tools, frozenset(unused))
+        return Example(prompt, branches, tools, frozenset(unused), label)
 
     def _list_used_keys(self, record: Mapping[str, Any]) -> list[str]:
         """Return the standard keys that are used of a record, by the schema that it follows."""
@@ -125,6 +127,12 @@ class RecordFormat(NamedTuple):
             left = {"instruction", "input", "output", "history"} if completes else {"prompt", "completion"}
         elif self.kind == "chat":
             left = {"conversations"} if self.get_file_key("messages") in record else {"messages"}
+        elif self.kind == "unpaired":
+            left = {"label" if "kto_tag" in record and self.get_file_key("label") not in record else "kto_tag"}
+            schemas = ({"prompt", "completion"}, {"messages"}, {"conversations"})
+            alpaca = {"instruction", "input", "output", "history"}
+            held = next((each for each in schemas if {*map(self.get_file_key, each)} <= {*record}), alpaca)
+            left |= (set().union(*schemas) | alpaca) - held
         elif self.get_file_key("prompt") in record:
             left = {"conversations"}
         if record.get(self.get_file_key("tools")) is not None:
@@ -134,7 +142,8 @@ class RecordFormat(NamedTuple):
     def format_example_record(self) -> str:
         """Return the JSON text of a well-formed record of this format, for error messages."""
         turn = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-        parts = {part: turn if part == "messages" else '"..."' for part in RECORD_KEYS[self.kind]}
+        values = {"messages": turn, "label": "true"}
+        parts = {part: values.get(part, '"..."') for part in RECORD_KEYS[self.kind]}
         return "{" + ", ".join(f'"{self.get_file_key(part)}": {value}' for part, value in parts.items()) + "}"
 
     def _parse_tools(self, record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
@@ -211,6 +220,44 @@ class RecordFormat(NamedTuple):
         return prompt, tuple(
             branch[len(prompt) :] if long else branch for branch, long in zip(branches, whole, strict=True)
         )
+
+    def _parse_unpaired(
+        self, record: dict[str, Any], unused: set[str]
+    ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
+        """Parse a record of a single labelled response to (prompt, branches): TRL's `prompt` and `completion`, or
+        LLaMA-Factory's instruction, `messages` or `conversations`, whose last turn is the response. Raises
+        `MalformedRecord` as other kinds do, and if the last turn is not the assistant's.
+        """
+        keys = [self.get_file_key(part) for part in ("messages", "conversations")]
+        if self.get_file_key("prompt") in record or self.get_file_key("completion") in record:
+            prompt = self._parse_side(record, "prompt", "user", unused)
+            branch = self._parse_side(record, "completion", "assistant", unused)
+        elif key := next((key for key in keys if key in record), None):
+            *before, last = self.messages.parse_all(record[key], key, unused)
+            prompt, branch = tuple(before), (last,)
+        elif self.get_file_key("instruction") in record:
+            _, (turns,) = self._parse_instruction(record, unused)
+            prompt, branch = turns[:-1], turns[-1:]
+        else:
+            raise self._missing_key_error(record, self.get_file_key("prompt"), "prompt")
+        if branch[-1].role != "assistant":
+            raise MalformedRecord(
+                f'ends with a turn of role "{branch[-1].role}"; the judged response is an assistant\'s'
+            )
+        return prompt, (branch,)
+
+    def _parse_label(self, record: Mapping[str, Any]) -> bool:
+        """Return the label of an unpaired record, under the standard key "label" or LLaMA-Factory's "kto_tag": True, 1
+        or "true" for a desirable response. Raises `MalformedRecord` for anything else.
+        """
+        parts = [part for part in ("label", "kto_tag") if self.get_file_key(part) in record]
+        if not parts:
+            raise self._missing_key_error(dict(record), self.get_file_key("label"), "label")
+        value = record[key := self.get_file_key(parts[0])]
+        value = {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+        if value not in (True, False):
+            raise MalformedRecord(f'"{key}" is {describe_value(value)}, not true (desirable) or false (undesirable)')
+        return bool(value)
 
     def _parse_side(
         self, record: dict[str, Any], part: str, role: str, unused: set[str], split: bool = False

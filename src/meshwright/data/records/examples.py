@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.packing.shards import EncodedDocument
-from meshwright.data.packing.token_marks import TRAINED_BIT, author_bits
+from meshwright.data.packing.token_marks import TRAINED_BIT, UNDESIRABLE_BIT, author_bits
 from meshwright.data.records.chat_template import ChatTemplate, RenderedConversation, Tools
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_rendering import TemplateError
@@ -75,9 +75,9 @@ class ExampleEncoder:
                     f"tokenized in one piece; shorten it, or set data.clean.maximum_characters = {LONGEST_DOCUMENT} "
                     "to drop such records"
                 )
-            prompt, of_it, tools, _ = document.example
+            prompt, of_it, tools, _, label = document.example
             self._system_messages += any(message.role == "system" for message in (*prompt, *of_it[0]))
-            branches.append((len(of_it), (document.text or "").encode()))
+            branches.append((len(of_it), (document.text or "").encode(), label is False))
             try:
                 rendered += [
                     self.template.render_with_spans((*prompt, *branch), len(prompt), tools=tools) for branch in of_it
@@ -86,8 +86,10 @@ class ExampleEncoder:
                 raise UserError(f"{document.name}: {self.template.where} {error}") from None
         self._lost_reasoning += sum(one.lost_reasoning for one in rendered)
         encoded = iter(self._encode(rendered))
-        for count, text in branches:
+        for count, text, undesirable in branches:
             pieces = [next(encoded) for _ in range(count)]
+            for _, trained in pieces:
+                trained |= np.where(trained & TRAINED_BIT, UNDESIRABLE_BIT * undesirable, 0).astype(np.uint8)
             # The record's text is stored once, with its first document.
             yield [
                 EncodedDocument(tokens, b"" if number else text, trained)

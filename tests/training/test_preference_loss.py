@@ -17,12 +17,12 @@ from meshwright.model.documents import Documents
 from meshwright.model.initialise import initial_value
 from meshwright.model.loss import OutputHead, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import Pairs
-from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
 from meshwright.spec import chunks
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from meshwright.training.preference_loss import Preference
 from meshwright.verification.compare import relative_errors
 from meshwright.verification.problem import scale_down_config
 from tests.model.transformers_names import entry_in_transformers
@@ -165,7 +165,35 @@ def test_losses_and_rewards_match_the_papers(preference: Preference):
         rewards = [rewards[0] + beta * chosen, rewards[1] + beta * rejected]
         right += chosen > rejected
     assert float(found.loss) == pytest.approx(total, rel=1e-12)
-    assert found.figures.tolist() == pytest.approx([*rewards, right], rel=1e-12)
+    assert found.figures.tolist() == pytest.approx([*rewards, right, 3, 3], rel=1e-12)
+
+
+def test_kto_matches_the_paper():
+    """Eq. 8 of arXiv:2402.01306, a response at a time; three documents, four, and padding alone."""
+    generator = torch.Generator().manual_seed(2)
+    reference, values = (-10 * torch.rand(3, 5, dtype=torch.float64, generator=generator) for _ in range(2))
+    lengths = torch.tensor([[3.0, 5, 1, 0, 0], [4, 9, 2, 1, 0], [0] * 5], dtype=torch.float64)
+    undesirable = torch.tensor([[1, 0, 0, 1, 1], [0, 1, 1, 0, 0], [1, 0, 0, 1, 0]]).bool()
+    pairs = Pairs.from_ids(torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 0, 0]]), most=5, of=1)
+    pairs = replace(pairs, counted_BP=lengths > 0, reference_BD=reference, undesirable_BD=undesirable)
+    for kl, weights in ((0.0, (1.0, 1.0)), (0.7, (1.5, 0.4))):
+        values.requires_grad_().grad = None
+        judged = replace(pairs, kl_B=torch.full((3,), kl, dtype=torch.float64))
+        found = Preference("kto", 0.3, weights=weights)(values, judged)
+        found.loss.backward()
+        loss, rewards, right, counts = 0.0, [0.0, 0.0], 0, [0, 0]
+        for row, place in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)):
+            score, bad = float(values[row, place].detach() - reference[row, place]), bool(undesirable[row, place])
+            value = 1 / (1 + math.exp(-0.3 * (kl - score if bad else score - kl)))
+            loss += weights[bad] * (1 - value)
+            rewards[bad] += 0.3 * score
+            right += score < kl if bad else score > kl
+            counts[bad] += 1
+            slope = weights[bad] * 0.3 * value * (1 - value) * (1 if bad else -1)
+            assert float(values.grad[row, place]) == pytest.approx(slope, rel=1e-12)
+        assert float(found.loss.detach()) == pytest.approx(loss, rel=1e-12)
+        assert found.figures.tolist() == pytest.approx([*rewards, right, *counts], rel=1e-12)
+        assert not values.grad[lengths == 0].any()
 
 
 def test_orpo_of_a_certain_response_is_finite():

@@ -1,27 +1,17 @@
-"""Preference losses (DPO, IPO, SimPO, ORPO) on the log-probabilities of response pairs.
+"""Preference losses on the log-probabilities of response pairs (DPO, IPO, SimPO, ORPO) or of single responses (KTO).
 
-Shapes: B sequences, P maximum pairs of a sequence, D = 2 P responses.
+Shapes: B sequences, P maximum pairs of a sequence, D = 2 P responses; for KTO D = P.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from meshwright.model.pairs import Pairs
+from meshwright.model.pairs import Pairs, PreferenceLoss
 from meshwright.recipe import Recipe
-
-
-class PreferenceLoss(NamedTuple):
-    """Preference loss and metrics of a batch. `loss`: summed over pairs. `figures` (float64 [3], detached): sum of the
-    rewards of chosen responses, sum of those of rejected ones, and number of pairs whose chosen response has the higher
-    reward."""
-
-    loss: torch.Tensor
-    figures: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +24,11 @@ class Preference:
     - "ipo": the same score; loss (h - 1 / (2 beta))² (Azar et al. 2023, arXiv:2310.12036, eq. 17; beta is its tau);
     - "simpo": score (log p) / |y|; loss -log sigmoid(beta h - `margin`) (Meng et al. 2024, arXiv:2405.14734, eq. 6);
     - "orpo": score log odds of P = exp((log p) / |y|), odds P / (1 - P); loss -(log p) / |y| of the chosen response
-      minus beta log sigmoid h (Hong et al. 2024, arXiv:2403.07691, eqs. 3, 6, 7; beta is its lambda).
+      minus beta log sigmoid h (Hong et al. 2024, arXiv:2403.07691, eqs. 3, 6, 7; beta is its lambda);
+    - "kto": of a single response with the score s = log p / p_ref and the KL estimate z: loss w_d (1 - sigmoid(beta (s
+    - z))) if it is desirable, else w_u (1 - sigmoid(beta (z - s))) (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8;
+    `weights` are w_d, w_u, its lambdas). z is the mean of log p / p_ref over mismatched responses to the prompts of the
+    whole step, at least 0, without gradient.
 
     |y|: target tokens of the response. A response's reward is beta times its score, for "orpo" beta times log P.
     """
@@ -43,15 +37,24 @@ class Preference:
     beta: float = 0.1
     label_smoothing: float = 0.0
     margin: float = 0.0
+    weights: tuple[float, float] = (1.0, 1.0)
 
     @property
     def needs_reference(self) -> bool:
         """True if the loss compares the policy with a reference policy."""
-        return self.objective in ("dpo", "ipo")
+        return self.objective in ("dpo", "ipo", "kto")
+
+    @property
+    def responses(self) -> int:
+        """Number of responses of a loss term: 1 for a single response (KTO), 2 for a pair."""
+        return 1 if self.objective == "kto" else 2
 
     def __call__(self, log_probabilities_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:
         """Return the metrics and the loss summed over the `pairs` of a batch, in the dtype of `log_probabilities_BD`:
-        the log-probabilities (nats) of the D responses of each of B sequences, chosen and rejected alternating."""
+        the log-probabilities (nats) of the D responses of each of B sequences, of pairs chosen and rejected ones
+        alternating."""
+        if self.responses == 1:
+            return self._judge_singles(log_probabilities_BD - pairs.reference_BD, pairs)
         counted_BP = pairs.counted_BP
         scores_BD = log_probabilities_BD - pairs.reference_BD
         if not self.needs_reference:
@@ -69,8 +72,22 @@ class Preference:
             losses_BP = (1 - self.label_smoothing) * meant + self.label_smoothing * other
         with torch.no_grad():
             rewards_2 = self.beta * torch.stack([chosen_BP, rejected_BP]).mul(counted_BP).sum(dim=(1, 2))
-            right = ((h_BP > 0) & counted_BP).sum()
-        return PreferenceLoss((losses_BP * counted_BP).sum(), torch.cat([rewards_2, right[None].to(rewards_2.dtype)]))
+            right, count = ((h_BP > 0) & counted_BP).sum(), counted_BP.sum()
+            figures = torch.cat([rewards_2, torch.stack([right, count, count]).to(rewards_2.dtype)])
+        return PreferenceLoss((losses_BP * counted_BP).sum(), figures)
+
+    def _judge_singles(self, scores_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:
+        """Return loss and metrics of single responses with labels (KTO). scores_BD: log p / p_ref of each."""
+        kinds_2BD = pairs.counted_BP & torch.stack([~pairs.undesirable_BD, pairs.undesirable_BD])
+        ahead_BD = scores_BD - pairs.kl_B[:, None]
+        losses_BD = [
+            w * torch.sigmoid(-by * ahead_BD) for w, by in zip(self.weights, (self.beta, -self.beta), strict=True)
+        ]
+        with torch.no_grad():
+            rewards_2 = (self.beta * scores_BD * kinds_2BD).sum(dim=(1, 2))
+            right = (torch.stack([ahead_BD > 0, ahead_BD < 0]) & kinds_2BD).sum()
+            figures = torch.cat([rewards_2, right[None], kinds_2BD.sum(dim=(1, 2))]).to(rewards_2.dtype)
+        return PreferenceLoss((torch.stack(losses_BD) * kinds_2BD).sum(), figures)
 
 
 def make_preference(recipe: Recipe) -> Preference | None:
@@ -78,4 +95,5 @@ def make_preference(recipe: Recipe) -> Preference | None:
     train = recipe.train
     if recipe.objective == "next-token":
         return None
-    return Preference(recipe.objective, recipe.preference_beta, train.preference_smoothing, recipe.preference_margin)
+    smoothing, weights = train.preference_smoothing, (train.desirable_weight, train.undesirable_weight)
+    return Preference(recipe.objective, recipe.preference_beta, smoothing, recipe.preference_margin, weights)
