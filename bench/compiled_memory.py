@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
-from meshwright.planner.ledger import ledger
+from meshwright.planner.memory.ledger import ledger
 from meshwright.spec.presets import preset
-from tests.planner import encoder_cases
-from tests.planner.ledger_cases import Step, measure
+from tests.planner.memory import encoder_cases
+from tests.planner.memory.ledger_cases import Step, measure
 
 LIMIT = 0.05
 MIXTURES = [

@@ -4,8 +4,8 @@
 
 The real engine takes three steps on tensors that say they lie on a CUDA device and have sizes but no memory; each
 storage counts, in blocks of the caching allocator, from the operator that makes it to its last reference
-(`tests/planner/cuda_cases.py`). Families, ways to recompute, types, documents, and every axis of a layout, at the
-sizes of real models; what one forward keeps is compared tensor by tensor. The limit is 3% of the peak. It needs a
+(`tests/planner/memory/cuda_cases.py`). Families, ways to recompute, types, documents, and every axis of a layout, at
+the sizes of real models; what one forward keeps is compared tensor by tensor. The limit is 3% of the peak. It needs a
 C++ compiler and no GPU. Not seen: how the allocator's pieces fit, what kernels and NCCL take beside the sizes that
 their sources name.
 Writes `bench/results/gpu_ledger.json`; exit code 1 when a peak is beyond the limit or a forward keeps something else.
@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
-from tests.planner.cuda_cases import CudaStep, Measured, measured
+from tests.planner.memory.cuda_cases import CudaStep, Measured, measured
 
 LIMIT = 0.03
 AGAIN = "", "ac:selective", "ac:full"

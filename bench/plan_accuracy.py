@@ -3,9 +3,9 @@ against the null model (every run gets its source's median rate), rank correlati
 
     python bench/plan_accuracy.py shared/data/measured/training_runs.csv
 
-No constant of the planner is fitted to a run or a source; what it is calibrated on, `planner/rates.toml` says. Beside
-the table that is named, `bench/data/published_runs.csv` is priced: runs that chose no rate. The middle of the bounds
-is the median of all projects, theirs included; held out, that of the others. Peaks of memory that it has are
+No constant of the planner is fitted to a run or a source; what it is calibrated on, `planner/cost/rates.toml` says.
+Beside the table that is named, `bench/data/published_runs.csv` is priced: runs that chose no rate. The middle of the
+bounds is the median of all projects, theirs included; held out, that of the others. Peaks of memory that it has are
 compared with what the planner says the allocator holds.
 """
 
@@ -24,10 +24,10 @@ from bench.published_runs import MEMORY, PUBLISHED, Run, runs
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.memory import fullest, slack
-from meshwright.planner.rates import constants
-from meshwright.planner.space import Problem
-from meshwright.planner.step_time import StepTime, default_precision, step_time
+from meshwright.planner.cost.rates import constants
+from meshwright.planner.cost.step_time import StepTime, default_precision, step_time
+from meshwright.planner.memory.rank_memory import fullest, slack
+from meshwright.planner.search.space import Problem
 from meshwright.spec.refuse import refuse
 
 Predictions = list[tuple[Run, StepTime]]

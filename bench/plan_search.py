@@ -18,11 +18,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
 from meshwright.layout import Layout
-from meshwright.planner.cluster import cluster
-from meshwright.planner.estimate import priced
-from meshwright.planner.screen import screen
-from meshwright.planner.search import search
-from meshwright.planner.space import Problem
+from meshwright.planner.hardware.cluster import cluster
+from meshwright.planner.search.estimate import priced
+from meshwright.planner.search.screen import screen
+from meshwright.planner.search.search import search
+from meshwright.planner.search.space import Problem
 from meshwright.spec.presets import preset
 
 PROBLEMS = {

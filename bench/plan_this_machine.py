@@ -34,9 +34,9 @@ from meshwright.data import PreparedData
 from meshwright.data.preparation import prepare
 from meshwright.layout import Layout
 from meshwright.monitoring.memory import keep_freed_memory
-from meshwright.planner.cluster import Cluster, cluster
-from meshwright.planner.estimate import Estimate, evaluate
-from meshwright.planner.explain import explain
+from meshwright.planner.hardware.cluster import Cluster, cluster
+from meshwright.planner.search.estimate import Estimate, evaluate
+from meshwright.planner.show.explain import explain
 from meshwright.probe.points import ReferenceKernel
 from meshwright.recipe import Recipe, load_recipe
 from meshwright.spec.config import ModelConfig

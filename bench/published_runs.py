@@ -15,9 +15,9 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cluster import Cluster, cluster
-from meshwright.planner.engines import ENGINES, Engine
-from meshwright.planner.flops import training_flops_per_token
+from meshwright.planner.cost.engines import ENGINES, Engine
+from meshwright.planner.cost.flops import training_flops_per_token
+from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.presets import PRESETS, preset

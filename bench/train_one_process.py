@@ -36,7 +36,7 @@ def main() -> None:
 
     import torch
 
-    from meshwright.planner.flops import FLOPS_CONVENTION, training_flops_per_token
+    from meshwright.planner.cost.flops import FLOPS_CONVENTION, training_flops_per_token
     from meshwright.probe.matmul import measure_matmul_rate
     from meshwright.spec.config_from_recipe import config_from_recipe
     from meshwright.spec.parameters import parameter_table

@@ -16,7 +16,13 @@ SERVING = 5_250  # lines of code; the goal is 3,000; its breadth takes 2,000 mor
 # The training core is comm/ without its executor of collective programs, model/, parallel/ and these of training/.
 EXECUTOR = ("programs", "named_programs", "lowering", "measure_program")
 STEP_AND_LOOP = ("trainer", "loop", "optimizer", "loss_scale", "learning_rate")
-LONG_FILES = {"planner/moments.py", "planner/ledger.py", "planner/compiled_mixture.py"}  # until the planner's rebuild
+# Until the planner's rebuild:
+LONG_FILES = {
+    "planner/memory/moments.py",
+    "planner/memory/ledger.py",
+    "planner/memory/compiled_mixture.py",
+    "planner/search/screen.py",
+}
 MOST_PARAMETERS = 7  # of a function
 # click passes one parameter for each option of a command; the last two are written anew with the serving engine.
 LONG_SIGNATURES = {

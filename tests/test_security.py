@@ -27,7 +27,7 @@ from meshwright.layout import Layout
 from meshwright.limits import LIMITS, limit_error, limit_of, shorten_repr
 from meshwright.monitoring.report import write_report
 from meshwright.monitoring.trackers import check_trackers, load_tracker_class
-from meshwright.planner.cluster import cluster
+from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.models import tokens_of
 from meshwright.program.load import load_program
 from meshwright.recipe import SCHEMA, load_recipe, load_recipe_text

@@ -15,7 +15,7 @@ from meshwright.data.cleaning.blocked_words import BlockedWords, hash_word_list
 from meshwright.errors import UserError
 from meshwright.inspection.files import TensorFiles
 from meshwright.monitoring.report_inputs import read_recipe, read_result, read_steps
-from meshwright.planner.cluster import cluster
+from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.models import tokens_of
 from meshwright.program.load import load_program
 from meshwright.recipe import load_recipe

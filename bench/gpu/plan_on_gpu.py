@@ -26,9 +26,9 @@ from cases import Cases, step_seconds
 
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.planner.cluster import Cluster, cluster
-from meshwright.planner.devices import find_device
-from meshwright.planner.estimate import evaluate
+from meshwright.planner.hardware.cluster import Cluster, cluster
+from meshwright.planner.hardware.devices import find_device
+from meshwright.planner.search.estimate import evaluate
 from meshwright.probe.ranks import probe
 from meshwright.probe.report import format_cluster_file, make_cluster_tables
 from synthetic import synthetic_trainer

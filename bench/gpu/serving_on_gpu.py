@@ -35,8 +35,8 @@ from cases import Cases, free_memory
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
-from meshwright.planner.device_ledger import CONTEXT_BYTES, device_ledger
-from meshwright.planner.serving_ledger import ServingSizes
+from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, device_ledger
+from meshwright.planner.serving.ledger import ServingSizes
 from meshwright.serving import device_operations
 from meshwright.serving.device_runner import DeviceRunner
 from meshwright.serving.engine import Engine, build_scheduler

@@ -83,13 +83,13 @@ CLUSTER_KEYS = (
 
 
 def read_cluster(data: bytes, directory: Path) -> None:
-    from meshwright.planner.cluster import cluster
+    from meshwright.planner.hardware.cluster import cluster
 
     cluster(str(write_input(directory, "cluster.toml", data)))
 
 
 def read_shorthand(data: bytes, directory: Path) -> None:
-    from meshwright.planner.cluster import cluster
+    from meshwright.planner.hardware.cluster import cluster
 
     if "/" not in (text := decode(data)):
         cluster(text)

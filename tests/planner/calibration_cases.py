@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.probe.report import format_cluster_file
-from tests.planner.test_measured import example
+from tests.planner.hardware.test_measured import example
 
 MIB = 2**20
 DEVICE = "Example CPU"

@@ -12,11 +12,11 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.monitoring import run_directory
 from meshwright.planner.calibrate import METRICS, RESULT, calibration_of, cluster_file_with, read_run
-from meshwright.planner.calibration import Calibration
-from meshwright.planner.cluster import cluster
-from meshwright.planner.estimate import evaluate, problem_of
-from meshwright.planner.rates import constants
-from meshwright.planner.search import search
+from meshwright.planner.cost.rates import constants
+from meshwright.planner.hardware.calibration import Calibration
+from meshwright.planner.hardware.cluster import cluster
+from meshwright.planner.search.estimate import evaluate, problem_of
+from meshwright.planner.search.search import search
 from meshwright.toml import format_toml, parse_toml
 from tests.planner.calibration_cases import DEVICE, MIB, cluster_file, made_up_run
 

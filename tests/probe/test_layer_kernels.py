@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from meshwright.layout import Layout
-from meshwright.planner.engines import ENGINES
-from meshwright.planner.measured_rates import BACKWARD, SCORE_BYTES
-from meshwright.planner.operations import operations
+from meshwright.planner.cost.engines import ENGINES
+from meshwright.planner.cost.measured_rates import BACKWARD, SCORE_BYTES
+from meshwright.planner.cost.operations import operations
 from meshwright.probe.layer_kernels import VOCABULARY, list_layer_points
 from meshwright.probe.points import MeasurementPlan, MeasurementPoint, start_backward, time_point
 from meshwright.spec.presets import preset

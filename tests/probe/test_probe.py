@@ -19,8 +19,8 @@ from meshwright.comm.local import LocalRanks
 from meshwright.errors import RankLost, UserError
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rendezvous import Place
-from meshwright.planner.cluster import cluster
-from meshwright.planner.measured import FORMS, read
+from meshwright.planner.hardware.cluster import cluster
+from meshwright.planner.hardware.measured import FORMS, read
 from meshwright.probe import points, stopwatch
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.communication import OPERATIONS, slowest_median
@@ -254,7 +254,7 @@ def test_collective_time_is_slowest_rank_without_waits_for_cores():
 
 
 def test_link_latency_and_bandwidth_are_fitted_from_message_times():
-    from meshwright.planner.measured import Curve
+    from meshwright.planner.hardware.measured import Curve
 
     sizes = tuple(float(2**exponent) for exponent in range(10, 25, 2))
     rate, latency = fit_link(Curve(sizes, tuple(3e-5 + size / 2e9 for size in sizes)))

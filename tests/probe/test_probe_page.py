@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.probe import command
-from meshwright.planner.cluster import DEVICE_FIELDS, FIELDS, cluster
-from meshwright.planner.devices import DEVICES
+from meshwright.planner.hardware.cluster import DEVICE_FIELDS, FIELDS, cluster
+from meshwright.planner.hardware.devices import DEVICES
 from meshwright.probe.compare import THRESHOLD
 from meshwright.probe.points import MeasurementPlan
 

@@ -20,8 +20,8 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.device_ledger import CONTEXT_BYTES, SPLIT_COLUMNS, device_ledger
-from meshwright.planner.serving_ledger import RankLedger, ServingSizes
+from meshwright.planner.serving.device_ledger import CONTEXT_BYTES, SPLIT_COLUMNS, device_ledger
+from meshwright.planner.serving.ledger import RankLedger, ServingSizes
 from meshwright.serving.device_runner import DeviceRunner
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests

@@ -10,8 +10,8 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.kernels.choice import PLAIN_TORCH
-from meshwright.planner.serving_ledger import RankLedger, ServingLedger, ServingSizes, serving_ledger
-from meshwright.planner.torch_ledger import torch_ledger
+from meshwright.planner.serving.ledger import RankLedger, ServingLedger, ServingSizes, serving_ledger
+from meshwright.planner.serving.torch_ledger import torch_ledger
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.runner import build_runner
 from meshwright.serving.step_limits import StepLimits

@@ -10,9 +10,9 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
-from meshwright.planner.device_ledger import CONTEXT_BYTES
-from meshwright.planner.serving_ledger import ServingSizes, serving_ledger
-from meshwright.planner.torch_ledger import torch_ledger
+from meshwright.planner.serving.device_ledger import CONTEXT_BYTES
+from meshwright.planner.serving.ledger import ServingSizes, serving_ledger
+from meshwright.planner.serving.torch_ledger import torch_ledger
 from meshwright.serving.memory import DEFAULT_POOL, Steps, parse_memory, plan_memory
 from meshwright.spec.presets import preset
 

@@ -23,8 +23,8 @@ from meshwright.errors import Terminated
 from meshwright.kernels.build import supported_instruction_sets
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
-from meshwright.planner.serving_ledger import ServingSizes
-from meshwright.planner.torch_ledger import torch_ledger
+from meshwright.planner.serving.ledger import ServingSizes
+from meshwright.planner.serving.torch_ledger import torch_ledger
 from meshwright.serving import serve as serve_module
 from meshwright.spec.config_json import config_from_path
 from tests.conftest import exhaustive

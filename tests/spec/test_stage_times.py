@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from meshwright.layout import Layout
-from meshwright.planner.data_calls import Work
-from meshwright.planner.flops import forward_flops_per_token, training_flops_per_token
-from meshwright.planner.traffic import _Step
+from meshwright.planner.cost.data_calls import Work
+from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
+from meshwright.planner.cost.traffic import _Step
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.schedules.library import generate_for_layout
 from meshwright.schedules.transfers import with_transfers

@@ -19,10 +19,15 @@ from meshwright.errors import RankLost, Terminated, UserError
 from meshwright.launcher.rendezvous import Place
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
-from meshwright.planner.cluster import cluster
-from meshwright.planner.machine_profile import PROBE_VARIABLE, FailedMeasurement, HardwareProfileKey, measurement_lock
-from meshwright.planner.process_constants import ProcessConstants, ProcessKey
-from meshwright.planner.step_time import step_time, with_bounds
+from meshwright.planner.cost.step_time import step_time, with_bounds
+from meshwright.planner.hardware.cluster import cluster
+from meshwright.planner.hardware.machine_profile import (
+    PROBE_VARIABLE,
+    FailedMeasurement,
+    HardwareProfileKey,
+    measurement_lock,
+)
+from meshwright.planner.hardware.process_constants import ProcessConstants, ProcessKey
 from meshwright.probe import communication
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.points import MeasurementPlan

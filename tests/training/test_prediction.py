@@ -17,16 +17,16 @@ from meshwright.layout import Layout
 from meshwright.monitoring.comparison import Prediction, StepTimes, collect_measured_memory, format_comparison
 from meshwright.monitoring.metrics import peak_memory_bytes
 from meshwright.monitoring.step_memory import StepMemory
-from meshwright.planner.estimate import evaluate
-from meshwright.planner.machine_profile import PROBE_VARIABLE, profile_directory
-from meshwright.planner.measured import ReferenceStep
-from meshwright.planner.step_time import StepTime
+from meshwright.planner.cost.step_time import StepTime
+from meshwright.planner.hardware.machine_profile import PROBE_VARIABLE, profile_directory
+from meshwright.planner.hardware.measured import ReferenceStep
+from meshwright.planner.search.estimate import evaluate
 from meshwright.spec.presets import preset
 from meshwright.training import prediction
 from meshwright.training.objective import NextToken
 from meshwright.training.start import launch_recipe
 from tests.planner.calibration_cases import DEVICE, cluster_file
-from tests.planner.test_measured_rates import here, measured
+from tests.planner.cost.test_measured_rates import here, measured
 from tests.training import training_cases as cases
 from tests.training.test_process_memory import keep_constants
 

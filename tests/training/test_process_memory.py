@@ -11,14 +11,14 @@ import torch
 
 from meshwright.layout import Layout
 from meshwright.monitoring.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD
-from meshwright.planner import process_constants
-from meshwright.planner.cluster import cluster
-from meshwright.planner.estimate import evaluate, problem_of
-from meshwright.planner.ledger import Item, Ledger
-from meshwright.planner.machine_profile import VERSION
-from meshwright.planner.process_constants import ProcessConstants, ProcessKey
-from meshwright.planner.search import search
-from meshwright.planner.text import estimate_text
+from meshwright.planner.hardware import process_constants
+from meshwright.planner.hardware.cluster import cluster
+from meshwright.planner.hardware.machine_profile import VERSION
+from meshwright.planner.hardware.process_constants import ProcessConstants, ProcessKey
+from meshwright.planner.memory.ledger import Item, Ledger
+from meshwright.planner.search.estimate import evaluate, problem_of
+from meshwright.planner.search.search import search
+from meshwright.planner.show.text import estimate_text
 from meshwright.training import process_memory
 from meshwright.training.first_start import measure_process_memory
 from meshwright.training.process_memory import predict_process_memory

@@ -19,8 +19,8 @@ from meshwright.layout import Layout
 from meshwright.model.initialise import initial_value
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.parallel.flat_buffers import TensorSlice
-from meshwright.planner.data_calls import Work
-from meshwright.planner.traffic import predicted_traffic
+from meshwright.planner.cost.data_calls import Work
+from meshwright.planner.cost.traffic import predicted_traffic
 from meshwright.recipe import load_recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
@@ -320,7 +320,7 @@ def test_mixture_without_balancing_loss_passes_under_pipeline_parallelism(first_
 
 
 def test_documentation_lists_every_call_site(repository: Path):
-    """Compared with the sites that `planner/traffic.py` predicts for layouts that have each axis once."""
+    """Compared with the sites that `planner/cost/traffic.py` predicts for layouts that have each axis once."""
     made = set()
     for name, notation in (
         ("llama-3-8b", "dp4 zero1 hs2 tp4 mb2"),

@@ -117,10 +117,10 @@ def command(
     refuse_overrides(overrides, model)
     if model is None:
         raise UserError("MODEL is missing: a preset such as llama-3-8b, a directory, a config.json or a recipe")
-    from meshwright.planner.answers import nothing_fits
     from meshwright.planner.api import plan
     from meshwright.planner.models import is_recipe, model_of, recipe_of
-    from meshwright.planner.text import WIDE
+    from meshwright.planner.show.answers import nothing_fits
+    from meshwright.planner.show.text import WIDE
 
     recipe = recipe_of(model, overrides) if is_recipe(model) else None
     if recipe is None:
@@ -140,7 +140,7 @@ def command(
         document = found.to_json_dict(ledger=every_tensor, operations=explained)
         lines = _format_plan(found, model, shutil.get_terminal_size((WIDE, 24)).columns, every_tensor, explained)
         if html:
-            from meshwright.planner.page import page
+            from meshwright.planner.show.page import page
 
             write_file(html, page(found.problem, model, found.estimates, found.search, found.nearest))
             document["files"] = {"page": str(html)}
@@ -153,7 +153,7 @@ def command(
 def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explained: bool) -> list[str]:
     """Format a plan as paragraphs of text. found: the plan. model: name as the user wrote it. width: columns of a line.
     every_tensor: add the memory of all tensors. explained: add the time of each operation."""
-    from meshwright.planner.text import (
+    from meshwright.planner.show.text import (
         estimate_text,
         explain_text,
         found_text,
@@ -192,8 +192,8 @@ def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> N
     print JSON.
     """
     from meshwright.planner.calibrate import cluster_file_with, read_run
-    from meshwright.planner.cluster import this_machine
-    from meshwright.planner.text import calibrated_text
+    from meshwright.planner.hardware.cluster import this_machine
+    from meshwright.planner.show.text import calibrated_text
 
     if not runs:
         raise UserError("--calibrate: give the directories of finished runs, such as runs/first")
@@ -213,7 +213,7 @@ def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> N
 
 def _print_names(as_json: bool) -> None:
     """Run `plan --list`: print the names of presets and devices. as_json: print JSON."""
-    from meshwright.planner.devices import DEVICES
+    from meshwright.planner.hardware.devices import DEVICES
     from meshwright.spec.presets import PRESETS
 
     known = {"models": [*PRESETS], "devices": [device.name for device in DEVICES]}
@@ -254,7 +254,7 @@ def _run_serve(
     maximum number of tokens of a prompt with its answer. Options that were not given are None. as_json: print JSON.
     """
     from meshwright.planner.models import model_of
-    from meshwright.planner.serving_ledger import bill_text, parse_dtype
+    from meshwright.planner.serving.ledger import bill_text, parse_dtype
     from meshwright.serving.memory import DEFAULT_FRACTION, plan_memory
     from meshwright.spec.block_tables import BLOCK_TOKENS
     from meshwright.spec.refuse import serving_layout

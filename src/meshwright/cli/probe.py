@@ -40,7 +40,7 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
     """
     with result_printer(as_json) as answer:
         from meshwright.launcher.rendezvous import is_started_by_others, read_place
-        from meshwright.planner.cluster import this_machine
+        from meshwright.planner.hardware.cluster import this_machine
         from meshwright.probe import report
         from meshwright.probe.ranks import probe, probe_on_rank
 

@@ -10,7 +10,7 @@ from meshwright.draw.gantt import draw_svg
 from meshwright.draw.markup import Markup
 from meshwright.draw.picture import Picture, paint, read_size, stack
 from meshwright.gallery.diagrams import draw_arrow
-from meshwright.planner.published import state_bytes
+from meshwright.planner.memory.published import state_bytes
 from meshwright.program.buffer_frames import LETTERS, Frame, build_frames
 from meshwright.program.check_collective import check_collective
 from meshwright.schedules.api import StepDurations, schedule

@@ -165,7 +165,7 @@ EXAMPLES: dict[str, Example] = {
         memory.explain_activation_memory,
         ("meshwright plan gpt3-175b --cluster 1024xa100-80 --sequence 2048 --batch 128 --layout 'dp2 tp8 pp64 mb64' "
          "--engine megatron",),
-        ("planner/published.py", "planner/saved.py"),
+        ("planner/memory/published.py", "planner/memory/saved.py"),
     ),
     "zero-memory": Example(
         "ZeRO 1, 2 and 3: 7.5 billion parameters on 64 GPUs",
@@ -173,7 +173,7 @@ EXAMPLES: dict[str, Example] = {
         "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, Figure 1",
         memory.explain_zero_memory,
         ("meshwright plan llama-2-7b --cluster 64xv100 --sequence 2048 --batch 64 --layout 'dp64 zero3'",),
-        ("planner/published.py", "parallel/zero.py"),
+        ("planner/memory/published.py", "parallel/zero.py"),
     ),
     "training-memory-7b": Example(
         "Memory to train a 7B model",
@@ -181,7 +181,7 @@ EXAMPLES: dict[str, Example] = {
         "Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1",
         memory.explain_training_memory_7b,
         ("meshwright plan llama-2-7b --cluster 8xa100-80 --sequence 4096 --batch 8 --layout 'dp8 zero3' --ledger",),
-        ("planner/ledger.py", "planner/states.py"),
+        ("planner/memory/ledger.py", "planner/memory/states.py"),
         "4 + 4 + 12 bytes for fp32 AdamW: fp32 keeps no master copy, 4 + 4 + 8 = 16 bytes (8.03 billion: 119.7 GiB). "
         "And 8 billion × 4 bytes = 30 GB: those are GiB.",
     ),
@@ -191,7 +191,7 @@ EXAMPLES: dict[str, Example] = {
         "16 bytes a parameter: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1; 174.6 billion of them",
         memory.explain_training_memory_175b,
         ("meshwright plan gpt3-175b --cluster 64xa100-80 --sequence 2048 --batch 8 --layout 'tp8 pp8 mb8' --ledger",),
-        ("planner/ledger.py", "planner/states.py"),
+        ("planner/memory/ledger.py", "planner/memory/states.py"),
         "700 GB of fp32 weights on 10 GPUs of 80 GB: 9 are enough for weights alone.",
     ),
     "inference-memory-7b": Example(
@@ -200,7 +200,7 @@ EXAMPLES: dict[str, Example] = {
         "Kwon et al. 2023, vLLM, arXiv:2309.06180, section 3",
         memory.explain_inference_memory_7b,
         ("meshwright plan llama-2-7b --serve --dtype bf16 --max-length 4096",),
-        ("planner/serving_ledger.py",),
+        ("planner/serving/ledger.py",),
     ),
     "inference-memory-175b": Example(
         "Memory to serve a 175B model",
@@ -208,7 +208,7 @@ EXAMPLES: dict[str, Example] = {
         "Frantar et al. 2022, GPTQ, arXiv:2210.17323, section 1 (326 GB in multiples of 1024)",
         memory.explain_inference_memory_175b,
         ("meshwright plan gpt3-175b --serve --layout tp8 --device cuda --memory 80GiB --dtype bf16",),
-        ("planner/serving_ledger.py",),
+        ("planner/serving/ledger.py",),
     ),
     "bubble-gpipe": Example(
         "Bubble of GPipe",
@@ -245,7 +245,7 @@ EXAMPLES: dict[str, Example] = {
         speed.explain_training_days_gpt3,
         ("meshwright plan gpt3-175b --cluster 1024xa100-80 --sequence 2048 --batch 1536 "
          "--layout 'dp16 tp8 pp8 mb96 ac:full' --engine megatron",),
-        ("planner/flops.py", "spec/work.py"),
+        ("planner/cost/flops.py", "spec/work.py"),
         "800 GPUs for 30 days at an achieved 160 TFLOP/s: 760; 160 is achieved already, so no further utilisation "
         "factor.",
     ),
@@ -255,7 +255,7 @@ EXAMPLES: dict[str, Example] = {
         "Touvron et al. 2023, arXiv:2302.13971, section 2.4; Touvron et al. 2023, Llama 2, arXiv:2307.09288, Table 2",
         speed.explain_training_days_llama,
         ("meshwright plan llama-2-7b --cluster 64xa100-80 --sequence 4096 --batch 1024 --layout 'dp64 zero1 mb16'",),
-        ("planner/flops.py", "spec/work.py"),
+        ("planner/cost/flops.py", "spec/work.py"),
     ),
     "mfu": Example(
         "Model FLOPs utilisation from tokens per second",
@@ -264,7 +264,7 @@ EXAMPLES: dict[str, Example] = {
         speed.explain_mfu,
         ("meshwright plan llama-3-8b --cluster 8xh100-sxm --sequence 8192 --batch 64 "
          "--layout 'dp8 zero3 mb8 ac:selective'",),
-        ("planner/flops.py",),
+        ("planner/cost/flops.py",),
         "1,979 TFLOP/s (bf16) as the peak of an H100: that is with 2:4 sparsity; dense is half, and so an MFU computed "
         "with it is half the true one.",
     ),

@@ -7,9 +7,9 @@ from math import ceil
 from meshwright.gallery.charts import compute_zero_bytes, draw_zero_memory
 from meshwright.gallery.explanation import ExampleWriter, format_size
 from meshwright.layout import Layout
-from meshwright.planner.ledger import Ledger, ledger
-from meshwright.planner.published import LayerShape, published_layer, state_bytes
-from meshwright.planner.serving_ledger import ServingSizes, serving_ledger
+from meshwright.planner.memory.ledger import Ledger, ledger
+from meshwright.planner.memory.published import LayerShape, published_layer, state_bytes
+from meshwright.planner.serving.ledger import ServingSizes, serving_ledger
 from meshwright.spec.block_tables import BLOCK_TOKENS
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table

@@ -20,8 +20,8 @@ from meshwright.kernels.build import KernelsUnavailable
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import Attention, LayerCache, Linear
 from meshwright.layout import Layout
-from meshwright.planner.machine_profile import may_measure, read_measurement, write_measurement
-from meshwright.planner.serving_ledger import KERNEL_DTYPES
+from meshwright.planner.hardware.machine_profile import may_measure, read_measurement, write_measurement
+from meshwright.planner.serving.ledger import KERNEL_DTYPES
 
 PLAIN_TORCH = "torch"
 """Value in place of an instruction set: plain torch, without compiled kernels."""

@@ -13,9 +13,9 @@ import torch
 
 from meshwright.collectives.quantities import format_bytes
 from meshwright.monitoring.step_memory import StepMemory
-from meshwright.planner.cluster import Cluster
-from meshwright.planner.ledger import OF_STATE
-from meshwright.planner.step_time import StepTime
+from meshwright.planner.cost.step_time import StepTime
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.memory.ledger import OF_STATE
 
 WARM_UP = 2
 """Number of first steps that are left out: they compile, and touch memory for the first time."""

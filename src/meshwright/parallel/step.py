@@ -16,7 +16,7 @@ from meshwright.model.weight_gradients import WeightGradients, defer_weight_grad
 from meshwright.parallel.pipeline import Compute, Key, Pipeline
 from meshwright.parallel.stage_compute import BackwardOrder, MicroBatch, Objective, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
-from meshwright.planner.traffic import PREFERENCE_FIGURES
+from meshwright.planner.cost.traffic import PREFERENCE_FIGURES
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 
 TARGET_SITE = "data.targets"

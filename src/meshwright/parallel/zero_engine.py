@@ -19,7 +19,7 @@ from meshwright.parallel.flat_buffers import GradientBufferPool, TensorSlice, cu
 from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccumulator
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.zero import FsdpUnit, GradientReducer, ParameterPrefetcher, ShardingAxes
-from meshwright.planner.states import flats_of, states
+from meshwright.planner.memory.states import flats_of, states
 from meshwright.spec.parameter_entries import BufferKind
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition

@@ -13,15 +13,15 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import shorten_repr
 from meshwright.names import check_options
-from meshwright.planner.answers import MOST_TOP, document, ledgers, nothing_fits
-from meshwright.planner.cluster import Cluster
-from meshwright.planner.engines import Engine
-from meshwright.planner.estimate import Estimate, priced, problem_of, recipe_layout
-from meshwright.planner.explain import Row, busiest, explain
+from meshwright.planner.cost.engines import Engine
+from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
-from meshwright.planner.nearest import Nearest, nearest
-from meshwright.planner.search import Found, search
-from meshwright.planner.space import Problem, parse_reserve
+from meshwright.planner.search.estimate import Estimate, priced, problem_of, recipe_layout
+from meshwright.planner.search.nearest import Nearest, nearest
+from meshwright.planner.search.search import Found, search
+from meshwright.planner.search.space import Problem, parse_reserve
+from meshwright.planner.show.answers import MOST_TOP, document, ledgers, nothing_fits
+from meshwright.planner.show.explain import Row, busiest, explain
 from meshwright.spec.config import ModelConfig
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.limits import is_finite_number, shorten_repr
-from meshwright.planner import calibration
-from meshwright.planner.calibration import Calibration
-from meshwright.planner.cluster import Cluster, cluster
+from meshwright.planner.hardware import calibration
+from meshwright.planner.hardware.calibration import Calibration
+from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.toml import format_toml, format_toml_value, parse_toml
 from meshwright.untrusted import read_file, read_json
 

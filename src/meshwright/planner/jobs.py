@@ -10,9 +10,9 @@ from typing import Any
 from meshwright.errors import ModelWarning, UserError
 from meshwright.limits import shorten
 from meshwright.names import unknown
-from meshwright.planner.answers import nothing_fits
 from meshwright.planner.api import plan
 from meshwright.planner.models import is_recipe
+from meshwright.planner.show.answers import nothing_fits
 from meshwright.untrusted import parse_json
 
 FIELDS = {

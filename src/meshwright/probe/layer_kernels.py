@@ -19,9 +19,9 @@ from meshwright.model.loss import loss_chunk_from_logits
 from meshwright.model.rope import rotate
 from meshwright.model.tiled_attention import tiled_attention
 from meshwright.parallel.context import RingAttention
-from meshwright.planner import elementwise
-from meshwright.planner.engines import ENGINES
-from meshwright.planner.measured_rates import (
+from meshwright.planner.cost import elementwise
+from meshwright.planner.cost.engines import ENGINES
+from meshwright.planner.cost.measured_rates import (
     BACKWARD,
     HEAD_SIZES,
     RING_PIECES,
@@ -39,8 +39,8 @@ _ELEMENTWISE = {
     "rotary": (HEAD_SIZE, elementwise.rotary("eager")),
     "activation": (WIDTH, elementwise.activation(True, "eager")),
 }
-"""Operation of `planner/operations.py` -> (elements per token, kernels). Elements: normalized, rotated, or read by the
-MLP's second matrix product."""
+"""Operation of `planner/cost/operations.py` -> (elements per token, kernels). Elements: normalized, rotated, or read by
+the MLP's second matrix product."""
 
 
 class _Attention(NamedTuple):

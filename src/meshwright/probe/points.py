@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshwright.planner.measured import FORMS
+from meshwright.planner.hardware.measured import FORMS
 from meshwright.probe.stopwatch import Stopwatch
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -24,8 +24,8 @@ from meshwright.comm.backend import group_backends
 from meshwright.comm.mesh import Mesh
 from meshwright.launcher.host_memory import machine_memory
 from meshwright.layout import Layout
-from meshwright.planner.machine_profile import processor_name
-from meshwright.planner.measured import Collective, Curve, Measured, Pass, Products, ReferenceStep
+from meshwright.planner.hardware.machine_profile import processor_name
+from meshwright.planner.hardware.measured import Collective, Curve, Measured, Pass, Products, ReferenceStep
 from meshwright.probe.communication import OPERATIONS, make_axes, slowest_median, time_collective
 from meshwright.probe.compare import compute_ratios, find_slow
 from meshwright.probe.disk import measure_disk

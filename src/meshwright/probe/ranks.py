@@ -26,7 +26,7 @@ from meshwright.terminal import print_message
 from meshwright.threads import count_available_cores
 
 if TYPE_CHECKING:
-    from meshwright.planner.measured import ReferenceStep
+    from meshwright.planner.hardware.measured import ReferenceStep
     from meshwright.probe.points import MeasurementPlan, ReferenceKernel
 
 TIMEOUT_SECONDS = 120.0

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.collectives.quantities import format_bytes
-from meshwright.planner.devices import find_device
-from meshwright.planner.measured import Curve, Measured, read
+from meshwright.planner.hardware.devices import find_device
+from meshwright.planner.hardware.measured import Curve, Measured, read
 from meshwright.probe.compare import THRESHOLD, SlowRank
 from meshwright.toml import format_toml, format_toml_value
 

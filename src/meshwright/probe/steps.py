@@ -1,5 +1,5 @@
 """Training steps of a small reference model, which calibrate the planner: it multiplies its predictions from single
-kernels by the ratio of measured to predicted time of these steps (`planner/reference_step.py`)."""
+kernels by the ratio of measured to predicted time of these steps (`planner/cost/reference_step.py`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward, count_targets
-from meshwright.planner.measured import ReferenceStep
-from meshwright.planner.reference_step import batch_of, reference_layouts, reference_model
+from meshwright.planner.cost.reference_step import batch_of, reference_layouts, reference_model
+from meshwright.planner.hardware.measured import ReferenceStep
 from meshwright.probe.points import DTYPES, MeasurementPlan, ReferenceKernel, synchronize, use_precision
 from meshwright.probe.stopwatch import DISTURBED, Stopwatch
 

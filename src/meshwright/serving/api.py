@@ -15,7 +15,7 @@ from meshwright.launcher.device import one_device, refuse_device_of_layout
 from meshwright.layout import Layout
 from meshwright.limits import limit_error, shorten_repr
 from meshwright.names import check_options
-from meshwright.planner.serving_ledger import parse_dtype
+from meshwright.planner.serving.ledger import parse_dtype
 from meshwright.serving.choices import StopRule
 from meshwright.serving.generation import Answer, Generation, GenerationOptions
 from meshwright.serving.prompts import Prompts

@@ -13,7 +13,7 @@ import triton
 
 from meshwright.kernels import triton_kernels as kernels
 from meshwright.kernels.operations import BLOCK_TOKENS
-from meshwright.planner.device_ledger import SECTION
+from meshwright.planner.serving.device_ledger import SECTION
 
 VERSION = f"triton {triton.__version__}"
 _PROGRAMS = 512  # of `attend`, enough to fill a GPU; with fewer tiles, several programs share the sections of one

@@ -24,7 +24,7 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.experts import Mixture
 from meshwright.model.rope import RotaryTable
 from meshwright.model.transformer import Transformer
-from meshwright.planner.device_ledger import DECODE_ROWS, PREFILL_ROWS, SCRATCH_BYTES, tile_scratch
+from meshwright.planner.serving.device_ledger import DECODE_ROWS, PREFILL_ROWS, SCRATCH_BYTES, tile_scratch
 from meshwright.serving.device_logits import DeviceLogits
 from meshwright.serving.logit_rows import Draw, StepOutput
 from meshwright.serving.scheduler import StepBatch

@@ -12,9 +12,9 @@ from meshwright.errors import UserError
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
 from meshwright.limits import limit_of, shorten_repr
-from meshwright.planner.device_ledger import device_ledger
-from meshwright.planner.serving_ledger import KERNEL_DTYPES, ServingLedger, ServingSizes, fill_memory, serving_ledger
-from meshwright.planner.torch_ledger import torch_ledger
+from meshwright.planner.serving.device_ledger import device_ledger
+from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingLedger, ServingSizes, fill_memory, serving_ledger
+from meshwright.planner.serving.torch_ledger import torch_ledger
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
 

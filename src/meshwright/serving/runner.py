@@ -12,7 +12,7 @@ import torch
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.kernels.choice import PLAIN_TORCH, load_kernels
-from meshwright.planner.serving_ledger import KERNEL_DTYPES
+from meshwright.planner.serving.ledger import KERNEL_DTYPES
 from meshwright.serving.logit_rows import StepOutput
 from meshwright.serving.native_runner import NativeRunner
 from meshwright.serving.rank_starter import RankPlan

@@ -29,7 +29,7 @@ from meshwright.launcher.host_memory import HostMemory
 from meshwright.launcher.signals import StopSignals
 from meshwright.layout import Layout
 from meshwright.names import check_options
-from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
+from meshwright.planner.serving.ledger import ServingLedger, bill_text, parse_dtype
 from meshwright.serving.memory import DEFAULT_FRACTION, Steps, make_step_limits, plan_memory
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas

@@ -18,7 +18,7 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.tensor import TensorParallel
-from meshwright.planner.torch_ledger import TILE_TOKENS
+from meshwright.planner.serving.torch_ledger import TILE_TOKENS
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights

@@ -8,10 +8,10 @@ from dataclasses import replace
 from meshwright.errors import UserError
 from meshwright.launcher.rank_threads import compute_layer_flops
 from meshwright.layout import Layout
-from meshwright.planner.cluster import Cluster, cluster, this_machine
-from meshwright.planner.estimate import problem_of
+from meshwright.planner.hardware.cluster import Cluster, cluster, this_machine
 from meshwright.planner.models import config_of
-from meshwright.planner.search import search
+from meshwright.planner.search.estimate import problem_of
+from meshwright.planner.search.search import search
 from meshwright.recipe import Recipe
 from meshwright.threads import choose_threads
 from meshwright.training.first_start import find_hardware_profile, measure_first_start

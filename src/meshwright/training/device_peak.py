@@ -6,7 +6,7 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.planner.devices import peak_flops
+from meshwright.planner.hardware.devices import peak_flops
 from meshwright.probe.matmul import measure_matmul_rate
 from meshwright.training.precision import PARAMETER_DTYPES
 

@@ -18,8 +18,8 @@ from meshwright.checkpoint import newest
 from meshwright.errors import MeshwrightError, Terminated, UserError
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
-from meshwright.planner.cluster import Cluster, cluster, this_machine
-from meshwright.planner.machine_profile import (
+from meshwright.planner.hardware.cluster import Cluster, cluster, this_machine
+from meshwright.planner.hardware.machine_profile import (
     LOCK_SECONDS,
     PROBE_VARIABLE,
     FailedMeasurement,
@@ -33,7 +33,7 @@ from meshwright.planner.machine_profile import (
     write_fastest_precision,
     write_profile,
 )
-from meshwright.planner.process_constants import ProcessConstants, ProcessKey, parse_constants
+from meshwright.planner.hardware.process_constants import ProcessConstants, ProcessKey, parse_constants
 from meshwright.probe.ranks import SHORT_LIMIT_SECONDS
 from meshwright.recipe import Recipe
 from meshwright.threads import count_available_cores, measure_busy_share
@@ -55,7 +55,7 @@ that failed, is not repeated."""
 
 SYNCHRONOUS_AXES = ("tp", "cp")
 """Mesh axes with a collective in every layer, whose synchronization cost is measured; expert parallelism has that of
-tp (`planner/reference_step.py`)."""
+tp (`planner/cost/reference_step.py`)."""
 
 SLOW_WITHOUT_INSTRUCTIONS = ("bf16", "fp16")
 """Precisions whose matmuls take several times as long as in float32 on CPUs without instructions for them."""

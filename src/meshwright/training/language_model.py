@@ -24,9 +24,9 @@ from meshwright.parallel.flat_buffers import TensorSlice, slice_entries
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward, TermCount
-from meshwright.planner.data_calls import Work
-from meshwright.planner.flops import training_flops_per_token
-from meshwright.planner.traffic import predicted_traffic, predicted_traffic_by_axis
+from meshwright.planner.cost.data_calls import Work
+from meshwright.planner.cost.flops import training_flops_per_token
+from meshwright.planner.cost.traffic import predicted_traffic, predicted_traffic_by_axis
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface

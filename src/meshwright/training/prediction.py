@@ -12,15 +12,15 @@ from meshwright.emulation.scheduler import is_emulated_rank
 from meshwright.errors import UserError
 from meshwright.monitoring.comparison import Prediction, ProcessMemory
 from meshwright.monitoring.step_memory import STEPS, StepMemory
-from meshwright.planner import engines
-from meshwright.planner.attention_tiles import Starts
-from meshwright.planner.cluster import Cluster, cluster, this_machine
-from meshwright.planner.devices import find_device
-from meshwright.planner.ledger import Ledger, ledger
-from meshwright.planner.machine_profile import HardwareProfileKey
-from meshwright.planner.process_constants import ProcessKey
-from meshwright.planner.reference_step import in_place
-from meshwright.planner.step_time import StepTime, default_precision, step_time
+from meshwright.planner.cost import engines
+from meshwright.planner.cost.reference_step import in_place
+from meshwright.planner.cost.step_time import StepTime, default_precision, step_time
+from meshwright.planner.hardware.cluster import Cluster, cluster, this_machine
+from meshwright.planner.hardware.devices import find_device
+from meshwright.planner.hardware.machine_profile import HardwareProfileKey
+from meshwright.planner.hardware.process_constants import ProcessKey
+from meshwright.planner.memory.attention_tiles import Starts
+from meshwright.planner.memory.ledger import Ledger, ledger
 from meshwright.threads import count_available_cores
 from meshwright.training.first_start import find_hardware_profile, measurement_advice
 from meshwright.training.process_memory import language_model_of, predict_process_memory

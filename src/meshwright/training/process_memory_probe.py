@@ -31,8 +31,8 @@ from meshwright.monitoring.memory import (
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_targets
-from meshwright.planner.ledger import ledger
-from meshwright.planner.process_constants import ProcessConstants
+from meshwright.planner.hardware.process_constants import ProcessConstants
+from meshwright.planner.memory.ledger import ledger
 from meshwright.spec.config import ModelConfig
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import PARAMETER_DTYPES

@@ -18,8 +18,8 @@ from meshwright.parallel.module.prefetch import ModulePrefetcher
 from meshwright.parallel.module.table import ModuleDescription
 from meshwright.parallel.step import TARGET_SITE
 from meshwright.parallel.zero_engine import ZeroEngine
-from meshwright.planner.data_calls import Work, by_axis, by_site
-from meshwright.planner.module_traffic import module_calls
+from meshwright.planner.cost.data_calls import Work, by_axis, by_site
+from meshwright.planner.cost.module_traffic import module_calls
 from meshwright.spec.foreign import ModulePartition
 from meshwright.training.module.data import BatchShare, TrainingSamples, derive_seed, move_to_device, seed_generators
 from meshwright.training.module.passes import Batch, ModulePasses

@@ -1,0 +1,131 @@
+"""What data parallelism and the optimizer add to a step: sums of gradients, gathers of parameters, the update.
+
+Everything takes numbers of one layout, or arrays of many that share the level of ZeRO: the search prices all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from meshwright.planner.cost.engines import Engine
+from meshwright.program.durations import Floats
+
+Seconds = Callable[[str, str, Floats], Floats]
+"""The time of an operation over an axis, on vectors of so many bytes."""
+
+OPTIMIZER_BYTES = {"adamw": 42.0, "adam": 42.0, "sgd": 22.0, "momentum": 30.0}
+"""Moved for each parameter that a rank updates, with float32 masters: AdamW reads master, gradient and two moments and
+writes all but the gradient (28), writes the parameter (2) and clips (a norm's look at the gradient, a product: 12); SGD
+has no moments, or one."""
+
+NARROW_OPTIMIZER_BYTES = {"adamw": 20.0, "adam": 20.0, "sgd": 12.0, "momentum": 16.0}
+"""The same where everything is bf16."""
+
+SHARES = (("data", "shard", "replica"), ("expert_data", "expert_shard", "expert_replica"))
+"""Of dense parameters and of experts that lie apart: over whom gradients are summed, over whom ZeRO shards, and who
+holds the same shard."""
+
+
+def level_in_time(zero: int, ranks: int, engine: Engine) -> int:
+    """Return the ZeRO stage whose communication a step makes: `zero`, the layout's stage, except 1 instead of 3 if the
+    engine gathers parameters and reduces gradients only once a step under a pipeline. ranks: pipeline ranks."""
+    return 1 if zero == 3 and ranks > 1 and engine.holds_in_pipelines else zero
+
+
+def passes_beside(schedule: str, ranks: int, micro_batches: Floats | int) -> Floats:
+    """Return the number of micro-batches whose computation a rank's gradient reductions or parameter gathers can
+    overlap: 1, or, under "interleaved", as many as pipeline ranks (at most all micro-batches). ranks: pipeline
+    ranks."""
+    return np.minimum(ranks, micro_batches) if schedule == "interleaved" else np.ones(())
+
+
+def zero_calls(
+    zero: int, seconds: Seconds, dense: Floats, spread: Floats, itemsize: int, engine_bytes: int
+) -> tuple[Floats, Floats]:
+    """Return the seconds of the (all-gathers, reduce-scatters) that ZeRO-2 and 3 add to every micro-batch, for the
+    parameters of a layer or of a rank.
+
+    zero: ZeRO stage; seconds: cost function of (operation, axis, bytes); dense, spread: number of dense and of
+    expert-parallel parameters, unsharded; itemsize, engine_bytes: bytes of a parameter and of a gradient.
+    """
+    gather = scatter = np.zeros(())
+    for numel, (_, axis, _) in zip((dense, spread), SHARES, strict=True):
+        if zero == 3:
+            gather = gather + seconds("all-gather", axis, numel * itemsize)
+        if zero >= 2:
+            scatter = scatter + seconds("reduce-scatter", axis, numel * engine_bytes)
+    return gather, scatter
+
+
+def gradient_waits(
+    zero: int,
+    seconds: Seconds,
+    dense: Floats,
+    spread: Floats,
+    shards: Floats | int,
+    spread_shards: Floats | int,
+    layers: Floats | int,
+    first_forward: Floats,
+    last_backward: Floats,
+    share: Floats | float,
+    engine: Engine,
+    itemsize: int,
+    gradient_bytes: int,
+) -> Floats:
+    """Return the exposed seconds, once a step, of gradient reductions and of ZeRO's parameter all-gathers; those that
+    ZeRO-2 and 3 repeat in every micro-batch are not included.
+
+    Args:
+        zero: ZeRO stage.
+        seconds: Cost function of (operation, axis, bytes).
+        dense, spread: Number of dense and of expert-parallel parameters of a rank, unsharded.
+        shards, spread_shards: Number of ranks over which ZeRO shards these.
+        layers: Number of layers of a rank.
+        first_forward, last_backward: Seconds of the computation that gathers and reductions can overlap.
+        share: Slow-down of overlapped computation, as a fraction of the communication's seconds.
+        engine: Training engine, which decides what is overlapped.
+        itemsize, gradient_bytes: Bytes of a parameter and of a gradient.
+    """
+    sums = gathers = np.zeros(())
+    for (numel, count), (whole, axis, replicas) in zip(((dense, shards), (spread, spread_shards)), SHARES, strict=True):
+        size = numel * gradient_bytes
+        if zero == 0:
+            sums = sums + seconds("all-reduce", whole, size)
+        elif zero == 1:
+            sums = sums + seconds("reduce-scatter", axis, size)
+        if zero:
+            sums = sums + seconds("all-reduce", replicas, size / count)
+        if zero in (1, 2):
+            gathers = gathers + seconds("all-gather", axis, numel * itemsize)
+    if not engine.overlaps_data:
+        return sums + gathers
+    if not engine.overlaps_gathers:
+        return beside(sums, last_backward, layers, share) + gathers
+    return beside(sums, last_backward, layers, share) + beside(gathers, first_forward, layers, share)
+
+
+def beside(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
+    """Return the exposed seconds of communication that overlaps a forward or backward pass, layer by layer.
+
+    calls: seconds of the communication; work: seconds of the pass; layers: number of layers in it; share: seconds by
+    which each overlapped second of communication slows the computation. Exposed are one layer's call, or what exceeds
+    the pass, plus that slow-down.
+    """
+    waited = np.maximum(calls / layers, calls - work * (layers - 1) / layers)
+    return waited + share * (calls - np.minimum(calls, waited))
+
+
+def updated(zero: int, dense: Floats, spread: Floats, shards: Floats | int, spread_shards: Floats | int) -> Floats:
+    """Return the number of parameters that a rank's optimizer updates. zero: ZeRO stage; dense, spread: number of dense
+    and of expert-parallel parameters of the rank, unsharded; shards, spread_shards: ranks over which ZeRO shards these
+    (from stage 1 on)."""
+    return dense / shards + spread / spread_shards if zero else dense + spread
+
+
+def update_bytes(optimizer: str, engine: Engine, itemsize: int) -> float:
+    """Return the bytes that the optimizer step reads and writes for each parameter that it updates. optimizer: such as
+    "adamw"; engine: training engine, whose gradient type counts; itemsize: bytes of a parameter."""
+    narrow = engine.gradient_bytes == 2 and itemsize == 2
+    return (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[optimizer]

@@ -1,0 +1,285 @@
+"""How long one operation takes on a device, and one collective on a cluster: a few constants for all (rates.toml), in
+shares of what data sheets promise; where `probe` has measured the machine, what it measured.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+
+from meshwright.errors import UserError
+from meshwright.planner.cost.engines import AttentionKernel, Engine, Fusion
+from meshwright.planner.cost.measured_rates import MeasuredCost, MeasuredRates, measured_cost
+from meshwright.planner.cost.operations import Operation, in_eight_bits
+from meshwright.planner.hardware.cluster import Cluster, Link
+from meshwright.planner.hardware.devices import Device, architecture_share
+from meshwright.program.durations import Floats
+
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+Sizes = TypeVar("Sizes", float, Floats)
+
+BEFORE_HOPPER = ("Volta", "Ampere", "Ada", "Turing", "Pascal")
+_ATTENTION = {"Hopper": ("-hopper", ""), "Blackwell": ("-blackwell", "-hopper", "")}
+"""Of the rates of flash kernels, which are an architecture's: the first that there is."""
+
+
+@cache
+def constants() -> Mapping[str, Any]:
+    """Return the parsed tables of rates.toml: the constants of the time model."""
+    return tomllib.loads(resources.files("meshwright.planner.cost").joinpath("rates.toml").read_text(encoding="utf-8"))
+
+
+def attention_kernel(engine: Engine, cluster: Cluster) -> AttentionKernel:
+    """Return the attention kernel that a training engine uses on a cluster's devices, such as "flash-2"."""
+    if engine.hopper_attention is None or cluster.device.architecture in BEFORE_HOPPER:
+        return engine.attention
+    return engine.hopper_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Speeds of a device in one precision, from which the seconds of operations are predicted.
+
+    Attributes:
+        peak: Sustained peak FLOP/s.
+        product: FLOP/s that large matrix products reach.
+        wide_peak, wide_product: The same for the operations that fp8 training computes in 16 bits, such as attention;
+            in other precisions equal to those.
+        memory: Achieved memory bandwidth in bytes a second.
+        product_launch, memory_launch: Launch overhead of a matrix product and of an elementwise kernel in seconds.
+        architecture: Such as "Hopper".
+        measured: Rates measured by `meshwright probe`, which take precedence; None without.
+    """
+
+    peak: float
+    product: float
+    wide_peak: float
+    wide_product: float
+    memory: float
+    product_launch: float
+    memory_launch: float
+    architecture: str
+    measured: MeasuredRates | None = None
+
+    @property
+    def eight_bit(self) -> bool:
+        """True in fp8 training."""
+        return self.product != self.wide_product
+
+    @classmethod
+    def of(cls, cluster: Cluster, precision: str, fusion: Fusion = "eager") -> Rates:
+        """Return the rates of a cluster's device. precision: fp32, tf32, bf16, fp16 or fp8; fusion: how the training
+        engine fuses elementwise operations, "eager", "kernels" or "compiled".
+
+        Raises `UserError` if the device lacks the precision, or its memory bandwidth is unknown.
+        """
+        device, found = cluster.device, constants()
+        products, memory = found["products"], found["memory"]
+        wide = "bf16" if precision == "fp8" else precision
+        peak, wide_peak = (products["sustained"] * cluster.peak(each) for each in (precision, wide))
+        if not device.memory_bandwidth:
+            raise UserError(f"{device.name}: its memory bandwidth is unknown")
+        own = MeasuredRates.of(cluster.measured, precision, fusion == "eager")
+        return cls(
+            peak,
+            peak * share_of_peak(device, precision),
+            wide_peak,
+            wide_peak * share_of_peak(device, wide),
+            memory["efficiency"] * device.memory_bandwidth if own is None else own.memory,
+            products["launch_seconds"],
+            memory["launch_seconds"],
+            device.architecture,
+            own,
+        )
+
+    def seconds(self, one: Operation, kernel: AttentionKernel = "flash-2") -> float:
+        """Return the seconds of all calls of an operation. kernel: attention kernel, such as "flash-2"."""
+        known = None if self.measured is None else self.measured.seconds(one)
+        if known is not None:
+            return known
+        moving = one.bytes / self.memory
+        if one.kind == "product":
+            rate = self.product if in_eight_bits(one.name) else self.wide_product
+            return one.count * (self.product_launch + math.hypot(one.flops / rate, moving))
+        if one.kind == "attention":
+            share = attention_rates(kernel, self.architecture)[one.phase == "input"]
+            return one.count * (self.product_launch + math.hypot(one.flops / (share * self.wide_peak), moving))
+        return one.count * (self.memory_launch + moving)
+
+
+@cache
+def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, float]:
+    """Return the fractions of the peak FLOP/s that a flash attention kernel reaches in (forward, backward).
+    architecture: of the device, such as "Hopper"."""
+    found = constants()["attention"]
+    family = architecture.replace("+", " ").split(" ")[0]
+    since = () if family in BEFORE_HOPPER else _ATTENTION.get(family, ("-hopper", ""))
+    forward, backward = next(found[kernel + part] for part in (*since, "") if kernel + part in found)
+    return forward, backward
+
+
+def share_of_peak(device: Device, precision: str) -> float:
+    """Return the fraction of a device's peak that large matrix products reach. precision: such as "bf16".
+
+    It is derived from the fastest measured product of the device, else of its architecture, else it is a constant.
+    """
+    products = constants()["products"]
+    measured = device.measured_share("fp8" if precision == "fp8" else "bf16") or architecture_share(device.architecture)
+    return float(products["of_measured"] * measured if measured else products["of_peak"])
+
+
+class Group(NamedTuple):
+    """A process group. ranks: number of its ranks; in_node: how many of them share a node."""
+
+    ranks: int
+    in_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes that the group spans."""
+        return max(1, -(-self.ranks // self.in_node))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of a collective as a function of its bytes: start + byte x size + root x sqrt(size).
+
+    start: latency in seconds; byte: seconds per byte (inverse bandwidth); root: coefficient of the term by which small
+    messages have a lower bandwidth.
+    """
+
+    start: Floats | float
+    byte: Floats | float
+    root: Floats | float
+
+    def at(self, size: Sizes) -> Sizes:
+        """Return the seconds of the collective on a vector of `size` bytes (a number or an array); 0 for size 0."""
+        seconds: Sizes = (self.start + self.byte * size + self.root * size**0.5) * (size > 0)
+        return seconds
+
+
+NOTHING = Cost(0.0, 0.0, 0.0)
+
+
+class Collectives:
+    """Predictor of the seconds of collectives on a cluster, by operation and process group."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._costs: dict[tuple[Collective, Group], tuple[Cost | MeasuredCost, ...]] = {}
+
+    def seconds(self, operation: Collective, group: Group, size: Sizes) -> Sizes:
+        """Return the seconds of a collective on a vector of `size` bytes (a number or an array). operation: such as
+        "all-reduce".
+
+        size: bytes of the full vector of all ranks; of an all-to-all, one rank's input; of a send, the message.
+        """
+        first, *more = self.costs(operation, group)
+        seconds = first.at(size)
+        for each in more:
+            seconds = np.maximum(seconds, each.at(size))
+        return seconds
+
+    def costs(self, operation: Collective, group: Group) -> tuple[Cost | MeasuredCost, ...]:
+        """Return the cost functions of a collective in a group; the largest of their seconds applies. operation: such
+        as "all-reduce"."""
+        if (operation, group) not in self._costs:
+            measured, found = self.cluster.measured, None
+            if measured is not None and group.ranks > 1:
+                found = measured_cost(measured, operation, group.ranks, group.nodes)
+            self._costs[operation, group] = _costs(self.cluster, operation, group) if found is None else (found,)
+        return self._costs[operation, group]
+
+    def tax(self, group: Group) -> float:
+        """Return the seconds by which overlapped computation slows for each second of communication in a group: 0 for
+        one rank, 1 on CPUs, whose cores do both."""
+        if group.ranks == 1:
+            return 0.0
+        if self.cluster.kind == "cpu":
+            return 1.0
+        return float(constants()["overlap"]["tax"]["inside" if group.nodes == 1 else "across"])
+
+
+def _costs(cluster: Cluster, operation: Collective, group: Group) -> tuple[Cost, ...]:
+    """Return the cost functions of a collective in a group, from published bandwidths; the largest of their seconds
+    applies.
+
+    For an all-reduce of s bytes over n ranks, a rank sends 2 s (n - 1) / n bytes, and s (n - 1) / n for the others: the
+    least possible. Across nodes, the ranks of a node share the network and send over all their links at once; rings
+    cross each node's boundary once.
+    """
+    ranks = group.ranks
+    if ranks <= 1:
+        return (NOTHING,)
+    found = constants()["collectives"]
+    start = float(found["start_seconds"])
+    if operation == "send":
+        link = cluster.inside if group.nodes == 1 else cluster.across
+        bandwidth = pair_bandwidth(cluster) if group.nodes == 1 else link.bandwidth * found["efficiency"]["across"]
+        return (Cost(float(found["pair_seconds"] + link.latency), 1 / bandwidth, 0.0),)
+    share = (ranks - 1) / ranks * (2 if operation == "all-reduce" else 1)
+    if operation == "all-to-all" and group.nodes > 1:
+        away, near = (ranks - group.in_node) / ranks, (group.in_node - 1) / ranks
+        return (
+            _ramped(start, near, _inside(cluster, operation, group.in_node), "inside"),
+            _ramped(start, away, _across(cluster.across, 1), "across"),
+        )
+    if group.nodes == 1:
+        return (_ramped(start, share, _inside(cluster, operation, ranks), "inside"),)
+    rings = 2 if operation == "all-reduce" else 1
+    hops = rings * (group.nodes * cluster.across.latency + (ranks - group.nodes) * cluster.inside.latency)
+    if operation == "all-reduce":  # a tree over nodes instead, where that is shorter
+        hops = min(
+            hops, 2 * math.log2(group.nodes) * cluster.across.latency + 2 * group.in_node * cluster.inside.latency
+        )
+    bandwidth = _across(cluster.across, group.in_node)
+    if group.in_node > 1:  # the ring also runs inside of nodes
+        bandwidth = min(bandwidth, _inside(cluster, "all-gather", ranks))
+    return (_ramped(start + hops, share, bandwidth, "across"),)
+
+
+def _ramped(start: float, share: float, bandwidth: float, where: str) -> Cost:
+    """Return the cost function of a collective in which a rank sends the fraction `share` of a vector: with w = share x
+    size, start + w / bandwidth + sqrt(w x ramp / bandwidth) seconds. start: seconds; bandwidth: bytes a second; where:
+    "inside" or "across" nodes, which selects the constant `ramp`."""
+    ramp = constants()["collectives"]["ramp_seconds"][where]
+    return Cost(start, share / bandwidth, math.sqrt(share * ramp / bandwidth))
+
+
+def _inside(cluster: Cluster, operation: Collective, ranks: int) -> float:
+    """Return the bandwidth of a collective's large messages among `ranks` ranks inside a node, in bytes a second.
+    operation: such as "all-reduce"."""
+    found, device = constants()["collectives"], cluster.device
+    known = _measured_share(cluster)
+    if operation == "all-reduce" and device.all_reduce_switch and ranks >= found["switch_ranks"]:
+        return device.all_reduce_switch * known
+    if device.all_reduce_ring and known:
+        return device.all_reduce_ring * known
+    return float(cluster.inside.bandwidth * found["efficiency"]["inside"])
+
+
+def _measured_share(cluster: Cluster) -> float:
+    """Return the cluster's bandwidth inside a node divided by the device catalogue's, by which measured figures are
+    scaled; 0 if unknown."""
+    links = cluster.device.links
+    return cluster.inside.bandwidth / links.scaleup if links is not None and links.scaleup else 0.0
+
+
+def _across(link: Link, in_node: int) -> float:
+    """Return the bandwidth between nodes in bytes a second if `in_node` ranks of each node send over all their links at
+    once."""
+    return float(link.bandwidth * in_node * constants()["collectives"]["efficiency"]["across"])
+
+
+def pair_bandwidth(cluster: Cluster) -> float:
+    """Return the bandwidth from one device to another of its node, in bytes a second."""
+    links, share = cluster.device.links, constants()["collectives"]["efficiency"]["pair"]
+    pair = links.pair if links is not None and links.pair else cluster.inside.bandwidth
+    return float(share * min(pair, cluster.inside.bandwidth))

@@ -1,0 +1,353 @@
+"""What a plan is for: so many devices of a kind, in nodes, and the links inside and between them.
+
+cluster("64xh100-sxm")      64 devices in nodes of 8
+cluster("2x8xa100-80")      2 nodes of 8
+cluster("cluster.toml")     a file: the fields below, or what `meshwright probe` writes
+cluster("this")             what `meshwright probe`, else the first start of a run, has measured of this machine
+cluster({"device": "h100-sxm", "devices": 64, "across_gb_per_second": 25})
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.limits import limit_error, limit_of, shorten, shorten_repr
+from meshwright.names import LISTED, PRECISIONS, unknown
+from meshwright.planner.hardware.calibration import Calibration
+from meshwright.planner.hardware.calibration import read as read_calibration
+from meshwright.planner.hardware.devices import DEVICES, Device, find_device
+from meshwright.planner.hardware.machine_profile import profiles_here
+from meshwright.planner.hardware.measured import Measured
+from meshwright.planner.hardware.measured import read as read_measured
+from meshwright.toml import read_toml
+
+_TERA, _GIGA = 1e12, 1e9
+_FASTEST = 1e6
+"""No device does so many 10¹² operations, or moves so many 10¹² bytes, a second."""
+FIELDS = (
+    *("name", "device", "devices", "devices_per_node", "inside_gb_per_second", "across_gb_per_second"),
+    *("inside_latency_seconds", "across_latency_seconds", "measured", "calibration"),
+)
+DEVICE_FIELDS = ("like", "name", "memory_bytes", "memory_gb_per_second", "peaks", "power_watts")
+"""Of a device that a cluster file describes itself; `like`: a catalogue's, whose figures hold where it gives none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Link between devices. bandwidth: bytes a second, in one direction, per device; latency: seconds of one
+    message."""
+
+    bandwidth: float
+    latency: float  # seconds of one message
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Devices of one kind in nodes, and the links between them.
+
+    Attributes:
+        name: Such as "64xh100-sxm".
+        device: Peaks and memory of each device.
+        devices: Number of devices in all nodes.
+        devices_per_node: Devices of a node (a scale-up domain, which may span machines).
+        inside: Link within a node.
+        across: Link between nodes.
+        measured: Speeds measured by `meshwright probe`; None where the device catalogue's are used.
+        calibration: Ratios of measured to predicted time and memory of finished runs; None where none were compared.
+    """
+
+    name: str
+    device: Device
+    devices: int
+    devices_per_node: int
+    inside: Link
+    across: Link
+    measured: Measured | None = None
+    calibration: Calibration | None = None
+
+    def peak(self, precision: str) -> float:
+        """Return the dense peak of one device in FLOP/s. precision: such as "bf16". Raises `UserError` for a precision
+        that is unknown or that the device lacks."""
+        if precision not in PRECISIONS:
+            raise UserError(unknown("precision", precision, PRECISIONS))
+        peak = self.device.peak(precision)
+        if peak is None:
+            has = [name for name in PRECISIONS if self.device.peak(name) is not None]
+            raise UserError(f"{self.device.name} has no known peak for {precision}; it has {', '.join(has)}")
+        return peak
+
+    @property
+    def kind(self) -> str:
+        """torch's device type: "cpu" where `meshwright probe` measured processors, else "cuda"."""
+        found = self.measured
+        return "cpu" if found is not None and found.backend != "nccl" and not found.copies else "cuda"
+
+    @property
+    def time_factor(self) -> float:
+        """Calibration factor on predicted seconds; 1 without calibration."""
+        return 1.0 if self.calibration is None else self.calibration.time_factor
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.devices // self.devices_per_node
+
+
+def this_machine() -> Path:
+    """Return the path of this machine's cluster file, which `meshwright probe` writes: in $XDG_CONFIG_HOME, else
+    ~/.config."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "meshwright" / "cluster.toml"
+
+
+def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
+    """Return the cluster that `wanted` describes: text such as 64xh100-sxm, a cluster file's path, "this" (this
+    machine, as measured), or a mapping with `FIELDS` as keys.
+
+    Bandwidths in a mapping are 10⁹ bytes a second, one direction, per device; missing fields are taken from the device
+    catalogue. where: name of the argument in the text of a `UserError`, which for a file begins with its path.
+    """
+    if isinstance(wanted, Mapping):
+        return _from_mapping(wanted, where)
+    if not isinstance(wanted, str):
+        raise UserError(f"{where}: should be text such as 64xh100-sxm or a table, not {shorten_repr(wanted)}")
+    text = wanted.strip()
+    if text.lower() == "this":
+        path = this_machine()
+        if not path.exists():
+            for kept, tables in profiles_here():
+                with suppress(UserError):  # a damaged one is as good as none
+                    return _from_mapping(tables, str(kept))
+            raise UserError(
+                f'{where} "this": no hardware profile of this machine ({path}); run "meshwright probe", or '
+                '"meshwright train" without --no-probe'
+            )
+        return _from_mapping(read_toml(path, "cluster file"), str(path))
+    if text.endswith(".toml") or "/" in text or _is_file(text):
+        path = Path(text).expanduser()
+        return _from_mapping(read_toml(path, "cluster file"), str(path))
+    return _from_shorthand(text, where)
+
+
+_COUNT = r"[-+.0-9][-+.0-9e]*"  # of which only whole numbers above 0 are right
+_EXAMPLES = "64xh100-sxm, 2x8xa100-80 (nodes x devices), a cluster file, or this"
+
+
+def _is_file(text: str) -> bool:
+    """Return True if text names an existing file; False also for text that cannot be a path."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _from_shorthand(text: str, where: str) -> Cluster:
+    """Parse text such as 64xh100-sxm or 2x8xa100-80 (nodes x devices per node) into a cluster. where: beginning of the
+    `UserError` for invalid text."""
+    where = f'{where} "{shorten(text)}"'
+    match = re.fullmatch(rf"\s*({_COUNT})\s*x\s*(?:({_COUNT})\s*x\s*)?([a-z][a-z0-9-]*)\s*", text.lower())
+    if match is None:
+        known = find_device(text.lower())
+        hint = f"; such as 8x{known.name}" if known else f"; such as {_EXAMPLES}"
+        if known is None and re.fullmatch(r"[a-z][a-z0-9-]*", text.lower()):
+            hint = f"; {_unknown_device(text)}"
+        raise UserError(f"{where} is not a number and kind of devices{hint}")
+    counts = [_whole(part, where) for part in match.groups()[:2] if part is not None]
+    device = _catalogued(match[3], where)
+    table: dict[str, Any] = {"device": device.name, "devices": math.prod(counts)}
+    if len(counts) == 2:
+        table["devices_per_node"] = counts[1]
+    return replace(_from_mapping(table, where), name=text.lower())
+
+
+def _whole(part: str, where: str) -> int:
+    """Parse a number in a shorthand such as 64xh100-sxm. part: its text, "64". where: beginning of the `UserError` for
+    a number that is not whole or too large."""
+    if not re.fullmatch("[0-9]{1,9}", part) or int(part) < 1:
+        right = f"a whole number, at least 1 and at most {limit_of('ranks'):,}"
+        raise UserError(f'{where}: "{shorten(part)}" devices; it takes {right}')
+    return int(part)
+
+
+def _catalogued(name: Any, where: str) -> Device:
+    """Return the device with a name in the device catalogue, such as "h100-sxm", or with a driver's name, such as
+    "NVIDIA H100 80GB HBM3". where: beginning of the `UserError` for an unknown name."""
+    if not isinstance(name, str):
+        raise UserError(f"{where}: device should be a name such as h100-sxm or a table, not {shorten_repr(name)}")
+    if re.fullmatch(r"cpus?|processors?|cores?", name.strip().lower()):
+        raise UserError(
+            f"{where}: CPUs are not in the catalogue; run `meshwright probe` on the machine, then use the cluster this"
+        )
+    device = find_device(name.strip())
+    if device is None:
+        raise UserError(f"{where}: {_unknown_device(name)}")
+    return device
+
+
+def _unknown_device(name: str) -> str:
+    """Return the error text for an unknown device name, with the catalogue's names that begin with it, else the most
+    similar ones."""
+    known = [device.name for device in DEVICES]
+    begun = [each for each in known if each.startswith(f"{name.strip().lower()}-")]
+    if begun:
+        return f'unknown device "{name}"; did you mean {" or ".join(begun)}?'
+    return unknown("device", name, known, LISTED)
+
+
+def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
+    """Return the cluster that a table with `FIELDS` as keys describes. where: beginning of the `UserError` for an
+    invalid table."""
+    for key in table:
+        if key not in FIELDS:
+            raise UserError(f"{where}: {unknown('field', str(key), FIELDS)}")
+    for key in ("device", "devices"):
+        if key not in table:
+            raise UserError(f"{where}: {key} is missing; device and devices are required, such as h100-sxm and 64")
+    described = isinstance(table["device"], Mapping)
+    device = _described(table["device"], where) if described else _catalogued(table["device"], where)
+    devices = _count(table["devices"], "devices", where)
+    size = _node(device, devices, table, where)
+    if devices % size:
+        few, many = devices // size * size, -(-devices // size) * size
+        right = f"{few} or {many}" if few else f"{many}"
+        other = _factors(devices, size)
+        another = f", or nodes of another size ({other})" if other else ""
+        raise UserError(f"{where}: {devices} devices do not fill nodes of {size}; choose {right}{another}")
+    links = device.links
+    inside = across = None
+    if links is not None:
+        inside = Link(*_inside(device, size))
+        across = None if links.across is None else Link(links.across, links.across_latency)
+    inside = _link(inside, "inside", table, where, needed=size > 1)
+    across = _link(across, "across", table, where, needed=devices > size)
+    inside = inside or across or Link(math.inf, 0.0)  # a device alone
+    measured = read_measured(table["measured"], where) if "measured" in table else None
+    calibration = read_calibration(table["calibration"], where) if "calibration" in table else None
+    name = table.get("name", f"{devices}x{device.name}")
+    if not isinstance(name, str):
+        raise UserError(f"{where}: name should be text, not {shorten_repr(name)}")
+    return Cluster(name, device, devices, size, inside, across or inside, measured, calibration)
+
+
+def _factors(devices: int, size: int) -> str:
+    """Return `devices` as "16x4" (nodes x devices per node), with the largest node size up to `size` that divides
+    `devices`; "" where that is 1."""
+    fits = next(each for each in range(size, 0, -1) if devices % each == 0)
+    return f"{devices // fits}x{fits}" if fits > 1 else ""
+
+
+def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) -> int:
+    """Return the number of devices per node: the table's, else the larger of the device's usual node and its scale-up
+    domain, but at most `devices`, the number of all. table: a cluster file's. where: beginning of a `UserError`."""
+    if "devices_per_node" in table:
+        size = _count(table["devices_per_node"], "devices_per_node", where)
+    elif device.links is not None:
+        size = max(device.links.node, device.links.domain)
+    else:
+        size = devices
+    return min(size, devices)
+
+
+def _inside(device: Device, size: int) -> tuple[float, float]:
+    """Return (bandwidth in bytes a second, latency in seconds) between `size` devices of a node: those of the scale-up
+    link, or of PCIe if the scale-up domain has fewer devices. In a full mesh a device has a separate wire to each of
+    the others."""
+    links = device.links
+    assert links is not None
+    if size > links.domain or links.scaleup == 0:
+        assert links.host is not None, device.name
+        return links.host, links.host_latency
+    return min(max(links.scaleup, links.pair), links.pair * max(1, size - 1)), links.latency
+
+
+def _link(link: Link | None, which: str, table: Mapping[str, Any], where: str, needed: bool) -> Link | None:
+    """Return a link with its bandwidth and latency replaced by those of a cluster file. None if the bandwidth is
+    unknown and not `needed`; if needed, raises `UserError` instead.
+
+    link: the catalogue's, if known; which: "inside" or "across", the prefix of its keys; table: the file's content;
+    where: beginning of the error.
+    """
+    bandwidth, latency = f"{which}_gb_per_second", f"{which}_latency_seconds"
+    if link is None and bandwidth not in table:
+        if needed:
+            raise UserError(f"{where}: {bandwidth} is missing, and no published figure is known")
+        return None
+    rate = _number(table[bandwidth], bandwidth, where) * _GIGA if bandwidth in table else link.bandwidth  # type: ignore[union-attr]
+    if latency in table:
+        return Link(rate, _number(table[latency], latency, where))
+    return Link(rate, link.latency if link is not None else 0.0)
+
+
+def _described(table: Mapping[str, Any], where: str) -> Device:
+    """Return the device that the `device` table of a cluster file describes (keys `DEVICE_FIELDS`). where: beginning of
+    the `UserError` for an invalid table."""
+    where = f"{where}: device"
+    for key in table:
+        if key not in DEVICE_FIELDS:
+            raise UserError(f"{where}: {unknown('field', str(key), DEVICE_FIELDS)}")
+    said: dict[str, Any] = {}
+    for key, field, unit in (
+        ("memory_bytes", "memory_bytes", 1.0),
+        ("memory_gb_per_second", "memory_bandwidth", _GIGA),
+        ("power_watts", "power_watts", 1.0),
+    ):
+        if key in table:
+            said[field] = _in_unit(_number(table[key], key, where), key, unit, where) * unit
+    peaks = table.get("peaks", {})
+    if not isinstance(peaks, Mapping):
+        raise UserError(f"{where}: peaks should be a table such as {{ bf16 = 989 }}, 10^12 operations per second")
+    for precision, peak in peaks.items():
+        if precision not in PRECISIONS:
+            raise UserError(f"{where}: peaks: {unknown('precision', str(precision), PRECISIONS)}")
+        said[precision] = _in_unit(_number(peak, f"peaks.{precision}", where), f"peaks.{precision}", _TERA, where)
+    if "like" in table:
+        base = _catalogued(table["like"], where)
+        return replace(base, **said, sources={**base.sources, **dict.fromkeys(said, where)})
+    for key in ("name", "memory_bytes", "memory_gb_per_second", "peaks"):
+        if key not in table:
+            raise UserError(f"{where}: {key} is missing; give it, or like = a name from the catalogue")
+    if not isinstance(table["name"], str):
+        raise UserError(f"{where}: name should be text, not {shorten_repr(table['name'])}")
+    empty = dict.fromkeys(PRECISIONS)
+    return Device(name=table["name"], pattern=None, source=where, **{**empty, **said})
+
+
+def _in_unit(value: float, key: str, unit: float, where: str) -> float:
+    """Return `value`, a rate, unchanged. Raises `UserError` if it is so large that it must be in plain operations or
+    bytes a second instead of `unit`.
+
+    key: its name in the file; unit: 1e12 (operations) or 1e9 (bytes), in which it should be; where: beginning of the
+    error.
+    """
+    if unit > 1 and value >= _FASTEST * 1e12 / unit:
+        name = "10^12 operations" if unit == _TERA else "10^9 bytes"
+        meant = f"did you mean {value / unit:g}?"
+        raise UserError(f"{where}: {key} is in {name} per second; {value:g} is too large, {meant}")
+    return value
+
+
+def _count(value: Any, key: str, where: str) -> int:
+    """Return a value as a number of devices. key: its name in the table; where: beginning of the `UserError` that is
+    raised unless it is a whole number from 1 to the limit."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{where}: {key} takes a whole number, at least 1, not {shorten_repr(value)}")
+    if problem := limit_error("ranks", value, key):
+        raise UserError(f"{where}: {problem}")
+    return value
+
+
+def _number(value: Any, key: str, where: str) -> float:
+    """Return a value as float. key: its name in the table; where: beginning of the `UserError` that is raised unless it
+    is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+        raise UserError(f"{where}: {key} takes a number above 0, not {shorten_repr(value)}")
+    return float(value)

@@ -1,0 +1,210 @@
+"""Accelerators: published peaks (dense), memory, links, power, price, each with its source: `devices.toml`."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+_TERA = 1e12
+_GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Interconnects of a device. Bandwidths: bytes a second, in one direction, per device; None: not known. Latencies:
+    seconds of one message.
+
+    Attributes:
+        kind: Type of the scale-up link, such as "nvlink" or "pcie".
+        name: Product name of the scale-up link, such as "NVLink3".
+        scaleup: Bandwidth to all devices of the scale-up domain together.
+        pair: Bandwidth to one of them alone; less than `scaleup` in a full mesh, where each pair has separate wires.
+        domain: Devices of a scale-up domain.
+        host: Bandwidth of PCIe, which also leads to devices of the node outside the domain.
+        node: Devices of a node.
+        across: Bandwidth to other nodes.
+        latency: Of the scale-up link.
+        host_latency: Of PCIe.
+        across_latency: Between nodes.
+    """
+
+    kind: str
+    name: str
+    scaleup: float
+    pair: float
+    domain: int
+    host: float | None
+    node: int
+    across: float | None
+    latency: float
+    host_latency: float
+    across_latency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Published and measured figures of an accelerator. Peaks are in 10¹² operations a second, dense; None: not in
+    hardware, or not known.
+
+    ``name``: catalogue name, such as "h100-sxm". ``pattern``: regular expression for the names that drivers use, as
+    ``torch.cuda.get_device_name`` returns them (None: found by name alone). ``bf16`` and ``fp16`` are the peaks of
+    matrix units that accumulate in float32, ``fp32`` that of the vector units. ``memory_gb`` is the data sheet's
+    figure, ``memory_bytes`` what drivers report, where known (else the former as 10⁹ bytes). ``memory_bandwidth`` is in
+    bytes a second, ``price`` in US dollars an hour (low, high). ``measured_bf16``, ``measured_fp8``: the fastest matrix
+    product measured (10¹² operations a second). ``all_reduce_ring``, ``all_reduce_switch``: the measured bus bandwidth
+    of a large all-reduce in a node, by ring and in-switch reduction (bytes a second). ``published``: the product
+    variant that the figures are of, such as "A100-SXM4-80GB". ``multiprocessors``, ``clock_hz``, ``l2_bytes``: of the
+    chip. ``source`` is the source of every figure but those in ``sources`` (figure -> source).
+    """
+
+    name: str
+    pattern: str | None
+    fp32: float | None
+    tf32: float | None
+    fp16: float | None
+    bf16: float | None
+    fp8: float | None
+    source: str
+    published: str = ""
+    architecture: str = ""
+    fp4: float | None = None
+    measured_bf16: float | None = None
+    measured_fp8: float | None = None
+    all_reduce_ring: float | None = None
+    all_reduce_switch: float | None = None
+    memory_gb: float = 0.0
+    memory_bytes: float = 0.0
+    memory_bandwidth: float = 0.0
+    links: Links | None = None  # of a processor there are none
+    multiprocessors: int | None = None
+    clock_hz: float | None = None
+    l2_bytes: float | None = None
+    power_watts: float | None = None
+    price: tuple[float, float] | None = None
+    note: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def peak(self, precision: str) -> float | None:
+        """Return the dense peak in operations a second; None where the device has none. precision: "fp32", "tf32",
+        "bf16", "fp16", "fp8" or "fp4"."""
+        peak = {
+            "fp32": self.fp32,
+            "tf32": self.tf32,
+            "bf16": self.bf16,
+            "fp16": self.fp16,
+            "fp8": self.fp8,
+            "fp4": self.fp4,
+        }[precision]
+        return None if peak is None else peak * _TERA
+
+    def measured_share(self, precision: str) -> float | None:
+        """Return the throughput of the fastest measured matrix product as a fraction of the peak. precision: "bf16" or
+        "fp8"; if it was not measured, the other's fraction is returned; None if neither was."""
+        shares = {
+            name: best / peak
+            for name, best, peak in (("bf16", self.measured_bf16, self.bf16), ("fp8", self.measured_fp8, self.fp8))
+            if best and peak
+        }
+        return shares.get(precision) or next(iter(shares.values()), None)
+
+
+@cache
+def _read() -> dict[str, Any]:
+    """Return the parsed tables of the device catalogue, devices.toml."""
+    text = resources.files("meshwright.planner.hardware").joinpath("devices.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _device(name: str, entry: Mapping[str, Any]) -> Device:
+    """Build a `Device` from its entry in the device catalogue devices.toml. name: its catalogue name, such as
+    "h100-sxm"."""
+    catalogue = _read()
+    words, latencies = catalogue["sources"], catalogue["latency_seconds"]
+    peaks, measured, memory, chip = (entry.get(key, {}) for key in ("peaks", "measured", "memory", "chip"))
+    links = entry["links"]
+    sources = {figure: words[source] for figure, source in entry.get("sources", {}).items()}
+    sources["latency"] = words[latencies[links["kind"]]["source"]]
+    return Device(
+        name=name,
+        pattern=entry.get("pattern"),
+        source=words[entry["source"]],
+        published=entry["published"],
+        architecture=entry["architecture"],
+        **{precision: peaks.get(precision) for precision in ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")},
+        measured_bf16=measured.get("bf16"),
+        measured_fp8=measured.get("fp8"),
+        all_reduce_ring=_times(measured.get("ring"), _GIGA),
+        all_reduce_switch=_times(measured.get("switch"), _GIGA),
+        memory_gb=memory["gb"],
+        memory_bytes=memory["driver_mib"] * 2.0**20 if "driver_mib" in memory else memory["gb"] * _GIGA,
+        memory_bandwidth=memory["gb_per_second"] * _GIGA,
+        links=Links(
+            kind=links["kind"],
+            name=links["name"],
+            scaleup=links["scaleup"] * _GIGA,
+            pair=links["pair"] * _GIGA,
+            domain=links["domain"],
+            host=_times(links.get("host"), _GIGA),
+            node=links["node"],
+            across=_times(links.get("across"), _GIGA),
+            latency=latencies[links["kind"]]["seconds"],
+            host_latency=latencies["pcie"]["seconds"],
+            across_latency=latencies["network"]["seconds"],
+        ),
+        multiprocessors=chip.get("multiprocessors"),
+        clock_hz=_times(chip.get("clock_mhz"), 1e6),
+        l2_bytes=_times(chip.get("l2_mb"), 1e6),
+        power_watts=entry.get("power_watts"),
+        price=tuple(entry["price_usd_per_hour"]) if "price_usd_per_hour" in entry else None,
+        note=entry.get("note", ""),
+        sources=sources,
+    )
+
+
+def _times(figure: float | None, unit: float) -> float | None:
+    """Return `figure` multiplied by `unit`, such as 1e9; None for None."""
+    return None if figure is None else figure * unit
+
+
+DEVICES: tuple[Device, ...] = tuple(_device(name, entry) for name, entry in _read()["devices"].items())
+
+
+@cache
+def find_device(name: str) -> Device | None:
+    """Return the device of a catalogue name (``h100-sxm``) or a driver's name (``NVIDIA H100 80GB HBM3``); None if
+    unknown.
+
+    A MIG slice of a GPU is unknown: its share of the peak is not in its name.
+    """
+    for device in DEVICES:
+        if name.lower() == device.name:
+            return device
+    if "MIG" in name:
+        return None
+    for device in DEVICES:
+        if device.pattern and re.search(rf"(?<![A-Za-z0-9]){device.pattern}(?![A-Za-z0-9])", name):
+            return device
+    return None
+
+
+@cache
+def architecture_share(architecture: str) -> float | None:
+    """Return the median share of their bf16 peak that the devices of an architecture (such as "Hopper") reach in
+    measured matrix products; None if none was measured."""
+    shares = [share for each in DEVICES if each.architecture == architecture and (share := each.measured_share("bf16"))]
+    return statistics.median(shares) if shares else None
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return the published dense peak of a device in operations a second; None for an unknown device or precision.
+
+    ``precision``: fp32, tf32, bf16, fp16 or fp8. ``device_name``: a catalogue name or a driver's.
+    """
+    device = find_device(device_name)
+    return None if device is None else device.peak(precision)

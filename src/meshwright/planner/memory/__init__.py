@@ -1,0 +1,1 @@
+"""Memory model: saved activations, model states, the ledger of a rank."""

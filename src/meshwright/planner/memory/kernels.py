@@ -1,0 +1,153 @@
+"""What memory holds while the kernels of a compiled graph run one after another, as PyTorch's inductor allocates: a
+buffer is made by the kernel that writes it and free after the last one that reads it; a later buffer of the same type
+and size takes its place, if it is the last one freed of them and waiting for it does not raise the peak that inductor
+reckons with (torch/_inductor/codegen/wrapper.py, `AllocateLine.should_reuse_buffer`). What happens inside of an
+operator inductor does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from meshwright.planner.memory.temporaries import Extra
+
+
+class Buffer(NamedTuple):
+    """Memory buffer that a kernel of a compiled graph writes.
+
+    name: of the tensor in it; kind: element type, "x" (activations), "wide" (at least float32), "index" or "int32";
+    bytes: of the whole buffer; category: that of the memory ledger; operator: True if a custom operator returns it, as
+    inductor does not reuse such buffers.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+    category: str = "activations"
+    operator: bool = False
+
+
+class Kernel(NamedTuple):
+    """A kernel of a compiled graph.
+
+    name: label of the kernel; reads: names of the tensors that it reads; makes: buffers that it writes; over: {written
+    tensor: read tensor whose buffer it overwrites}; inside: temporary allocations while it runs.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    makes: tuple[Buffer, ...]
+    over: Mapping[str, str] = {}
+    inside: tuple[Extra, ...] = ()
+
+
+@dataclass(slots=True)
+class Held:
+    """Memory that is allocated while one kernel of a compiled graph runs.
+
+    name: of the kernel; buffers: live ones, by tensor name; gone: bytes of graph inputs freed so far; inside:
+    temporaries of the kernel.
+    """
+
+    name: str
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    gone: int = 0
+    inside: tuple[Extra, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes allocated in addition to the graph's inputs; freed inputs count negative."""
+        return sum(each.bytes for each in self.buffers.values()) + sum(each.bytes for each in self.inside) - self.gone
+
+
+def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> list[Held]:
+    """Simulate the allocations of kernels that run in order, as PyTorch's inductor makes them; return the memory during
+    each.
+
+    given: {name: bytes} of the inputs that the graph frees after their last use; stay: names of the tensors that it
+    returns, which are never freed.
+    """
+    last = _last_uses(kernels)
+    reckoned = _reckoned(kernels, given, stay, last)
+    overall = max(reckoned, default=0)
+    live: dict[str, Buffer] = {}
+    waiting: list[tuple[Buffer, int]] = []  # freed, and after which kernel: some other may take its place
+    reused: dict[int, list[tuple[Buffer, int]]] = {}  # by the kernel after which it was freed: until when it stays
+    found: list[Held] = []
+    gone = 0
+
+    def take(made: Buffer, now: int) -> None:
+        """Reuse a freed buffer for `made` if inductor would: it then counts as allocated from its release until kernel
+        `now`."""
+        at = next((at for at in reversed(range(len(waiting))) if _alike(waiting[at][0], made)), None)
+        if at is None:
+            return
+        buffer, freed = waiting[at]
+        between = range(freed + 1, now)
+        if between and made.bytes + max(reckoned[each] for each in between) > overall:
+            return
+        for each in between:
+            reckoned[each] += made.bytes
+        del waiting[at]
+        reused.setdefault(freed, []).append((buffer, now))
+
+    for now, kernel in enumerate(kernels):
+        for made in kernel.makes:
+            if not made.operator and made.name not in kernel.over:
+                take(made, now)
+        for replaced in kernel.over.values():
+            live.pop(replaced, None)
+        live |= {made.name: made for made in kernel.makes}
+        found.append(Held(kernel.name, dict(live), gone, kernel.inside))
+        for name in {*kernel.reads, *(made.name for made in kernel.makes)}:
+            if last.get(name, now) != now or name in stay:
+                continue
+            gone += given.get(name, 0)
+            buffer = live.pop(name, None)
+            if buffer is not None and not buffer.operator:
+                waiting.append((buffer, now))
+    for freed, until in reused.items():
+        for buffer, taken in until:
+            for held in found[freed + 1 : taken]:
+                held.buffers[f"{buffer.name} (its place)"] = buffer
+    return found
+
+
+def _alike(one: Buffer, other: Buffer) -> bool:
+    """Return True if inductor may reuse the memory of one buffer for the other: same element type and size."""
+    return (one.kind, one.bytes) == (other.kind, other.bytes)
+
+
+def _last_uses(kernels: Iterable[Kernel]) -> dict[str, int]:
+    """Return, by tensor name, the index of the last kernel that reads the tensor."""
+    return {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
+
+
+def _reckoned(
+    kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str], last: Mapping[str, int]
+) -> list[int]:
+    """Return the bytes that inductor estimates during each kernel: without reuse of buffers, and without temporaries
+    inside kernels.
+
+    given: {name: bytes} of the graph's inputs; stay: names of the tensors that it returns; last: {name: index of the
+    last kernel that reads the tensor}.
+    """
+    now = sum(given.values())
+    sizes = dict(given)
+    found = []
+    for at, kernel in enumerate(kernels):
+        sizes |= {made.name: made.bytes for made in kernel.makes}
+        now += sum(made.bytes for made in kernel.makes)
+        found.append(now)
+        names = {*kernel.reads, *(made.name for made in kernel.makes)}
+        now -= sum(sizes.get(name, 0) for name in names if last.get(name, at) == at and name not in stay)
+    return found
+
+
+def highest(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> Held:
+    """Return the memory during the kernel with the highest peak, the first if several. given: {name: bytes} of the
+    inputs that the graph frees after their last use; stay: names of the tensors that it returns, which are never
+    freed."""
+    return max(run(kernels, given, stay), key=lambda held: held.bytes)

@@ -1,0 +1,423 @@
+"""Memory ledger of one rank in a training step: all tensors at the memory peak, as the pipeline's program orders steps.
+It was compared with PyTorch's allocator on a CPU, and on CUDA with tensors without memory (bench/gpu_ledger.py)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.names import unknown
+from meshwright.planner.memory.attention_tiles import Starts
+from meshwright.planner.memory.compiled_blocks import known
+from meshwright.planner.memory.moment import Moment, Reduction, Ways
+from meshwright.planner.memory.moments import StageMoments
+from meshwright.planner.memory.saved import Routed, Saved, local_sizes, position_tables, saved_activations
+from meshwright.planner.memory.states import flats_of, gradient_buffers, states
+from meshwright.program.consumed_sends import (
+    Row,
+    Value,
+    compute_carried_value,
+    compute_read_value,
+    find_consumed_sends,
+    list_rank_steps,
+)
+from meshwright.program.pipeline import ARRIVING, COMPUTING, PipelineProgram
+from meshwright.schedules.transfers import with_transfers
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
+from meshwright.spec.parameters import ParameterTable, parameter_table
+from meshwright.spec.partition import Partition
+from meshwright.spec.refuse import refuse
+from meshwright.spec.stage_times import program_for
+from meshwright.spec.stages import Stage
+
+CATEGORIES = (
+    *("parameters", "gradients", "optimizer", "activations", "communication", "logits", "workspace", "framework"),
+    "unexplained",
+)
+ENGINES = ("meshwright",)
+DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+STORED = {"fp8": "bf16"}
+"""What a precision of products keeps parameters and activations in, where it is another."""
+
+OF_STATE = {
+    "parameters": "parameters", "masters": "optimizer", "gradients": "gradients", "gradient_buffers": "gradients",
+    "optimizer": "optimizer", "buffers": "buffers",
+}  # fmt: skip
+
+WAITING, FOLLOWED, QUEUE = "waits for its backward", "its backward follows", "queue of weight gradients"
+
+# As plain numbers: programs have tens of thousands of steps, and members of an enumeration are slow to come by.
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = map(int, COMPUTING)
+_COMPUTING, _ARRIVING = frozenset(map(int, COMPUTING)), frozenset(map(int, ARRIVING))
+_SENT, _RECEIVED = "pipeline tensor to send", "received pipeline tensor"
+
+REPEATING = (
+    "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v",
+    "chimera", "gems",
+)  # fmt: skip
+ROUNDS = 4
+"""Micro-batches a rank of the pipeline after which these schedules have no moment that none before was like; a test
+holds that."""
+
+CUDA_CONTEXT = 0.5 * 2**30, 0.9 * 2**30
+"""Bytes that a process takes on a CUDA device before its first tensor: from, to (stas00/ml-engineering, training
+performance, "preloaded CUDA kernels memory usage"). PyTorch's allocator does not count them."""
+
+CUBLAS_WORKSPACE = 8 * (1 << 20) + 128 * (1 << 10)
+CUBLAS_WORKSPACES = {
+    "Hopper": 32 << 20,
+    "Hopper+Grace": 32 << 20,
+    "CDNA2": 32 << 20,
+    "CDNA3": 128 << 20,
+    "CDNA4": 128 << 20,
+}
+"""Bytes that matrix products keep for good from their first call on, once for the forward's thread and once for the
+backward's, by architecture where it is not the first (aten/src/ATen/cuda/CublasHandlePool.cpp,
+`parseChosenWorkspaceSize`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A tensor in memory at the peak, or several equal ones. bytes: of all of them together; stage: pipeline stage,
+    None where it belongs to none; first, last: events between which it is allocated."""
+
+    category: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    stage: int | None
+    first: str
+    last: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """All tensors of one rank at its memory peak. items: the tensors. peak_bytes: their sum at the memory snapshot
+    `moment`, without "framework", which torch's allocator does not count. between_steps: persistent bytes. framework:
+    (least, most) bytes. compiled: every layer is predicted as compiled."""
+
+    items: tuple[Item, ...]
+    peak_bytes: int
+    moment: str
+    between_steps: int
+    framework: tuple[int, int] = (0, 0)
+    compiled: bool = False
+
+    def by_category(self) -> dict[str, int]:
+        """Return the bytes at the peak by category; every category is a key."""
+        found = dict.fromkeys(CATEGORIES, 0)
+        for item in self.items:
+            found[item.category] += item.bytes
+        return found
+
+
+def ledger(
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    batch: int,
+    sequence: int,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    parameter_dtype: str | None = None,
+    engine: str = "meshwright",
+    rank: int = 0,
+    documents: bool | Starts = False,
+    device: str = "cpu",
+    routed: Mapping[int, Routed] | None = None,
+    pairs: bool = False,
+    compile: bool = False,
+    architecture: str = "",
+) -> Ledger:
+    """Return the memory of `rank` in a step of `batch` sequences of `sequence` tokens over all ranks.
+
+    precision: the layout's own or fp32 unless given; parameter_dtype: a torch type name that replaces it ("float64" in
+    tests). documents: sequences pack several (CPU attention then counts with the worst case), or the tokens at which
+    they begin in each of this rank's sequences. device: "cpu" (gloo) or "cuda" (NCCL). routed: token copies by mixture
+    layer. pairs: training on response pairs. compile: blocks, norm and loss are compiled; the result's `compiled` says
+    if that is modelled. architecture: of a CUDA device, as in the catalogue. `UserError` for an infeasible layout.
+    """
+    if engine not in ENGINES:
+        raise UserError(unknown("engine", engine, ENGINES))
+    refuse(layout, config, batch, sequence, planning=True)
+    name = precision or layout.precision or "fp32"
+    if parameter_dtype is None and name not in DTYPES:
+        raise UserError(f"{unknown('precision', name, DTYPES)}: memory is priced for these")
+    dtype = parameter_dtype or DTYPES[name]
+    of_cublas = 0
+    if device == "cuda":
+        of_cublas = CUBLAS_WORKSPACES.get(architecture, CUBLAS_WORKSPACE)
+    step = _Step(
+        config, layout, batch, sequence, optimizer, dtype, rank, documents, device, routed, pairs, compile, of_cublas
+    )
+    return step.ledger()
+
+
+@lru_cache(maxsize=16)
+def _table(config: ModelConfig) -> ParameterTable:
+    """Return the parameter table of a model; cached."""
+    return parameter_table(config)
+
+
+def repeating(layout: Layout) -> Layout:
+    """Return the layout with fewer micro-batches but the same memory peak if its schedule repeats, else unchanged."""
+    enough = ROUNDS * layout.pp
+    if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
+        return layout
+    return layout.with_(micro_batches=enough)
+
+
+@lru_cache(maxsize=32)
+def _complete(program: PipelineProgram) -> PipelineProgram:
+    """Return a pipeline program with its send and receive steps added; cached, as all ranks share it."""
+    return with_transfers(program)
+
+
+class _Highest(NamedTuple):
+    """Memory peak of a computing step: its snapshot, bytes, gradient reductions in flight before and after."""
+
+    moment: Moment
+    bytes: int
+    before: tuple[Reduction, ...]
+    leaves: tuple[Reduction, ...]
+
+
+class _Step:
+    """Replay of one rank's training step that finds its memory peak. Arguments: as of `ledger`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layout: Layout,
+        batch: int,
+        sequence: int,
+        optimizer: str,
+        dtype: str,
+        rank: int,
+        documents: bool | Starts,
+        device: str,
+        routed: Mapping[int, Routed] | None,
+        pairs: bool,
+        compiled: bool,
+        of_cublas: int,
+    ) -> None:
+        self.of_cublas = of_cublas
+        self.config, self.layout, self.sequence, self.dtype = config, layout, sequence, dtype
+        several = documents if isinstance(documents, bool) else any(len(row) > 1 for row in documents)
+        self.starts = documents
+        self.documents, self.device, self.routed, self.pairs, self.compiled = several, device, routed, pairs, compiled
+        self.master = "float64" if dtype == "float64" else "float32"
+        self.rows = batch // (layout.dp * layout.micro_batches)
+        self.place = layout.coordinates(rank)
+        self.table = _table(config)
+        self.program = _complete(program_for(repeating(layout), config, sequence))
+        self.partition = Partition.of(self.program, config, self.table, sequence)
+        self.units = self.partition.units_on(self.place["pp"])
+        self.flats = flats_of(self.table, layout, self.units)
+        self.states = list(states(self.flats, dtype, self.master, optimizer))
+        self.stages: dict[tuple[int, bool], StageMoments] = {}
+        self._same: dict[tuple[Reduction, ...], tuple[Reduction, ...]] = {}
+        self._highest_of: dict[tuple[int, int, bool, bool, int], _Highest] = {}
+        self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
+        if self.split and any(map(config.has_experts, range(config.layers))):
+            self.compiled = False  # what experts leave for later cuts a compiled block into pieces
+        self.passes = Counter(stage for _, kind, stage, *_ in self._steps() if kind == _FORWARD)
+
+    def ledger(self) -> Ledger:
+        """Return the ledger of all tensors at the step's memory peak."""
+        stay = list(self._staying())
+        base = sum(item.bytes for item in stay)
+        best: tuple[int, Moment | None, dict[tuple[str, str, int], int]] = (0, None, {})
+        alive: dict[tuple[str, str, int], int] = {}
+        for (moment, size, *_), now in self._moments(alive):
+            here = now + size
+            if best[1] is None or here > best[0]:
+                best = here, moment, dict(alive)
+        transient, moment_found, others = best
+        assert moment_found is not None
+        items = [*stay, *self._at(moment_found, others)]
+        total = base + transient
+        framework = (0, 0) if self.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
+        items.append(Item("framework", "CUDA context", (), "", framework[1], None, "start", "end"))
+        items.append(Item("unexplained", "not itemised", (), "", 0, None, "start", "end"))
+        assert sum(item.bytes for item in items) == total + framework[1]
+        layers = {layer for part in self.stages.values() for layer in part.stage.layers}
+        sizes = next(iter(self.stages.values())).at
+        compiled = self.compiled and all(known(sizes, layer) for layer in layers)
+        return Ledger(tuple(items), total, moment_found.name, base, framework, compiled)
+
+    def _staying(self) -> Iterator[Item]:
+        """Yield the tensors that are allocated for the whole step: model states, position tables, batch ..."""
+        for state in self.states:
+            yield Item(OF_STATE[state.kind], state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
+        if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
+            for table in position_tables(self.config, self.sequence, self.dtype):
+                yield Item("workspace", table.name, table.shape, table.dtype, table.bytes, None, "start", "end")
+        for way in ("forward", "backward") if self.of_cublas else ():
+            size = self.of_cublas
+            yield Item("workspace", f"cuBLAS, {way}", (size,), "uint8", size, None, "start", "end")
+        tokens = self.sequence // self.layout.cp
+        shape = self.layout.micro_batches * self.rows, tokens
+        targets = (shape[0],) if self.config.head == "classes" else shape
+        for name, of in (("batch.tokens", shape), ("batch.targets", targets)):
+            yield Item("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
+        if self.documents:
+            whole = shape[0], self.sequence
+            size = 8 * whole[0] * whole[1]
+            yield Item("workspace", "batch.documents", whole, "int64", size, None, "start of step", "end of step")
+
+    def _moments(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_Highest, int]]:
+        """Yield (peak, other bytes then) of each computing step; updates `alive`: bytes by (category, name, stage)."""
+        rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
+        answers = find_consumed_sends(self.program, rank)
+        left = dict(self.passes)
+        at_once = self._followed_at_once()
+        stream = self._stream()
+        leaving: dict[Value, int] = {}
+        now = 0
+
+        def change(category: str, name: str, stage: int, size: int) -> None:
+            """Add `size` bytes (negative: free) to the entry (category, name, stage) of `alive`."""
+            nonlocal now
+            key = category, name, stage
+            now += size
+            size += alive.get(key, 0)
+            assert size >= 0, (key, size)
+            if size:
+                alive[key] = size
+            else:
+                alive.pop(key, None)
+
+        under_way: tuple[Reduction, ...] = ()
+        for at, kind, stage, replica, micro_batch in self._steps():
+            if kind not in _COMPUTING:
+                value = compute_carried_value(kind, stage, replica, micro_batch)
+                if kind in _ARRIVING:
+                    change("communication", _RECEIVED, value[2], stream)
+                else:
+                    leaving[value] = stream
+                continue
+            followed = (stage, replica, micro_batch) in at_once
+            part = self.stage(stage, followed)
+            what = compute_read_value(last, kind, stage, replica, micro_batch)
+            for value in answers.get(at, ()):
+                change("communication", _SENT, value[2], -leaving.pop(value))
+            if what is not None:  # it becomes the stage's input, or the gradient that its moments count
+                here = placement[what[1]][what[2]] == rank
+                change("communication", _SENT if here else _RECEIVED, what[2], -stream)
+            kept = FOLLOWED if followed else WAITING
+            if kind in (_BACKWARD, _INPUT_GRADIENT):
+                left[stage] -= 1
+                change("activations", kept, stage, -part.kept)
+            later, over = self.passes[stage] - left[stage] > 1, left[stage] == 0
+            highest = self._highest(part, kind, later, over, under_way)
+            yield highest, now
+            if kind == _FORWARD:
+                change("activations", kept, stage, part.kept)
+            elif kind != _BACKWARD:
+                change("activations", QUEUE, stage, part.queue if kind == _INPUT_GRADIENT else -part.queue)
+            under_way = highest.leaves
+            makes = kind == _FORWARD and stage < last
+            if makes or (kind in (_BACKWARD, _INPUT_GRADIENT) and stage > 0):
+                change("communication", _SENT, stage, stream)
+
+    def _highest(
+        self, part: StageMoments, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
+    ) -> _Highest:
+        """Return the memory peak of a computing step of a stage (`part`). kind: forward, backward ...; later: it is not
+        the stage's first; over: it is the stage's last; before: gradient reductions in flight."""
+        key = id(part), kind, later, over, id(before)
+        if key not in self._highest_of:
+            ways = Ways(later, over, before)
+            if kind == _FORWARD:
+                moments = part.forward()
+            elif kind == _WEIGHT_GRADIENT:
+                moments = part.weight_gradients(ways)
+            else:
+                moments = part.backward(kind == _INPUT_GRADIENT, ways)
+            moment = max(moments, key=lambda moment: moment.bytes)
+            leaves = before
+            if kind == _FORWARD:
+                moment = moment.beside(part.under_way(before))
+            else:
+                half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
+                leaves = (*before, *part.reduced(ways, half))[-REDUCTIONS_IN_FLIGHT:]
+                leaves = self._same.setdefault(leaves, leaves)
+            self._highest_of[key] = _Highest(moment, moment.bytes, before, leaves)
+        return self._highest_of[key]
+
+    def stage(self, index: int, at_once: bool) -> StageMoments:
+        """Return the generator of a stage's memory snapshots. index: stage; at_once: backwards directly follow
+        forwards."""
+        if (index, at_once) not in self.stages:
+            self.stages[index, at_once] = self._stage(self.partition.stages[index], at_once)
+        return self.stages[index, at_once]
+
+    def _stage(self, stage: Stage, at_once: bool) -> StageMoments:
+        """Build the generator of a stage's memory snapshots. at_once: backwards directly follow their forwards."""
+
+        def saved(layout: Layout) -> list[Saved]:
+            """Return the activations that the stage saves under a layout (its own, or without recompute)."""
+            return saved_activations(
+                self.config, layout, self.rows, self.sequence, stage=stage, at_once=at_once, documents=self.documents,
+                parameter_dtype=self.dtype, device=self.device, tp_rank=self.place["tp"], routed=self.routed,
+                pairs=self.pairs, compiled=self.compiled,
+            )  # fmt: skip
+
+        sizes = local_sizes(self.config, self.layout, self.rows, self.sequence, self.starts, self.dtype, self.device)
+        flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
+        kept, whole = saved(self.layout), saved(replace(self.layout, recompute="none"))
+        return StageMoments(
+            sizes, stage, self.partition.units(stage), kept, whole, flats,
+            self.dtype, self.master, gradient_buffers(self.flats), self.table.tied, self.compiled, self.split,
+        )  # fmt: skip
+
+    def _stream(self) -> int:
+        """Return the bytes of the hidden states that pass from stage to stage."""
+        sizes = next(iter(self.stages.values()), None) or self.stage(
+            self.partition.stages_on(self.place["pp"])[0].index, False
+        )
+        return sizes.stream
+
+    def _followed_at_once(self) -> set[tuple[int, int, int]]:
+        """Return (stage, replica, micro-batch) keys of forwards that their own backward directly follows."""
+        found: set[tuple[int, int, int]] = set()
+        before: tuple[int, int, int] | None = None
+        for _, kind, *key in self._steps():
+            if kind not in _COMPUTING:
+                continue
+            now = key[0], key[1], key[2]
+            if now == before and kind in (_BACKWARD, _INPUT_GRADIENT):
+                found.add(now)
+            before = now if kind == _FORWARD else None
+        return found
+
+    def _steps(self) -> list[Row]:
+        """Return this rank's steps of the pipeline program (forwards, backwards, sends, receives), in order."""
+        return list_rank_steps(self.program, self.place["pp"])
+
+    def _at(self, moment: Moment, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
+        """Yield the non-persistent tensors at a snapshot. others: bytes of other steps' ones by (category, name,
+        stage)."""
+        for (category, name, of), size in others.items():
+            if name in (WAITING, FOLLOWED):
+                part = self.stage(of, name == FOLLOWED)
+                count = size // part.kept
+                for each in part.saved:
+                    title = each.name if count == 1 else f"{each.name} x {count}"
+                    yield Item(category, title, each.shape, each.dtype, each.bytes * count, of, "forward", "backward")
+                continue
+            yield Item(category, f"stage {of}: {name}", (), "", size, of, "forward", "backward")
+        stage = None if moment.part is None else moment.part.stage.index
+        for each in moment.saved():
+            yield Item("activations", each.name, each.shape, each.dtype, each.bytes, stage, "forward", "backward")
+        for extra in moment.extras:
+            yield Item(extra.category, extra.name, (), "", extra.bytes, stage, moment.name, moment.name)

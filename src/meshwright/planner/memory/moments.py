@@ -1,0 +1,428 @@
+"""Memory snapshots of a stage's forward and backward at which the peak may be, in closed form, as autograd frees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from meshwright.planner.memory import compiled_split
+from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, known
+from meshwright.planner.memory.compiled_moments import COLLECTED, backward_extras, forward_extras, spread_backward
+from meshwright.planner.memory.compiled_split import split_backward_extras
+from meshwright.planner.memory.moment import FIRST_AND_LAST, Moment, Reduction, Ways
+from meshwright.planner.memory.saved import ITEM_BYTES, Saved
+from meshwright.planner.memory.saved_blocks import Local
+from meshwright.planner.memory.states import Flat
+from meshwright.planner.memory.temporaries import Extra, attention_backward, mixture_backward
+from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
+from meshwright.spec.stages import LOOKED_UP, Stage
+from meshwright.spec.work import count_predictions
+
+SLICE_LOGITS = 1 << 19
+"""Logits that are worked on at once on a CPU (`model/loss.py`)."""
+
+WORTH_ADDING_AT_ONCE = 1 << 17
+"""Elements of a weight from which products are functions of our own (`parallel/step.py`)."""
+
+OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
+"""How the names of what the head's unit keeps begin."""
+
+
+def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int, attention: bool = True) -> int:
+    """Return the bytes that a layer's queued weight gradients keep: its products' inputs and output gradients.
+
+    at: sizes; whole: saved activations without recompute; x: bytes of an element; attention: include its products.
+    """
+    config, layout = at.config, at.layout
+    names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
+    found = 0
+    for each in whole:
+        if each.name.startswith(f"layers.{layer}.") and each.name.endswith(names):
+            found += each.bytes
+    hidden, tokens = config.hidden, at.rows * at.tokens
+    if attention:
+        found += tokens * (hidden + (at.heads + 2 * at.kv_heads) * config.head_dim) * x
+    if config.has_experts(layer):
+        width = config.expert_intermediate // (layout.etp if at.spread else layout.tp)
+        rows = at.routed * config.experts_per_token * (layout.etp if at.spread else 1)
+        found += rows * (hidden + 2 * width) * x
+        if config.shared_intermediate:
+            found += tokens * (hidden + 2 * config.shared_intermediate // layout.tp) * x
+    else:
+        width = config.intermediate // layout.tp * (2 if config.gated else 1)
+        found += tokens * (hidden + width) * x
+    return found
+
+
+class StageMoments:
+    """Generator of the memory snapshots of a stage's forward and backward on one rank. at: sizes of a micro-batch.
+
+    A unit is a layer, the embedding or the head. saved: saved activations of the forward; whole: the same without
+    recompute; flats: flat buffers by unit; pooled: unsharded gradient buffers reused by layers (size -> count); tied:
+    head and embedding share a matrix; compiled: blocks, norm and loss are compiled; queued: split backwards queue
+    weight grads.
+    """
+
+    def __init__(
+        self,
+        at: Local,
+        stage: Stage,
+        units: Sequence[str],
+        saved: Sequence[Saved],
+        whole: Sequence[Saved],
+        flats: Mapping[str, Sequence[Flat]],
+        parameter_dtype: str,
+        master_dtype: str,
+        pooled: Mapping[int, int],
+        tied: bool,
+        compiled: bool = False,
+        queued: bool = False,
+    ) -> None:
+        self.compiled, self.queued, self.tapped = compiled, queued, compiled and queued
+        self.at, self.stage, self.units, self.flats, self.pooled, self.tied = at, stage, units, flats, pooled, tied
+        self.saved, self.whole, self._dtype = saved, whole, parameter_dtype
+        self.x, self.master = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
+        self.wide = max(4, self.x)
+        self.fused = self.x == self.master  # products add their weight gradients to the sums themselves
+        self._by_units: dict[str, list[Saved]] = {}
+        self._unit = {unit: number for number, unit in enumerate(units)}
+        self.of_unit, self.of_whole = self._by_unit(saved), self._by_unit(whole)
+        self.of_loss = sum(each.bytes for each in saved if _of_loss(each))
+        self.kept = sum(each.bytes for each in saved)
+        self.stream = at.rows * at.slice * at.config.hidden * self.x
+        self.tokens = at.rows * at.tokens
+        self.predicted = count_predictions(at.config, at.rows, at.tokens)
+        layers = [unit for unit in units if unit.startswith("layers.")] if queued else []
+        self.queue = sum(map(self._queue_of, layers))
+
+    def _place(self, saved: Saved) -> int:
+        """Return the index of the unit that saved an activation; -1 if none did, and it stays until the end."""
+        if saved.name.startswith(OF_HEAD):
+            return self._unit["head"]
+        return self._unit.get(".".join(saved.name.split(".")[:2]), -1)
+
+    def _by_unit(self, saved: Sequence[Saved]) -> list[int]:
+        """Return the saved bytes by index of the unit; the last entry is of activations that belong to no unit."""
+        found = [0] * (len(self.units) + 1)
+        for each in saved:
+            found[self._place(each)] += each.bytes
+        return found
+
+    def saved_at(self, place: int, back: bool) -> list[Saved]:
+        """Return the saved activations in memory when the forward (`back`: the backward) is at unit `place`: the index
+        of a layer, the embedding or the head."""
+        return [
+            each for each in self.saved if self._place(each) < place + back or (back and _of_loss(each))
+        ]  # what the loss keeps stays until the whole backward is over
+
+    def forward(self) -> Iterator[Moment]:
+        """Yield the memory snapshots of the forward of one micro-batch."""
+        before = self.of_unit[-1]
+        for place, unit in enumerate(self.units):
+            gathered = self._gathered(place, +1)
+            found = self._losses() if unit == "head" else [("", list(self._layer_forward(place)))]
+            for what, extras in found:
+                yield Moment(f"{unit}{what}: forward", before, (*gathered, *extras), self, place)
+            before += self.of_unit[place]
+        if not self.stage.last:
+            out = (Extra("communication", "output", self.stream),)
+            yield Moment("end of forward", before, out, self, len(self.units))
+
+    def _layer_forward(self, place: int) -> Iterator[Extra]:
+        """Yield the tensors in memory during the forward of the unit with index `place`, a layer or an embedding."""
+        unit = self.units[place]
+        if not unit.startswith("layers."):
+            yield Extra("workspace", f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
+            return
+        if self._known(unit) and not self._spread(unit):
+            yield from forward_extras(self.at, int(unit.split(".")[1]), self.x)
+            return
+        yield Extra("activations", f"{unit} being computed", max(self.of_whole[place], self.of_unit[place]))
+        yield Extra("workspace", f"{unit} product and sums", 2 * self.stream)
+        if self.at.config.has_experts(int(unit.split(".")[1])):  # what is sent, what comes back, and that times weights
+            copies = self.at.routed * self.at.config.experts_per_token * self.at.config.hidden * self.x
+            yield Extra("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
+
+    def _losses(self, again: bool = False) -> list[tuple[str, list[Extra]]]:
+        """Return (snapshot name, tensors) of the loss: at the logits of its last chunk, and when the head's weight
+        gradient is added. again: in the backward, since the forward saved no gradient."""
+        config, at = self.at.config, self.at
+        states = [Extra("activations", "output of the last layer", self.stream)] if config.encoder else []
+        if config.head not in ("next", "masked"):
+            return [("", states)]
+        width = min(-(-config.vocabulary // at.layout.tp), config.vocabulary)
+        chunks = loss_chunks(self.predicted, width, at.device)
+        longest, hidden = max(chunks, default=0), self.predicted * config.hidden * self.x
+        weight, several = width * config.hidden, len(chunks) > 1
+        both = [*states, Extra("logits", "chunk", longest * width * self.x)]
+        if not again:
+            both += [Extra("activations", each.name, each.bytes) for each in self.saved if _of_norm_or_known(each)]
+            both.append(Extra("activations", "head.input", hidden))
+        forms = again or any(each.name == "head.weight.gradient" for each in self.saved)
+        if forms:
+            both.append(Extra("activations", "head.hidden.gradient", hidden))
+        summed = Extra("activations", "head.weight.gradient", weight * (self.wide if several else self.x))
+        at_once = longest if at.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
+        wide = Extra("workspace", "upcast logits", 2 * at_once * width * self.wide)
+        fused = [] if self.compiled else [wide]
+        so_far = summed._replace(bytes=weight * (self.wide if len(chunks) > 2 else self.x))  # of all but the last chunk
+        found = [(".statistics", [*both, *fused, *([so_far] if forms and several else [])])]
+        if forms:
+            parts = (self.x if several else 0) + (self.x if several and self.x < self.wide else 0)
+            found.append((".gradient", [*both, summed, Extra("workspace", "gradient of a chunk", weight * parts)]))
+        return found
+
+    def backward(self, split: bool = False, ways: Ways = FIRST_AND_LAST) -> Iterator[Moment]:
+        """Yield the snapshots of a backward that begins in state `ways`. split: it computes only input gradients."""
+        left = self.kept
+        queue = 0  # of a split backward: what weight gradients need
+        for place in reversed(range(len(self.units))):
+            unit = self.units[place]
+            whole = self._known(unit) and not self._spread(unit)
+            around = [*self._gathered(place, -1), *self._reductions(place, ways, split, whole)]
+            opened = self._opened(place) if whole and not split else []
+            if self.tied and unit != "head" and self.stage.first and self.stage.last:
+                # Autograd holds it until what looking up rows adds is there too.
+                table = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
+                around.append(Extra("gradients", "head's part of the embedding's gradient", table * self.x))
+            elif split and self.stage.last and unit != "head" and self.at.config.head == "next":
+                weight = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
+                around.append(Extra("gradients", "head weight gradient, held", weight * self.x))
+            if queue:
+                around.append(Extra("activations", "queue of weight gradients", queue))
+            if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
+                around.append(Extra("communication", "gradient from the next stage", self.stream))
+            for name, extras in self._unit_backward(place, split):
+                more = opened if name == COLLECTED else []
+                yield Moment(f"{unit}{name}: backward", left, (*around, *more, *extras), self, place, True)
+            if split and unit.startswith("layers."):
+                queue += self._queue_of(unit)
+            left -= self.of_unit[place] - (self.of_loss if unit == "head" else 0)
+        if split:  # units without products are complete: until now their gradients were held beside the sums
+            ends = [each for place in range(len(self.units)) if not self._waits(place) for each in self._opened(place)]
+            waiting = Extra("activations", "queue of weight gradients", queue)
+            yield Moment("input gradients", left, (waiting, *ends, *self.under_way(ways.before)), self, 0, True)
+
+    def weight_gradients(self, ways: Ways) -> Iterator[Moment]:
+        """Yield the snapshots of the pass that computes queued weight gradients, which begins in state `ways`."""
+        widest = max(self._weight_bytes(), default=0)
+        extras = () if self.fused else (Extra("workspace", "weight gradient", widest),)
+        around = [*self.under_way([*ways.before, *self.reduced(ways, True)]), *self._opened(0)]
+        yield Moment("weight gradients", 0, (*extras, *around))
+
+    def _weight_bytes(self) -> Iterator[int]:
+        """Yield the bytes of the weight of the QKV product and of the first MLP product on this rank."""
+        config, tp = self.at.config, self.at.layout.tp
+        yield (self.at.heads + 2 * self.at.kv_heads) * config.head_dim * config.hidden * self.x
+        yield config.intermediate // tp * (2 if config.gated else 1) * config.hidden * self.x
+
+    def _unit_backward(self, place: int, split: bool) -> Iterator[tuple[str, list[Extra]]]:
+        """Yield (snapshot name, tensors) of the backward of unit `place` (index); split: input gradients only."""
+        unit = self.units[place]
+        if unit == "head":
+            if self.at.config.encoder:
+                yield ".rows", [Extra("activations", "gradient of the last layer's output", self.stream)]
+            if self.at.config.head not in ("next", "masked"):
+                return
+            yield "", [*self._loss_backward()]
+            if not any(each.name == "head.weight.gradient" for each in self.saved):
+                yield from self._losses(again=True)
+        elif self._known(unit):
+            ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
+            arrived = frozenset(name for name, end in ends.items() if end == unit)
+            layer = int(unit.split(".")[1])
+            if self._spread(unit):
+                parts = self.whole, self.saved
+                yield from spread_backward(self.at, layer, self.x, parts, self.stream, arrived)
+            elif self.tapped:
+                yield from split_backward_extras(self.at, layer, self.x, arrived, not split, self.fused)
+            else:
+                yield from backward_extras(self.at, layer, self.x, arrived)
+        elif unit.startswith("layers."):
+            again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
+            more = [Extra("activations", "recomputed", again)] if again > 0 else []
+            for name, extras in self._layer_backward(unit, split):
+                yield name, [*more, *extras]
+        elif unit in LOOKED_UP:
+            yield "", [*self._table_backward(unit)]
+
+    def _beside(self, unit: str) -> int:
+        """Return the bytes of a layer's saved activations that stay in addition to the recomputed ones: its narrow
+        input, and results that the backward never reads. unit: "layers.N"."""
+        if self.at.layout.recompute == "none":
+            return 0
+        names = [f"{unit}.input"] if self.x < self.wide else []
+        if not self.at.config.post_norms:
+            names += [f"{unit}.mlp.{what}" for what in ("down.sum", "output")]
+            down = self.at.config.intermediate // self.at.layout.tp * self.at.config.hidden
+            if not self.queued and down < WORTH_ADDING_AT_ONCE:
+                names.append(f"{unit}.mlp.down.product")  # of a larger weight it is read: its own function makes it
+        return sum(each.bytes for each in self.saved if each.name in names)
+
+    def _loss_backward(self) -> Iterator[Extra]:
+        """Yield the gradients of the head's input and weight, and their copies, that the loss's backward allocates."""
+        config = self.at.config
+        hidden = self.predicted * config.hidden
+        both = self.x if self.x == self.wide else self.x + self.wide
+        yield Extra("activations", "gradient of the head's input", hidden * both)
+        width = -(-config.vocabulary // self.at.layout.tp)
+        weight = next((each for each in self.saved if each.name == "head.weight.gradient"), None)
+        yield Extra("gradients", "head weight gradient", width * config.hidden * self.x)
+        if weight is not None and weight.dtype != self._dtype and self.at.device == "cpu":  # elsewhere number by number
+            yield Extra("workspace", "upcast head weight gradient", weight.bytes)
+        if weight is None:  # made now, for a moment
+            yield Extra("gradients", "head weight gradient, unscaled", width * config.hidden * self.x)
+            yield Extra("activations", "gradient of the head's input, unscaled", hidden * self.x)
+
+    def _table_backward(self, unit: str) -> Iterator[Extra]:
+        """Yield the temporaries of the backward of a lookup table, unit "embedding" or so, which sums in float32."""
+        config = self.at.config
+        tables = {"positions": config.max_positions, "token_types": config.token_types}
+        rows = tables.get(unit, -(-config.vocabulary // self.at.layout.tp))
+        yield Extra("activations", "gradient of the rows", self.tokens * config.hidden * self.x)
+        if self.x < self.wide:
+            yield Extra("workspace", "upcast gradient of the rows", self.tokens * config.hidden * self.wide)
+            yield Extra("gradients", f"{unit} gradient", rows * config.hidden * self.x)
+        yield Extra("gradients", f"{unit} upcast gradient", rows * config.hidden * self.wide)
+
+    def _layer_backward(self, unit: str, split: bool) -> Iterator[tuple[str, list[Extra]]]:
+        """Yield (snapshot name, tensors) of an uncompiled layer's backward. unit: "layers.N"; split: no weight
+        gradients."""
+        at, config, layout, x = self.at, self.at.config, self.at.layout, self.x
+        gradient = Extra("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
+        weights, number = not (self.fused or split), int(unit.split(".")[1])
+        after = config.encoder  # norms follow the sums: on the way back they come first
+        gone = [f"{unit}.mlp_norm."] if after else []
+        around = [gradient, *self._used(gone)]
+        if config.has_experts(number):
+            for name, extras in mixture_backward(at, f"{unit}.mlp", self.whole, x, split):
+                yield f".mlp{name}", [gradient, *extras]
+        else:
+            width = config.intermediate // layout.tp
+            columns = self.tokens * width * x
+            product = width * config.hidden * x if weights else 0
+            if config.gated:
+                both = Extra("activations", "gradients of gate and up", (2 + split) * columns)
+                yield ".mlp", [gradient, both]
+                if product > columns:
+                    grads = Extra("activations", "gradient of down's input", columns)
+                    yield ".mlp.down", [gradient, grads, Extra("workspace", "weight gradient of down", product)]
+            else:
+                extra = Extra("activations", "gradient of up's output", columns + (columns if split else 0))
+                yield ".mlp", [*around, extra, Extra("workspace", "weight gradient", product)]
+        if config.norm == "rmsnorm" and not (split or after):
+            sums = Extra("workspace", "gradients inside a norm", 4 * (self.stream // x) * self.wide)
+            yield ".mlp_norm", [gradient._replace(bytes=self.stream), *self._used([f"{unit}.mlp."]), sums]
+        # Everything of the MLP is freed when attention's turn comes, but for what weight gradients wait for.
+        gone = [f"{unit}.mlp.", f"{unit}.mlp_norm.", *([] if at.ring or split else [f"{unit}.attention.output."])]
+        around = [gradient, *self._used([*gone, *([f"{unit}.attention_norm."] if after else [])])]
+        if split:
+            of_products = queued_bytes(at, self._of(unit), number, x, attention=False)
+            around.append(Extra("activations", "queue of the MLP's weight gradients", of_products))
+        elif unit == self.units[-1]:  # of a stage that is not the last one
+            around.append(Extra("communication", "gradient from the next stage", self.stream))
+        for name, extras in attention_backward(at, config.layer_window(number), x):
+            yield f".attention{name}", [*around, *extras]
+
+    def _of(self, unit: str) -> list[Saved]:
+        """Return the activations that a unit such as "layers.3" saves without recompute; indexed at the first call."""
+        if not self._by_units:
+            for each in self.whole:
+                self._by_units.setdefault(".".join(each.name.split(".")[:2]), []).append(each)
+        return self._by_units.get(unit, [])
+
+    def _used(self, names: Sequence[str]) -> Iterator[Extra]:
+        """Yield an entry of negative bytes for freed saved activations: those whose names begin with one of `names`."""
+        begin = tuple(names)
+        units = {".".join(name.split(".")[:2]) for name in begin}
+        freed = sum(each.bytes for unit in units for each in self._of(unit) if each.name.startswith(begin))
+        if freed:
+            yield Extra("activations", "freed", -freed)
+
+    def _queue_of(self, unit: str) -> int:
+        """Return the bytes that a layer's queued weight gradients keep allocated. unit: such as "layers.3"."""
+        layer = int(unit.split(".")[1])
+        if self._known(unit):
+            return compiled_split.queued_bytes(self.at, layer, self.x)
+        return queued_bytes(self.at, self._of(unit), layer, self.x)
+
+    def _gathered(self, place: int, step: int) -> list[Extra]:
+        """Return ZeRO-3's gathered parameters of units `place` and `place + step` (1 in forward, -1 in backward)."""
+        following = place + step
+        names = {self.units[place], *((self.units[following],) if 0 <= following < len(self.units) else ())}
+        if step < 0:
+            names -= set(LOOKED_UP)
+        if self.tied and ("head" in names or (step > 0 and self.stage.first and self.stage.last)):
+            names.add("embedding")
+        return [
+            Extra("communication", f"{flat.name} gathered", flat.padded * self.x)
+            for name in sorted(names)
+            for flat in self.flats.get(name, ())
+            if flat.zero == 3
+        ]
+
+    def _reductions(self, place: int, ways: Ways, split: bool, later: bool = False) -> list[Extra]:
+        """Return the tensors of gradient reductions in flight, and unsharded gradient buffers, in the backward of unit
+        `place` (index). split: input gradients only; later: the unit allocates its gradient buffers at its end."""
+        if split:
+            return self.under_way(ways.before)
+        posted = [*ways.before, *self._reduced(range(place + 1, len(self.units)), ways)]
+        return [*self.under_way(posted), *([] if later else self._opened(place))]
+
+    def _opened(self, place: int) -> list[Extra]:
+        """Return the unsharded gradient buffers of unit `place` (index), and of an embedding tied to the head."""
+        now = list(self.flats.get(self.units[place], ())) if place < len(self.units) else []
+        opened = list(now)
+        if self.tied and self.stage.first and self.stage.last:  # the head's part of it is there from the beginning
+            opened += [flat for flat in self.flats.get("embedding", ()) if flat not in now]
+        return [each for flat in opened for each in self._whole(flat)]
+
+    def _known(self, unit: str) -> bool:
+        """Return True if a unit such as "layers.3" is a compiled layer whose kernels are modelled."""
+        return self.compiled and unit.startswith("layers.") and known(self.at, int(unit.split(".")[1]))
+
+    def _spread(self, unit: str) -> bool:
+        """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""
+        return self.at.spread and unit.startswith("layers.") and self.at.config.has_experts(int(unit.split(".")[1]))
+
+    def _waits(self, place: int) -> bool:
+        """Return True if unit `place` is a layer: its gradients are complete only after the weight-gradient pass."""
+        return self.units[place].startswith("layers.")
+
+    def _reduced(self, places: Iterable[int], ways: Ways) -> list[Reduction]:
+        """Return, in order, the reductions that a backward in state `ways` starts for the units `places` (indices)."""
+        flats = [flat for place in sorted(places, reverse=True) for flat in self.flats.get(self.units[place], ())]
+        return [Reduction(flat, ways.later) for flat in flats if flat.zero >= 2 or ways.last]
+
+    def under_way(self, posted: Sequence[Reduction]) -> list[Extra]:
+        """Return the tensors that reductions in flight hold: the last of `posted`, all reductions started."""
+        found = []
+        for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
+            shard = flat.padded // flat.shards * self.master
+            if flat.zero >= 2 and later:
+                found.append(Extra("communication", f"{flat.name} shard of a later micro-batch", shard))
+            if self.at.device == "cpu":  # gloo sends to each rank alone
+                found.append(Extra("communication", f"{flat.name} parts of other ranks", shard * (flat.shards - 1)))
+            found += self._whole(flat)
+        return found
+
+    def _whole(self, flat: Flat) -> list[Extra]:
+        """Return the unsharded gradient of a flat buffer under ZeRO-2 and 3, unless it is one of the reused buffers."""
+        if flat.zero < 2 or flat.padded in self.pooled:
+            return []
+        return [Extra("gradients", f"{flat.name} unsharded gradient", flat.padded * self.master)]
+
+    def reduced(self, ways: Ways, weights: bool | None = None) -> list[Reduction]:
+        """Return the reductions a backward starts. weights: True its weight pass, False its input pass, None both."""
+        places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
+        return self._reduced(places, ways)
+
+
+def _of_norm_or_known(saved: Saved) -> bool:
+    """Return True if an activation is saved by the final norm or transform, or is called "head.known"."""
+    return saved.name.startswith(("final_norm.", "transform")) or saved.name == "head.known"
+
+
+def _of_loss(saved: Saved) -> bool:
+    """Return True if the loss saved an activation itself: it is freed only when the whole backward is over."""
+    return (saved.name.startswith("head.") and saved.name.endswith(".gradient")) or saved.name == "loss"

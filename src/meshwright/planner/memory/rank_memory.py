@@ -1,0 +1,229 @@
+"""The memory of every rank of a pipeline, and whether it fits on a device.
+
+Ours is the ledger's, tensor by tensor. Of another engine it is what was published of it: its bytes of each parameter,
+what it keeps of a layer, as many micro-batches as its schedule has under way, and its logits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from meshwright.collectives.quantities import GIB
+from meshwright.layout import Layout
+from meshwright.names import SCHEDULE_CHUNKS
+from meshwright.planner.cost.bubbles import in_flight, places_of
+from meshwright.planner.cost.communication import group_of, held
+from meshwright.planner.cost.data_time import level_in_time
+from meshwright.planner.cost.micro_batch import ITEMSIZE
+from meshwright.planner.cost.rates import attention_kernel
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.memory.ledger import CATEGORIES, CUDA_CONTEXT, STORED, Item, ledger
+from meshwright.planner.memory.micro_memory import bytes_each
+from meshwright.planner.memory.published import PUBLISHED, LayerShape, published_layer
+from meshwright.planner.search.space import Problem
+from meshwright.spec.stage_times import program_for
+from meshwright.spec.stages import Stage, stages_of
+from meshwright.spec.work import count_predictions
+
+CONTRACT = ("parameters", "gradients", "optimizer", "activations", "workspace")
+"""The parts of the peak in an answer; communication and logits are part of the workspace there."""
+
+SLACK = 0.05
+"""Of the peak, on CUDA: memory that the allocator reserves beyond it, by fragmentation (3 to 7% as others report)."""
+
+
+def slack(cluster: Cluster) -> float:
+    """Return the memory that a device holds in addition to the predicted peak, as a fraction of it: allocator
+    fragmentation on CUDA, and the unexplained memory of the cluster's finished runs."""
+    found = cluster.calibration
+    shown = 0.0 if found is None or found.unexplained_share is None else found.unexplained_share
+    return max(0.0, (SLACK if cluster.kind == "cuda" else 0.0) + shown)
+
+
+def context_bytes(problem: Problem) -> int:
+    """Return the bytes that a process holds in addition to tensors: on CUDA an upper bound of the context's, on a CPU
+    those measured on the machine (interpreter, libraries)."""
+    return int(CUDA_CONTEXT[1]) if problem.cluster.kind == "cuda" else sum(size for _, size in problem.process)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory of one pipeline rank at its peak.
+
+    Attributes:
+        pp_rank: Pipeline rank.
+        items: Tensors at the peak.
+        peak_bytes: Sum of the items, as PyTorch's allocator counts.
+        moment: Name of the memory snapshot, such as "layers.3.mlp: backward".
+        framework_bytes: Held in addition by the CUDA context; on a CPU by interpreter and libraries.
+        slack_bytes: Held in addition and unexplained, such as by fragmentation.
+        exact: True if counted tensor by tensor, not in closed form.
+        compiled: True if predicted for compiled blocks.
+    """
+
+    pp_rank: int
+    items: tuple[Item, ...]
+    peak_bytes: int
+    moment: str
+    framework_bytes: int
+    slack_bytes: int
+    exact: bool
+    compiled: bool = False
+
+    @property
+    def device_bytes(self) -> int:
+        """Total bytes on the device: tensors, framework and slack."""
+        return self.peak_bytes + self.framework_bytes + self.slack_bytes
+
+    def by_category(self) -> dict[str, int]:
+        """Return the bytes at the peak by category of the ledger, such as "activations"; "framework" and "unexplained"
+        included."""
+        found = dict.fromkeys(CATEGORIES, 0)
+        for item in self.items:
+            found[item.category] += item.bytes
+        found["framework"], found["unexplained"] = self.framework_bytes, self.slack_bytes
+        return found
+
+    def gib(self) -> dict[str, float]:
+        """Return the GiB of each category, of their sum "peak", and of "framework" and "unexplained", which are not
+        part of the peak; "workspace" includes communication and logits."""
+        found = self.by_category()
+        parts = {name: found[name] / GIB for name in CONTRACT}
+        parts["workspace"] += (found["communication"] + found["logits"]) / GIB
+        parts["peak"] = self.peak_bytes / GIB
+        return parts | {"framework": self.framework_bytes / GIB, "unexplained": self.slack_bytes / GIB}
+
+
+def by_layers(items: Iterable[Item]) -> list[Item]:
+    """Merge ledger items that differ only in the layer's number, such as `layers.0.mlp.up.input`, and add up their
+    bytes; return the items, largest first."""
+    found: dict[tuple[str, ...], list[Item]] = {}
+    numbers: dict[tuple[str, ...], list[int]] = {}
+    for item in items:
+        layer = re.match(r"layers\.(\d+)\.?(.*)", item.name)
+        name = layer[2] if layer else item.name
+        key = name, item.category, str(item.shape), item.dtype, str(layer is None), item.first if layer is None else ""
+        found.setdefault(key, []).append(item)
+        if layer:
+            numbers.setdefault(key, []).append(int(layer[1]))
+    merged = []
+    for alike, same in found.items():
+        layers = sorted(set(numbers.get(alike, ())))
+        name = same[0].name if len(layers) < 2 else f"{alike[0]}, {len(layers)} layers ({layers[0]} to {layers[-1]})"
+        merged.append(replace(same[0], name=name, bytes=sum(item.bytes for item in same)))
+    return sorted(merged, key=lambda item: -item.bytes)
+
+
+@lru_cache(maxsize=256)
+def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
+    """Return the memory of a pipeline rank at its peak. Raises `UserError` for an infeasible layout."""
+    context = context_bytes(problem)
+    if problem.engine.name == "meshwright":
+        found = ledger(
+            problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,
+            precision=STORED.get(problem.precision, problem.precision),
+            rank=pp_rank * layout.tp * layout.cp * layout.dp, documents=problem.documents > 1,
+            device=problem.cluster.kind, compile=problem.compile, pairs=problem.pairs,
+            architecture=problem.cluster.device.architecture,
+        )  # fmt: skip
+        items = tuple(item for item in found.items if item.category not in ("framework", "unexplained"))
+        peak, moment, compiled = found.peak_bytes, found.moment, found.compiled
+    else:
+        items = tuple(_published(problem, layout, pp_rank))
+        peak, moment = sum(item.bytes for item in items), "most micro-batches under way"
+        compiled = False
+    return RankMemory(
+        pp_rank, items, peak, moment, context, round(slack(problem.cluster) * peak),
+        problem.engine.name == "meshwright", compiled,
+    )  # fmt: skip
+
+
+def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:
+    """Return the pipeline ranks whose memory is to be computed: of each set of ranks with equal stages, the first and
+    the last.
+
+    One of the two has most micro-batches in flight; the others of the set are between them.
+    """
+    found: dict[tuple[object, ...], list[int]] = {}
+    for rank, place in enumerate(stages_at(problem, layout)):
+        kind = tuple((len(stage.layers), stage.first, stage.last) for stage in place)
+        found.setdefault(kind, []).append(rank)
+    return sorted({rank for ranks in found.values() for rank in (ranks[0], ranks[-1])})
+
+
+def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
+    """Return the pipeline stages of each pipeline rank, one list per rank; under a bidirectional schedule, those of
+    both replicas."""
+    if layout.schedule in SCHEDULE_CHUNKS and layout.schedule != "auto":
+        places = places_of(layout.schedule, layout.pp, layout.chunks)
+    else:  # a program of one's own puts them where it likes
+        places = program_for(layout, problem.config, problem.sequence).stages_by_rank
+    stages = stages_of(problem.config, 1 + max(max(place) for place in places), problem.sequence)
+    return [[stages[at] for at in place] for place in places]
+
+
+def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]:
+    """Yield the memory of a pipeline rank under another engine (framework) than Meshwright, by its published closed
+    forms, as items that add up to its peak."""
+    config, engine, sequence = problem.config, problem.engine, problem.sequence
+    x = ITEMSIZE[problem.precision]
+    place = stages_at(problem, layout)[pp_rank]
+    sizes = held(config, layout)
+    dense, spread = (sum(part) for part in zip(*(sizes.of_stage(config, stage) for stage in place), strict=True))
+    each = bytes_each(problem)
+    for kind, numel, axis in (("dense", dense, "shard"), ("experts", spread, "expert_shard")):
+        if not numel:
+            continue
+        ranks = group_of(layout, axis, problem.cluster).ranks
+        for category, size, sharded in (
+            ("parameters", each.weights, 3), ("gradients", each.gradients, 2), ("optimizer", each.optimizer, 1),
+        ):  # fmt: skip
+            yield _line(category, f"{kind} {category}", numel * size / (ranks if layout.zero >= sharded else 1))
+    rows = problem.batch // (layout.dp * layout.micro_batches)
+    flash = attention_kernel(engine, problem.cluster) != "scores"
+    whose = engine.name if engine.name in PUBLISHED else "megatron"
+    waiting, _ = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
+    flying = float(waiting[:, pp_rank].max())
+    again = 0.0
+    for mixture, layers in Counter(config.has_experts(at) for stage in place for at in stage.layers).items():
+        shape = LayerShape(rows, sequence, config, layout, flash, engine.dropout, mixture)
+        kept = published_layer(whose, shape)
+        for name, size in kept.items():
+            yield _line("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
+        whole = replace(shape, layout=layout.with_(recompute="none"))
+        again = max(again, sum(published_layer(whose, whole).values()) - sum(kept.values()))
+    logits = 0.0
+    if config.head in ("next", "masked") and any(stage.last for stage in place):
+        tokens = count_predictions(config, rows, sequence) / layout.cp
+        logits = tokens * -(-config.vocabulary // layout.tp) * (x + engine.loss_holds)
+    # The loss is through when a layer is computed again: the larger of the two counts.
+    if again * x / 2 > logits:
+        yield _line("activations", "a recomputed layer", again * x / 2)
+    elif logits:
+        yield _line("logits", "logits", logits)
+    if layout.zero == 3 and level_in_time(layout.zero, layout.pp, engine) < 3:
+        yield _line("communication", "gathered parameters", (dense + spread) * x)
+        yield _line("gradients", "unsharded gradients", (dense + spread) * each.gradients)
+    elif layout.zero == 3:
+        layer = max(sum(sizes.layer), sum(sizes.mixture))
+        yield _line("communication", "gathered layers", 2 * layer * x)
+
+
+def _line(category: str, name: str, size: float) -> Item:
+    """Return a ledger item of `size` bytes without shape and stage, allocated for the whole step."""
+    return Item(category, name, (), "", round(size), None, "start", "end")
+
+
+@lru_cache(maxsize=64)
+def fullest(problem: Problem, layout: Layout) -> RankMemory:
+    """Return the memory of the pipeline rank with the highest peak."""
+    return max((memory_of(problem, layout, rank) for rank in unlike_ranks(problem, layout)), key=_size)
+
+
+def _size(rank: RankMemory) -> int:
+    """Return a rank's total bytes on the device, for sorting."""
+    return rank.device_bytes

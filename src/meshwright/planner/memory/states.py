@@ -1,0 +1,117 @@
+"""What a rank holds from step to step: parameters, masters, gradients and the optimizer's state, unit by unit, as
+`parallel/zero.py` lays them out. The sums are those of `ZeroEngine.memory` and of the optimizer's tensors, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.names import OPTIMIZERS, unknown
+from meshwright.planner.cost.data_calls import AXES_OF
+from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
+from meshwright.spec.parameters import ParameterTable
+
+STATE_KINDS: dict[str, tuple[str, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": (), "momentum": ("momentum",),
+}  # fmt: skip
+"""One tensor of the masters' size and type each. "momentum": SGD with it; "adam" holds what "adamw" does."""
+
+
+class Flat(NamedTuple):
+    """A flat parameter buffer on a rank: the parameters of an FSDP unit in one vector.
+
+    unit: such as "layers.3"; part: "dense" or "experts"; numel, padded: elements before and after padding; shards:
+    number of ranks over which ZeRO shards it; zero: ZeRO stage, 0 on a single rank.
+    """
+
+    unit: str
+    part: BufferKind
+    numel: int
+    padded: int
+    shards: int
+    zero: int
+
+    @property
+    def held(self) -> int:
+        """Number of elements of this rank's fp32 master weights."""
+        return self.padded // self.shards if self.zero else self.numel
+
+    @property
+    def name(self) -> str:
+        """Name of the buffer, such as "layers.3" or "layers.3.experts"."""
+        return self.unit if self.part == "dense" else f"{self.unit}.experts"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A persistent tensor of a rank. kind: "parameters", "masters" (fp32 master weights), "gradients",
+    "gradient_buffers" (unsharded) or "optimizer"."""
+
+    kind: str
+    name: str
+    numel: int
+    dtype: str
+    bytes: int
+
+
+def optimizer_kinds(optimizer: str) -> tuple[str, ...]:
+    """Return the names of an optimizer's state tensors, such as ("exp_avg", "exp_avg_sq"). optimizer: such as "adamw".
+    Raises `UserError` if it is unknown."""
+    if optimizer not in STATE_KINDS:
+        raise UserError(unknown("optimizer", optimizer, dict.fromkeys((*OPTIMIZERS, *STATE_KINDS))))
+    return STATE_KINDS[optimizer]
+
+
+def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> list[Flat]:
+    """Return the flat parameter buffers of FSDP units such as "layers.3", as any rank that holds the units has them."""
+    found = []
+    for unit in units:
+        for part in table.unit_buffers(unit, layout):
+            shards = shard_count(layout, part)
+            zero = layout.zero if shards > 1 else 0
+            numel = table.unit_numel(unit, layout, part)
+            found.append(
+                Flat(unit, part, numel, padded_numel(numel, shards if zero else 1), shards if zero else 1, zero)
+            )
+    return found
+
+
+def shard_count(layout: Layout, part: BufferKind) -> int:
+    """Return the number of ranks over which ZeRO shards parameters. part: "dense" or "experts"."""
+    return layout.group_size(AXES_OF[part][1])
+
+
+def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:
+    """Yield the persistent tensors for a rank's flat buffers, as they are after the first step. parameter_dtype,
+    master_dtype: torch's type names; optimizer: such as "adamw"."""
+    from meshwright.planner.memory.saved import ITEM_BYTES
+
+    narrow, wide = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
+    for flat in flats:
+        here = flat.padded // (flat.shards if flat.zero == 3 else 1)
+        yield State("parameters", f"{flat.name}.parameters", here, parameter_dtype, here * narrow)
+        if parameter_dtype != master_dtype:
+            yield State("masters", f"{flat.name}.master", flat.held, master_dtype, flat.held * wide)
+        summed = flat.padded // (flat.shards if flat.zero >= 2 else 1)
+        yield State("gradients", f"{flat.name}.gradient", summed, master_dtype, summed * wide)
+        for kind in optimizer_kinds(optimizer):
+            yield State("optimizer", f"{flat.name}.{kind}", flat.held, master_dtype, flat.held * wide)
+    for size, count in gradient_buffers(flats).items():
+        for number in range(count):
+            yield State("gradient_buffers", f"gradient_buffer.{number}", size, master_dtype, size * wide)
+
+
+def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
+    """Return the unsharded gradient buffers that ZeRO-2 and 3 keep and reuse for the next layer: {elements: number of
+    buffers}."""
+    return count_reused_buffers(
+        [
+            tuple(flat.padded for flat in parts if flat.zero >= 2)
+            for _, parts in groupby(flats, key=lambda flat: flat.unit)
+        ]
+    )

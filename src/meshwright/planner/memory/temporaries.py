@@ -1,0 +1,222 @@
+"""What attention and mixtures of experts hold for a moment on the way back, beside what their forward has kept.
+
+Counted as the engine's own loops allocate: a name of the turn before keeps its tensor until the next one is made, so
+that of two tiles both are there. Held against PyTorch's record of its allocator on a CPU; what CUDA's kernels take
+inside is that of their sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.planner.memory.attention_tiles import Heads, Lies, backward_bytes
+from meshwright.planner.memory.saved_blocks import Local, dense_mask, masked, repeats, varlen, varlen_documents
+
+if TYPE_CHECKING:  # it prices compiled blocks, whose kernels need what is here
+    from meshwright.planner.memory.saved import Saved
+
+TILE_QUERIES, TILE_SCORES = 128, 1 << 20
+ACCELERATOR_TILE = 1024, 1 << 27
+"""Queries and scores of a tile on a CPU and elsewhere (`model/tiled_attention.py`)."""
+
+
+class Extra(NamedTuple):
+    """A tensor of a memory snapshot that is neither persistent nor a saved activation. category: of the memory ledger,
+    such as "workspace"; bytes: negative for a saved activation that is already freed."""
+
+    category: str
+    name: str
+    bytes: int
+
+
+class _Tiles(NamedTuple):
+    """Tiling of attention over `length` queries and keys.
+
+    rows, kv_heads: sequences and key-value heads processed together; group: query heads of each key-value head;
+    queries: queries of a tile; several_groups: False if all sequences and heads are processed together.
+    """
+
+    rows: int
+    kv_heads: int
+    group: int
+    queries: int
+    length: int
+    several_groups: bool
+
+    @property
+    def lines(self) -> int:
+        """Number of queries of all sequences and heads in a tile."""
+        return self.rows * self.kv_heads * self.group * self.queries
+
+    @property
+    def before(self) -> int:
+        """Number of keys of the tile processed before the longest one, whose tensors are still allocated; 0 without
+        one."""
+        if self.length > self.queries:
+            return (self.length - 1) // self.queries * self.queries
+        return self.length if self.several_groups else 0
+
+
+def _cut(at: Local, heads: int, kv_heads: int, length: int) -> _Tiles:
+    """Return the tiling of attention with `heads` query and `kv_heads` key-value heads over `length` tokens. at: sizes
+    of the micro-batch."""
+    most_queries, most = (TILE_QUERIES, TILE_SCORES) if at.device == "cpu" else ACCELERATOR_TILE
+    group, queries = max(1, heads // kv_heads), min(most_queries, length)
+    per_head = group * queries * length
+    together = max(1, min(kv_heads, most // per_head))
+    rows = max(1, min(at.rows, most // (per_head * kv_heads)))
+    return _Tiles(rows, together, group, queries, length, together < kv_heads or rows < at.rows)
+
+
+def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[str, list[Extra]]]:
+    """Yield (snapshot name, temporary tensors) of attention's backward. at: sizes of the micro-batch; window: most
+    tokens that a query attends to, None for all; x: bytes of an activation's element."""
+    wide, size = max(4, x), at.config.head_dim
+    of_head = at.rows * at.tokens * size
+    result = Extra("activations", "gradient of attention's result", at.heads * of_head * x)
+    if at.ring:
+        yield "", [result, *ring_backward(at, window, x, wide)]
+        return
+    heads, kv_heads = at.heads, at.kv_heads
+    if at.layout.cp > 1:
+        copies = max(1, at.layout.cp // kv_heads)
+        heads, kv_heads = heads // at.layout.cp, kv_heads * copies // at.layout.cp
+        of_head *= at.layout.cp
+    if repeats(at, window):
+        kv_heads = heads
+    three = (heads + 2 * kv_heads) * of_head * x
+    gradients = Extra("activations", "gradients of queries, keys and values", three)
+    tiled = at.device == "cpu" and not at.config.encoder  # an encoder's kernel is PyTorch's own
+    inside = list(tiled_backward(at, heads, kv_heads, window, x, wide)) if tiled else []
+    if at.device == "cuda":
+        inside = list(fused_backward(at, heads, kv_heads, window, x))
+    yield "", [result, gradients, *inside]
+    if at.layout.cp > 1:  # what travels, what is sent of it and what comes, before it is put together
+        yield (
+            ".tokens traded",
+            [result, Extra("communication", "gradient of the result after the all-to-all", 3 * heads * of_head * x)],
+        )
+        freed = Extra("activations", "queries, keys and values after the all-to-all, freed", -three)
+        yield ".heads traded", [gradients, freed, Extra("communication", "gradients after the all-to-all", 3 * three)]
+
+
+def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int) -> Iterator[Extra]:
+    """Yield the workspaces of PyTorch's CUDA attention backward (aten/src/ATen/native/transformers/cuda).
+
+    at: sizes of the micro-batch; heads, kv_heads: on this rank; window: most tokens that a query attends to, None for
+    all; x: bytes of an element. Flash attention (flash_attn/flash_api.cpp, `mha_bwd`) rounds up to 128 queries and 32
+    elements of a head; with variable lengths (`mha_varlen_bwd`) it has 128 queries more for each document; the
+    memory-efficient kernel is in attention_backward.cu.
+    """
+    size, length = at.config.head_dim, at.whole
+    narrow = x < 4
+    if narrow and not dense_mask(at, window):
+        lines = at.rows * heads * (-(-length // 128) * 128)
+        if varlen(at, window):
+            lines = heads * (at.rows * length + 128 * varlen_documents(at))
+        yield Extra("workspace", "result times its gradient", lines * 4)
+        yield Extra("workspace", "upcast gradient of queries", lines * (-(-size // 32) * 32) * 4)
+        if kv_heads < heads:
+            each_head = 2 * at.rows * length * heads * size * x
+            yield Extra("workspace", "gradients of keys and values of every query head", each_head)
+        return
+    yield Extra("workspace", "result times its gradient", at.rows * heads * (-(-length // 32) * 32) * 4)
+    wide = "upcast gradient of queries" if narrow else "elements of result times its gradient"
+    yield Extra("workspace", wide, at.rows * heads * length * size * 4)
+
+
+def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int, wide: int) -> Iterator[Extra]:
+    """Yield the temporaries of tiled attention's backward on a CPU: masks, tiles, gradient sums of keys and values.
+
+    at: sizes of the micro-batch; heads, kv_heads: on this rank; window: most tokens that a query attends to, None for
+    all; x, wide: bytes of an element of inputs and sums.
+    """
+    cut = _cut(at, heads, kv_heads, at.whole)
+    whole = Heads(
+        at.rows, kv_heads, cut.rows, cut.kv_heads, cut.group, at.config.head_dim, cut.length, cut.queries
+    )  # fmt: skip
+    turned = (at.config.positions == "rope" or at.config.query_key_norm) and at.layout.cp == 1
+    lies = Lies(turned, apart=at.layout.cp > 1)
+    found = backward_bytes(whole, lies, window, x, wide, at.starts, at.masked and at.starts is None)
+    if found.masks:
+        yield Extra("workspace", "tile masks", found.masks)
+    yield Extra("workspace", "attention tiles", found.tiles)
+    yield Extra("workspace", "tile keys and values", found.keys_and_values)
+
+
+def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[Extra]:
+    """Yield the temporaries of ring attention's backward: gradient sums, KV blocks in flight, a tile or kernel results.
+
+    at: sizes of the micro-batch; window: most tokens that a query attends to, None for all; x, wide: bytes of an
+    element of inputs and sums.
+    """
+    heads, kv_heads, size, ranks = at.heads, at.kv_heads, at.config.head_dim, at.layout.cp
+    of_head = at.rows * at.tokens * size
+    yield Extra("workspace", "result times its gradient", at.rows * heads * at.tokens * wide)
+    yield Extra("workspace", "upcast gradient of queries", heads * of_head * wide)
+    yield Extra("communication", "upcast gradients of keys and values", 6 * kv_heads * of_head * wide)
+    passing = 2 * kv_heads * of_head * x * (1 + min(2, ranks - 1))
+    results = (heads + 2 * kv_heads) * of_head * x  # once all have gone round
+    if at.device == "cuda" and x < wide and not masked(at, window) and size % 8 == 0 and size <= 256:
+        work = results // 2  # of half of the tokens
+    else:
+        piece = at.tokens // 2
+        cut = _cut(at, heads, kv_heads, piece)
+        tile = 2 * wide if x == wide else 3 * wide + x  # a narrow product and its copy in the wide type
+        before = (2 * wide if x == wide else wide + x) if cut.before else 0
+        columns = size * x * (3 if before else 2) + wide
+        work = cut.lines * (piece * (tile + before) + columns) + cut.queries**2 * wide
+        if x < wide:
+            work += cut.rows * cut.kv_heads * at.tokens * size * wide
+    if passing + work >= results:
+        yield Extra("communication", "keys and values in transfer", passing)
+        yield Extra("workspace", "attention tiles", work)
+    else:
+        yield Extra("activations", "gradients of queries, keys and values", results)
+
+
+def mixture_backward(
+    at: Local, name: str, whole: Sequence[Saved], x: int, split: bool
+) -> Iterator[tuple[str, list[Extra]]]:
+    """Yield (snapshot name, temporary tensors) of the backward of a mixture of experts: shared expert, then routing
+    weights, matrix products and dispatch of the experts.
+
+    at: sizes of the micro-batch; name: of the mixture, "layers.N.mlp"; whole: saved activations without recompute; x:
+    bytes of an element; split: weight gradients are queued and computed later.
+    """
+    config, layout = at.config, at.layout
+    sizes = {each.name.removeprefix(f"{name}."): each for each in whole if each.name.startswith(f"{name}.")}
+
+    def freed(*names: str) -> Extra:
+        """Return an entry of negative bytes for the freed saved activations whose names begin with one of `names`."""
+        found = sum(each.bytes for title, each in sizes.items() if title.startswith(names))
+        return Extra("activations", "freed", 0 if split else -found)
+
+    hidden = config.hidden * x
+    used: tuple[str, ...] = ()
+    beside: list[Extra] = []
+    if config.shared_intermediate:
+        columns = at.rows * at.tokens * (config.shared_intermediate // layout.tp) * x
+        yield ".shared", [Extra("activations", "gradients of the shared expert's gate and up", (2 + split) * columns)]
+        used = ("shared.",)
+        beside = [Extra("activations", "gradient of the shared expert's input", at.rows * at.tokens * hidden)]
+    copies = at.routed * config.experts_per_token * hidden
+    yield ".weights", [freed(*used), *beside, Extra("activations", "gradients of the experts' results", 2 * copies)]
+    rows = sizes["experts.up.input"].shape[0]
+    columns = rows * (config.expert_intermediate // (layout.etp if at.spread else layout.tp)) * x
+    weight = 0 if split else config.experts // layout.ep * columns // max(1, rows) * config.hidden
+    used = (*used, "experts.output", "experts.order")
+    results = Extra("activations", "gradients of the experts' results", rows * hidden)
+    inner = Extra("activations", "gradient of down's input", columns)
+    made = Extra("workspace", "weight gradient of the experts", weight)
+    yield ".experts.down", [freed(*used), *beside, results, inner, made]
+    used = (*used, "experts.down.input")
+    three = Extra("activations", "gradients of gate and up, and of their product", 3 * columns)
+    yield ".experts", [freed(*used), *beside, three, *([results] if split else [])]
+    used = (*used, "experts.up.output", "experts.activation")
+    both = Extra("activations", "gradients of gate and up", 2 * columns)
+    arriving = Extra("activations", "gradient of the experts' tokens", rows * hidden)
+    yield ".experts.up", [freed(*used), *beside, both, arriving, made._replace(bytes=2 * weight)]
+    most = max(rows * hidden, copies)
+    yield ".dispatch", [freed(*used, "experts."), *beside, Extra("activations", "gradients of tokens sent", 2 * most)]

@@ -1,0 +1,1 @@
+"""The estimate of one layout, and the search over all of them."""

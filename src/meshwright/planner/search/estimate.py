@@ -1,0 +1,292 @@
+"""What a layout costs before it runs: time, memory, and whether it fits.
+
+meshwright.planner.evaluate("llama-3-8b", "64xh100-sxm", "dp8 zero1 tp8 mb64", sequence=8192, batch=512)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.limits import limit_error, shorten_repr
+from meshwright.planner.cost import engines
+from meshwright.planner.cost.engines import Engine
+from meshwright.planner.cost.flops import FLOPS_CONVENTION, training_flops_per_token
+from meshwright.planner.cost.reference_step import in_place
+from meshwright.planner.cost.step_time import Step, StepTime, default_precision
+from meshwright.planner.hardware.cluster import Cluster, cluster
+from meshwright.planner.hardware.process_constants import find_process_items
+from meshwright.planner.memory.rank_memory import RankMemory, fullest
+from meshwright.planner.memory.states import optimizer_kinds
+from meshwright.planner.models import config_of, is_recipe, model_of, model_substitution_note, recipe_of
+from meshwright.planner.search.space import Problem
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.refuse import refuse
+from meshwright.spec.work import MASKED_SHARE
+
+if TYPE_CHECKING:
+    from meshwright.recipe import Recipe
+
+
+TIGHT = 0.05
+"""Share of a device's memory; where less stays free, a small error of the prediction decides."""
+
+EXPOSED = ("tensor", "context", "expert", "data", "pipeline")
+"""Parts of a step in which devices wait for communication."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Predicted time and memory of a layout.
+
+    Attributes:
+        problem: Model, cluster, sequence length and batch size.
+        layout: Layout with its precision.
+        time: Predicted time of a training step.
+        memory: Memory of the pipeline rank with the highest peak.
+        warnings: Lines that say which figures are less certain.
+    """
+
+    problem: Problem
+    layout: Layout
+    time: StepTime
+    memory: RankMemory
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """True if the layout fits into device memory, less the reserve that is to stay free."""
+        return self.memory.device_bytes <= self.problem.room
+
+    @property
+    def tight(self) -> bool:
+        """True if the layout fits, but leaves free less than the fraction `TIGHT` (5%) of the memory that it may
+        take."""
+        return self.fits and self.memory.device_bytes > (1 - TIGHT) * self.problem.room
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of a step in which devices wait for communication."""
+        return sum(self.time.breakdown[part] for part in EXPOSED)
+
+    @property
+    def communication_seconds(self) -> float:
+        """Seconds of a step in which the busiest rank communicates, including communication that overlaps
+        computation."""
+        problem = self.problem
+        step = _step(problem, self.layout)
+        hidden = problem.cluster.time_factor * step.data_seconds() - self.time.breakdown["data"]
+        return self.exposed_seconds + max(0.0, hidden)
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        """Throughput of one device in tokens a second."""
+        problem = self.problem
+        return problem.batch * problem.sequence / self.time.seconds / problem.cluster.devices
+
+    @property
+    def model_flops_per_device(self) -> float:
+        """Model FLOP/s of one device (without recomputation), counted by `FLOPS_CONVENTION`."""
+        problem = self.problem
+        seen = max(1, round(problem.sequence / problem.documents))  # tokens that attend to each other
+        return training_flops_per_token(problem.config, seen) * self.tokens_per_second_per_device
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP utilisation, 0 to 1."""
+        return self.model_flops_per_device / self.problem.cluster.peak(self.problem.precision)
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON entry that `meshwright plan --json` prints for this layout."""
+        return (
+            {
+                "layout": str(self.layout),
+                "fits": self.fits,
+                "tight": self.tight,
+                "memory_gib": self.memory.gib(),
+                "step_seconds": self.time.seconds,
+                "step_seconds_low": self.time.low,
+                "step_seconds_high": self.time.high,
+                "tokens_per_second_per_device": self.tokens_per_second_per_device,
+                "model_tflops_per_device": self.model_flops_per_device / 1e12,
+                "mfu": self.mfu,
+                "flops_convention": FLOPS_CONVENTION,
+                "breakdown_seconds": dict(self.time.breakdown),
+                "communication_seconds": {"exposed": self.exposed_seconds, "total": self.communication_seconds},
+                "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.moment},
+            }
+            | self._calibration()
+            | ({"warnings": list(self.warnings)} if self.warnings else {})
+        )
+
+    def _calibration(self) -> dict[str, Any]:
+        """Return {"calibration": table} with the factors by which the cluster's measured runs differ from predictions,
+        for JSON; empty without any."""
+        found = self.problem.cluster.calibration
+        return {} if found is None else {"calibration": found.table()}
+
+
+def problem_of(
+    model: ModelConfig | Recipe | str | Path | Mapping[str, Any],
+    wanted: Cluster | str | Mapping[str, Any],
+    *,
+    sequence: int,
+    batch: int,
+    engine: str | Engine = "meshwright",
+    compile: bool = False,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    documents: float = 1.0,
+) -> Problem:
+    """Return the checked planning problem that the arguments of a plan describe.
+
+    model: preset, Hugging Face directory, config.json or its content, or recipe; wanted: cluster, as object, text, file
+    or mapping; sequence: tokens of a sequence; batch: sequences a step over all ranks; engine: training engine whose
+    kernels are modelled; compile: with compiled blocks; optimizer: such as "adamw"; precision: such as "bf16", None for
+    the cluster's default; documents: average number packed into a sequence. Raises `UserError` for an unknown name,
+    with the most similar one, and for numbers out of range.
+    """
+    for name, value in (("sequence", sequence), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{name}: takes a whole number, at least 1, not {shorten_repr(value)}")
+        if problem := limit_error(name, value):
+            raise UserError(problem)
+    if isinstance(documents, bool) or not 1 <= documents <= sys.float_info.max:
+        raise UserError(f"documents: takes a number, at least 1, not {shorten_repr(documents)}")
+    if documents > sequence:
+        raise UserError(f"documents {documents:g}: a sequence of {sequence} tokens has at most {sequence} documents")
+    optimizer_kinds(optimizer)  # is it known?
+    where = wanted if isinstance(wanted, Cluster) else cluster(wanted)
+    recipe: Recipe | None = None
+    if not isinstance(model, ModelConfig | str | Path | Mapping):
+        recipe = model
+        config, assumed = config_of(recipe)
+    elif is_recipe(model):
+        recipe = recipe_of(str(model))
+        config, assumed = config_of(recipe)
+    else:
+        config, assumed = model_of(model), model_substitution_note(model)
+    chosen = precision or default_precision(where)
+    where.peak(chosen)
+    pairs = recipe is not None and recipe.objective != "next-token"
+    process: tuple[tuple[str, int], ...] = ()
+    if where.kind == "cpu" and where.measured is not None:
+        process = find_process_items(chosen, where.device.name, where.measured.threads, compile)
+    return Problem(
+        config, where, sequence, batch, engines.engine(engine, compile=compile), compile, optimizer, chosen, documents,
+        pairs, assumed, process=process,
+    )  # fmt: skip
+
+
+def evaluate(
+    model: ModelConfig | str | Path | Mapping[str, Any],
+    cluster: Cluster | str | Mapping[str, Any],
+    layout: Layout | str,
+    *,
+    sequence: int,
+    batch: int,
+    engine: str | Engine = "meshwright",
+    compile: bool = False,
+    optimizer: str = "adamw",
+    documents: float = 1.0,
+) -> Estimate:
+    """Predict time and memory of one layout.
+
+    model: a preset, a Hugging Face directory, a config.json or its content, or a recipe; cluster: text such as
+    "64xh100-sxm", a file, "this" (this machine), or a mapping with `device` and `devices`; sequence: tokens of a
+    sequence; batch: sequences a step over all ranks; engine: training engine whose kernels and buffers are modelled,
+    such as "megatron"; compile: with compiled blocks; optimizer: such as "adamw"; documents: average number packed into
+    a sequence. Raises `UserError` for unknown names, and for an infeasible layout with the reason.
+    """
+    parsed = Layout.parse(layout) if isinstance(layout, str) else layout
+    problem = problem_of(
+        model, cluster, sequence=sequence, batch=batch, engine=engine, compile=compile, optimizer=optimizer,
+        precision=parsed.precision, documents=documents,
+    )  # fmt: skip
+    return priced(problem, parsed)
+
+
+def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estimate:
+    """Predict time and memory of a layout for a planning problem. step: an existing `Step` of this layout, whose
+    results are reused. Raises `UserError` with the reason if the layout cannot run."""
+    layout = layout.with_(precision=problem.precision)
+    refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
+    if layout.offload is not None:
+        raise UserError(f'layout "{layout}": offloading is not priced yet; remove offload:{layout.offload}')
+    time = (step or _step(problem, layout)).priced(problem.optimizer)
+    memory = fullest(problem, layout)
+    return Estimate(problem, layout, time, memory, tuple(_warnings(problem, layout, memory)))
+
+
+def _step(problem: Problem, layout: Layout) -> Step:
+    """Return the `Step` (predictor of step time) of a layout for a planning problem."""
+    return Step(
+        problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
+        in_place(problem.cluster, problem.precision, problem.engine), pairs=problem.pairs,
+    )  # fmt: skip
+
+
+def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
+    """Return the estimate of a recipe's own layout in its own precision, or the reason why it cannot run on the
+    problem's cluster as text."""
+    try:
+        return priced(replace(problem, precision=layout.precision or problem.precision), layout)
+    except UserError as error:
+        return str(error)
+
+
+def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]:
+    """Return the lines that say which figures of an estimate are less certain, such as for layouts that `meshwright
+    train` refuses, or axes and schedules that the engine lacks. memory: of the fullest pipeline rank."""
+    found = []
+    config, engine = problem.config, problem.engine
+    if config.planning_only:
+        found.append(f"{config.family} can be planned but not run: {config.planning_only}")
+    if engine.name == "meshwright":
+        try:
+            refuse(layout, config, problem.batch, problem.sequence, problem.cluster.devices)
+        except UserError as error:
+            if not config.planning_only:
+                found.append(f"meshwright train refuses it: {error}")
+    outside = [
+        what
+        for what, there in (
+            *((axis, getattr(layout, axis) > 1 and axis not in engine.axes) for axis in ("tp", "cp", "pp", "ep")),
+            (f"zero{layout.zero}", layout.zero not in engine.zero),
+            (
+                layout.schedule,
+                layout.pp > 1 and layout.schedule not in engine.schedules and engine.name != "meshwright",
+            ),
+        )
+        if there
+    ]
+    if outside:
+        found.append(f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had")
+    if config.head == "masked":
+        found.append(f"assumed that {MASKED_SHARE:.0%} of the tokens are masked: the head computes only these")
+    if problem.assumed is not None:
+        found.append(problem.assumed)
+    if problem.sequence > config.max_positions:
+        found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
+    if problem.precision == "fp8":
+        found.append("memory is that of bf16: fp8 copies and fp8 saved activations are not priced")
+    if problem.documents > 1 and problem.cluster.kind == "cpu" and engine.name == "meshwright":
+        found.append("memory is the maximum over all document boundaries within sequences")
+    if problem.cluster.kind == "cpu" and not problem.process:
+        found.append("memory is that of tensors alone: that of a process was not measured on this machine")
+    if problem.compile and not memory.compiled:
+        found.append("memory is that of uncompiled blocks")
+    return found
+
+
+def model_document(config: ModelConfig) -> dict[str, int]:
+    """Return {"parameters", "active_parameters"} for JSON: a model's parameter count, and how many parameters each
+    token uses."""
+    table = parameter_table(config)
+    return {"parameters": table.numel, "active_parameters": table.active_numel}

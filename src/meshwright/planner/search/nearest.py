@@ -1,0 +1,118 @@
+"""Where no layout fits: the one that needs the least memory, and how many devices would be enough."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.planner.hardware.cluster import Cluster, cluster
+from meshwright.planner.hardware.devices import find_device
+from meshwright.planner.memory.rank_memory import fullest
+from meshwright.planner.search.estimate import Estimate, priced
+from meshwright.planner.search.screen import Priced, screen
+from meshwright.planner.search.search import DOUBT_ABOVE, Found, on_device
+from meshwright.planner.search.space import Problem, layout_of
+from meshwright.spec.refuse import refuse
+
+MOST_ASKED = 8
+"""Layouts of which the ledger is asked: by closed forms, which err by 8% in the middle, those that need the least."""
+
+MOST_DOUBLINGS = 6
+"""Of the devices, after the fewest that could do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """Result of a search in which no layout fits: the layouts that are closest to fitting.
+
+    least: estimate of the layout with the lowest memory peak on the given devices; enough: estimate of a layout that
+    fits on 2, 4, ... times the devices, None if the links of more devices are unknown or no tried number suffices.
+    """
+
+    least: Estimate
+    enough: Estimate | None
+
+    @property
+    def devices(self) -> int | None:
+        """Number of devices on which a layout fits; None if unknown."""
+        return None if self.enough is None else self.enough.problem.cluster.devices
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON entry "nearest" of `plan --json`: both layouts, and the number of devices that would be
+        enough."""
+        return {
+            "least": self.least.document(),
+            "enough": None if self.enough is None else {"devices": self.devices} | self.enough.document(),
+        }
+
+
+def nearest(found: Found) -> Nearest | None:
+    """Return the layouts that are closest to fitting. found: result of a search in which none fits. None if training
+    refuses the layouts with the lowest memory too."""
+    assert found.priced is not None and not found.best
+    least = _least(found.problem, found.priced)
+    return None if least is None else Nearest(least, _enough(least))
+
+
+def _least(problem: Problem, every: Priced) -> Estimate | None:
+    """Return the estimate of the layout with the lowest peak by the memory ledger; if several fit, the fastest; None if
+    training refuses all tried. every: closed-form time and memory of all layouts, of which the ones with the lowest
+    memory are tried."""
+    room = problem.room
+    best: tuple[float, float, Layout] | None = None
+    asked = 0
+    for at in np.argsort(every.bytes, kind="stable"):
+        layout = layout_of(
+            problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]), int(every.hybrid[at])
+        )
+        try:
+            refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
+            size = fullest(problem, layout).device_bytes
+        except UserError:
+            continue
+        this = max(float(size), room), float(every.seconds[at]), layout
+        if best is None or this[:2] < best[:2]:
+            best = this
+        asked += 1
+        if asked == MOST_ASKED:
+            break
+    return None if best is None else priced(problem, best[2])
+
+
+def _enough(least: Estimate) -> Estimate | None:
+    """Return the estimate of a layout that fits on 2, 4, ... times the devices of `least`, the layout with the lowest
+    memory peak; None if none fits or the links are unknown."""
+    problem, room = least.problem, least.problem.room
+    # What more ranks can share is at most all of it.
+    factor = max(2, 2 ** math.floor(math.log2(least.memory.device_bytes / room)))
+    for _ in range(MOST_DOUBLINGS):
+        larger = of_devices(problem.cluster, factor * problem.cluster.devices)
+        if larger is None:
+            return None
+        wanted = replace(problem, cluster=larger)
+        every = screen(wanted)
+        near = len(every.way) and on_device(wanted, every.bytes).min() < DOUBT_ABOVE * room
+        one = _least(wanted, every) if near else None
+        if one is not None and one.fits:
+            return one
+        factor *= 2
+    return None
+
+
+def of_devices(here: Cluster, devices: int) -> Cluster | None:
+    """Return a cluster like `here` with `devices` devices: more nodes of the same size, or, for a single node, the
+    device catalogue's cluster; None if its links are unknown."""
+    known = find_device(here.device.name)
+    if here.nodes > 1:
+        return replace(here, name=f"{devices}x{here.device.name}", devices=devices)
+    if here.measured is not None or known != here.device:
+        return None
+    try:
+        return cluster({"device": here.device.name, "devices": devices})
+    except UserError:  # not whole nodes, or links that nobody has published
+        return None

@@ -1,0 +1,191 @@
+"""All layouts that a search looks at: the ways in which a rank can work on a micro-batch, and the schedules.
+
+A way is a layout of one pipeline stage (its dp only as large as its experts need), with the rows of a micro-batch; how
+many stages, replicas and micro-batches there are follows from the cluster and the batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.limits import shorten_repr
+from meshwright.names import RECOMPUTE, SCHEDULE_CHUNKS
+from meshwright.planner.cost.engines import ENGINES, Engine
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.refuse import refuse
+
+MOST_ROWS = 16
+"""Of a micro-batch: beyond that products are as fast as they get, and there are only fewer micro-batches."""
+
+LEAST_TOKENS = 512
+"""Of a row, on a rank of cp: with fewer, messages take longer than attention."""
+
+CHUNKS = (2, 3, 4, 5, 6, 8)
+"""Of interleaved schedules: stages a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A planning problem: a training step of a model (`config`) on a cluster.
+
+    Attributes:
+        sequence: Tokens of a sequence.
+        batch: Sequences over all ranks.
+        engine: Training engine (framework) whose kernels and buffers are modelled.
+        compile: True for compiled blocks.
+        optimizer: Such as "adamw".
+        precision: Such as "bf16".
+        documents: Average number packed into a sequence.
+        pairs: True for training on response pairs, not next tokens.
+        assumed: Line on what was assumed about the model, if anything.
+        reserve: Bytes of a device to keep free.
+        process: (name, bytes) of what the process of a rank on a CPU holds in addition to tensors.
+    """
+
+    config: ModelConfig
+    cluster: Cluster
+    sequence: int
+    batch: int
+    engine: Engine = ENGINES["meshwright"]
+    compile: bool = False
+    optimizer: str = "adamw"
+    precision: str = "bf16"
+    documents: float = 1.0
+    pairs: bool = False
+    assumed: str | None = None
+    reserve: float = 0.0
+    process: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that a layout may use: its memory less the reserve."""
+        return self.cluster.device.memory_bytes - self.reserve
+
+    @property
+    def only_planned(self) -> bool:
+        """True if layouts that `train` cannot run are searched too: for plan-only models and engines,
+        and for encoders."""
+        config = self.config
+        return config.planning_only is not None or config.encoder or self.engine.name != "meshwright"
+
+
+def parse_reserve(value: str | float, device_bytes: float) -> float:
+    """Return the bytes of a device to keep free. value: a fraction of its memory, `0.1`, or a size, `"8GiB"`;
+    device_bytes: its memory. Raises `UserError` for anything else, and if nothing would be left."""
+    match = re.fullmatch(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(GiB|MiB)?\s*", str(value))
+    size = float(match[1]) * {"GiB": 2.0**30, "MiB": 2.0**20, None: device_bytes}[match[2]] if match else device_bytes
+    if not size < device_bytes:
+        raise UserError(
+            f"reserve: takes a fraction below 1, such as 0.1, or a size below the device's "
+            f'{device_bytes / 2**30:.1f} GiB in GiB or MiB, such as "8GiB", not '
+            f"{shorten_repr(value)}"
+        )
+    return size
+
+
+class Way(NamedTuple):
+    """A candidate for the work of one pipeline stage: its layout (with dp only as large as the experts need), and the
+    number of sequences of a micro-batch (`rows`)."""
+
+    layout: Layout
+    rows: int
+
+
+class Pipe(NamedTuple):
+    """A candidate pipeline, without its number of micro-batches. ranks: pipeline ranks; schedule: such as "1f1b";
+    chunks: model chunks (stages) of each rank."""
+
+    ranks: int
+    schedule: str
+    chunks: int
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, ascending."""
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def ways(problem: Problem) -> list[Way]:
+    """Return every (layout of a stage, sequences of a micro-batch) that the model and the engine admit, for any number
+    of stages."""
+    found = []
+    for stage in _stages(problem):
+        for recompute in RECOMPUTE:
+            layout = stage.with_(recompute=recompute)
+            found += [Way(layout, rows) for rows in _rows(problem)]
+    return found
+
+
+def _rows(problem: Problem) -> list[int]:
+    """Return the candidate numbers of sequences of a micro-batch."""
+    return [rows for rows in divisors(problem.batch) if rows <= MOST_ROWS]
+
+
+def _stages(problem: Problem) -> Iterator[Layout]:
+    """Yield every layout of one pipeline stage that model and engine admit, without recompute."""
+    config, engine = problem.config, problem.engine
+    devices = problem.cluster.devices
+    for tp in divisors(devices):
+        # Across nodes tensor parallelism waits for the network in every product.
+        if tp > problem.cluster.devices_per_node or (tp > 1 and "tp" not in engine.axes):
+            continue
+        for cp in divisors(devices // tp):
+            if cp > 1 and (problem.sequence // cp < LEAST_TOKENS or "cp" not in engine.axes):
+                continue
+            for ep, etp in _experts(config, engine, devices, tp):
+                for whole in (True, False)[: 1 + (tp > 1)]:
+                    for method in ("ring", "ulysses")[: 1 + (cp > 1)]:
+                        try:
+                            layout = Layout(
+                                dp=ep * etp, tp=tp, tensor_sequence_parallel=whole, cp=cp, cp_method=method,
+                                ep=ep, etp=etp,
+                            )  # fmt: skip
+                            refuse(layout, config, layout.dp, problem.sequence, planning=True)
+                        except UserError:
+                            continue
+                        yield layout
+
+
+def _experts(config: ModelConfig, engine: Engine, devices: int, tp: int) -> Iterator[tuple[int, int]]:
+    """Yield the candidate (ep, etp) sizes of expert parallelism for `tp` tensor-parallel ranks on `devices` devices,
+    (1, 1) first."""
+    yield 1, 1
+    if config.experts and "ep" in engine.axes:
+        for ep in divisors(config.experts):
+            for etp in {1, tp}:
+                if ep * etp > 1 and devices % (ep * etp) == 0:
+                    yield ep, etp
+
+
+def pipes(problem: Problem) -> Iterator[Pipe]:
+    """Yield every (pipeline ranks, schedule, chunks) that the engine and the model's layers admit."""
+    config, engine = problem.config, problem.engine
+    for ranks in divisors(problem.cluster.devices):
+        if ranks == 1:
+            yield Pipe(1, "1f1b", 1)
+            continue
+        if "pp" not in engine.axes or ranks > config.layers or config.encoder:  # `refuse` has the reason
+            continue
+        for schedule in engine.schedules:
+            usual, _, most = SCHEDULE_CHUNKS[schedule]
+            for chunks in CHUNKS if most is None else (usual,):
+                if ranks * chunks <= config.layers and not (schedule in ("dualpipe", "chimera") and ranks % 2):
+                    yield Pipe(ranks, schedule, chunks)
+
+
+def layout_of(problem: Problem, way: Way, pipe: Pipe, zero: int, hybrid: int) -> Layout:
+    """Return the whole layout that consists of a stage's candidate (`way`) and a pipeline (`pipe`). zero: ZeRO stage;
+    hybrid: ranks of a ZeRO sharding group, 0 for all data-parallel ranks."""
+    one = way.layout
+    dp = problem.cluster.devices // (one.tp * one.cp * pipe.ranks)
+    return one.with_(
+        dp=dp, zero=zero, hybrid=hybrid or None, pp=pipe.ranks, schedule=pipe.schedule, chunks=pipe.chunks,
+        micro_batches=problem.batch // (dp * way.rows), precision=problem.precision,
+    )  # fmt: skip

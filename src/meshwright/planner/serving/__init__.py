@@ -1,0 +1,1 @@
+"""Memory of a server: weights, KV blocks and workspaces."""

@@ -1,0 +1,78 @@
+"""The JSON document of a plan: of one layout, or of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.collectives.quantities import GIB
+from meshwright.planner.memory.rank_memory import memory_of, unlike_ranks
+from meshwright.planner.search.estimate import Estimate, model_document
+from meshwright.planner.search.search import MOST_PRICED, Found
+from meshwright.planner.search.space import Problem
+
+MOST_TOP = 100
+"""Layouts that a search can be asked for: it prices somewhat more exactly."""
+
+
+def document(problem: Problem, best: Sequence[Estimate], found: Found | None = None) -> dict[str, Any]:
+    """Return the JSON document of a plan, as `meshwright plan --json` prints it.
+
+    problem: model, cluster, batch and engine of the plan. best: estimates to list, fastest first. found: result of the
+    search that chose them; None if the user gave the layout.
+    """
+    told: dict[str, Any] = {
+        "model": model_document(problem.config),
+        "cluster": {"name": problem.cluster.name, "devices": problem.cluster.devices},
+        "engine": problem.engine.name, "sequence": problem.sequence, "batch": problem.batch,
+        "layouts": [one.document() for one in best],
+    }  # fmt: skip
+    if found is None:
+        return told | {"searched": 0, "search_seconds": 0.0}
+    told |= {"searched": found.searched, "search_seconds": found.seconds, "undecided": found.undecided}
+    for one, why in zip(told["layouts"], found.reasons, strict=True):
+        one["compared_with_first"] = why
+    told["too_large"] = [
+        {
+            "layout": str(one.layout), "step_seconds": one.seconds, "change": one.change,
+            "instead": None if one.instead is None else str(one.instead), "instead_step_seconds": one.instead_seconds,
+        }
+        for one in found.advice
+    ]  # fmt: skip
+    return told
+
+
+def ledgers(one: Estimate) -> list[dict[str, Any]]:
+    """Return the memory ledger of an estimate as JSON objects: the tensors at the memory peak of each pipeline rank,
+    ranks with equal memory listed once.
+
+    Keys of an item: name, category, shape, dtype; bytes: of all equal tensors together; stage: pipeline stage, null if
+    it belongs to none; first, last: events between which it is allocated.
+    """
+    ranks = (memory_of(one.problem, one.layout, rank) for rank in unlike_ranks(one.problem, one.layout))
+    return [
+        {
+            "pp": rank.pp_rank, "when": rank.moment, "peak_bytes": rank.peak_bytes,
+            "framework_bytes": rank.framework_bytes, "unexplained_bytes": rank.slack_bytes,
+            "items": [
+                {
+                    "name": item.name, "category": item.category, "shape": list(item.shape), "dtype": item.dtype,
+                    "bytes": item.bytes, "stage": item.stage, "first": item.first, "last": item.last,
+                }
+                for item in rank.items
+            ],
+        }
+        for rank in ranks
+    ]  # fmt: skip
+
+
+def nothing_fits(found: Found) -> str:
+    """Return the error line for a search in which no layout fits: number of devices, GiB of each, and what to change.
+    found: the search's result."""
+    problem, count = found.problem, found.problem.cluster.devices
+    reserved = f", with {problem.reserve / GIB:.1f} GiB more reserved" if problem.reserve else ""
+    none = f"none of the {MOST_PRICED} fastest layouts" if found.undecided else "no layout"
+    return (
+        f"{none} of {count:,} device{'s' * (count > 1)} fits into {problem.room / GIB:.1f} GiB each{reserved}; "
+        "use more devices, a smaller batch or shorter sequences"
+    )

@@ -1,0 +1,101 @@
+"""Where the time of a micro-batch goes, operation by operation: sizes, arithmetic intensity, what binds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.layout import Layout
+from meshwright.names import BIDIRECTIONAL_SCHEDULES
+from meshwright.planner.cost.micro_batch import ITEMSIZE, MICRO_BATCH_PARTS
+from meshwright.planner.cost.operations import Operation, operations
+from meshwright.planner.cost.rates import Rates, attention_kernel
+from meshwright.planner.cost.reference_step import in_place
+from meshwright.planner.cost.step_time import followed_at_once
+from meshwright.planner.memory.rank_memory import stages_at, unlike_ranks
+from meshwright.planner.search.space import Problem
+
+_COMPUTE = MICRO_BATCH_PARTS.index("compute")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operation of a micro-batch in one phase, with its predicted cost.
+
+    Attributes:
+        name: Such as "attention.qkv".
+        phase: "forward", "again" (recomputed), "input" or "weight" (gradients).
+        count: Number of its calls.
+        shape: M, N, K of a matrix product; empty for elementwise work.
+        flops, bytes, seconds: Of all calls together.
+        share: Fraction of the micro-batch's seconds.
+        bound: What takes longest, "compute", "memory" or "start" (kernel launch).
+    """
+
+    name: str
+    phase: str
+    count: float
+    shape: tuple[float, ...]
+    flops: float
+    bytes: float
+    seconds: float
+    share: float
+    bound: str
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity: FLOPs per byte read or written; 0 without bytes."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    def document(self) -> dict[str, object]:
+        """Return the JSON entry of the operation."""
+        return {
+            "operation": self.name, "phase": self.phase, "count": self.count, "shape": list(self.shape),
+            "flops": self.flops, "bytes": self.bytes, "intensity": self.intensity, "bound": self.bound,
+            "seconds": self.seconds, "share": self.share,
+        }  # fmt: skip
+
+
+def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
+    """Return the operations of one micro-batch on pipeline rank `pp_rank`, with their predicted cost, longest first."""
+    rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
+    kernel = attention_kernel(problem.engine, problem.cluster)
+    rows = problem.batch // (layout.dp * layout.micro_batches)
+    longer = problem.cluster.time_factor * in_place(problem.cluster, problem.precision, problem.engine)[_COMPUTE]
+    found: dict[tuple[str, str], list[tuple[Operation, float]]] = {}
+    place = stages_at(problem, layout)[pp_rank]
+    if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch is of one replica
+        place = place[:1]
+    for stage in place:
+        for one in operations(
+            problem.config, layout, rows, problem.sequence, stage, problem.engine,
+            itemsize=ITEMSIZE[problem.precision], attention=kernel, documents=problem.documents,
+            at_once=followed_at_once(layout) and not problem.pairs, eight_bit=rates.eight_bit,
+        ):  # fmt: skip
+            found.setdefault((one.name, one.phase), []).append((one, longer * rates.seconds(one, kernel)))
+    whole = sum(seconds for each in found.values() for _, seconds in each) or 1.0
+    return sorted((_row(name, phase, each, whole, rates) for (name, phase), each in found.items()), key=_longest)
+
+
+def busiest(problem: Problem, layout: Layout) -> int:
+    """Return the index of the pipeline rank that computes longest for a micro-batch."""
+    return max(
+        unlike_ranks(problem, layout), key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank))
+    )
+
+
+def _longest(row: Row) -> float:
+    """Return the sort key that puts the longest operation first."""
+    return -row.seconds
+
+
+def _row(name: str, phase: str, each: list[tuple[Operation, float]], whole: float, rates: Rates) -> Row:
+    """Return the `Row` of an operation in a phase. each: its calls, (operation, seconds) for each size; whole: seconds
+    of the micro-batch; rates: speeds of the device, from which `bound` is determined."""
+    count = sum(one.count for one, _ in each)
+    flops, moved = (sum(getattr(one, of) * one.count for one, _ in each) for of in ("flops", "bytes"))
+    seconds = sum(took for _, took in each)
+    first = each[0][0]
+    starts = count * (rates.product_launch if first.kind in ("product", "attention") else rates.memory_launch)
+    parts = {"compute": flops / rates.product, "memory": moved / rates.memory, "start": starts}
+    bound = max(parts, key=lambda part: parts[part])
+    return Row(name, phase, count, first.shape or (), flops, moved, seconds, seconds / whole, bound)

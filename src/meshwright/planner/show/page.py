@@ -1,0 +1,225 @@
+"""The page of a plan: best layouts, memory against time, time by part, the memory bill of each stage, the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from meshwright.draw import page as draw
+from meshwright.draw.gantt import draw_overview, draw_svg
+from meshwright.draw.markup import Content, Markup, element
+from meshwright.draw.page import paragraph, table
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.planner.cost.reference_step import in_place
+from meshwright.planner.cost.step_time import PARTS, durations_of
+from meshwright.planner.memory.rank_memory import RankMemory, by_layers, memory_of, unlike_ranks
+from meshwright.planner.search.estimate import Estimate
+from meshwright.planner.search.nearest import Nearest
+from meshwright.planner.search.search import Found
+from meshwright.planner.search.space import Problem
+from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
+from meshwright.planner.show.pictures import cloud, memory_bars, time_bar
+from meshwright.planner.show.text import (
+    LEAST_PART,
+    Unit,
+    around,
+    communication_text,
+    headline,
+    marked_reasons,
+    memory_text,
+    nearest_line,
+    shape_text,
+    there,
+    undecided_text,
+)
+from meshwright.program.simulate_pipeline import simulate_pipeline
+from meshwright.program.timeline import build_pipeline_timeline
+from meshwright.spec.refuse import refuse
+
+MOST_RANKS = 64
+"""Ranks of a pipeline whose memory is drawn: of more, those that differ."""
+MOST_STEPS = 1500
+"""Steps of a pipeline that are drawn one by one; more of them are drawn as a whole first."""
+MOST_DRAWN = 60_000
+
+
+def page(
+    problem: Problem, model: str, best: Sequence[Estimate], found: Found | None = None, least: Nearest | None = None
+) -> str:
+    """Return a plan as an HTML page.
+
+    problem: what was planned for; model: the model's name, for the title; best: estimates, fastest first; found: result
+    of the search, None where the layout was given; least: layouts closest to fitting, where none fits.
+    """
+    name, _, rest = headline(problem, model).partition(": ")
+    parts: list[Content] = [element("h1", name), paragraph(rest, muted=True)]
+    if found is not None:
+        parts += _search(found, least)
+    for one in [*best, *([least.least] if least else [])][:1]:
+        parts += _layout(one)
+    legend = notation_legend(one.layout for one in best)
+    parts += [element("h2", "Layout notation"), table((), legend)] if legend else []
+    return draw.page(f"plan of {model}", *parts)
+
+
+def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
+    """Yield the page's sections on a search: best layouts, faster ones that do not fit, memory against time. least:
+    layouts closest to fitting, where none fits."""
+    if found.best:
+        yield element("h2", f"The best of {found.searched:,} layouts")
+        yield _best(found)
+        yield paragraph(selection_note(found.best), muted=True)
+        yield paragraph("Low and high: bounds within which measured step times are expected.", muted=True)
+    else:
+        yield element("h2", f"None of {found.searched:,} layouts fits in memory")
+        if least is not None:
+            yield paragraph(f"The layout that needs the least memory follows. {nearest_line(least)}")
+    if found.undecided:
+        yield paragraph(undecided_text(found))
+    if found.advice and found.best:
+        yield element("h2", "Faster layouts that do not fit")
+        larger = [
+            (
+                str(one.layout), around(found.problem, one.seconds), Unit.of(one.bytes).say(one.bytes),
+                "no combination of three changes" if one.change is None or one.instead_seconds is None
+                else f"{one.change}: {around(found.problem, one.instead_seconds)}",
+            )
+            for one in found.advice
+        ]  # fmt: skip
+        yield table(("layout", "step", "memory", "fits with"), larger)
+    yield element("h2", "Memory against time")
+    yield cloud(found, found.best or ([least.least] if least else []))
+
+
+def _best(found: Found) -> Markup:
+    """Return the HTML table of the best layouts of a search."""
+    unit = Unit.of(max(one.memory.device_bytes for one in found.best))
+    head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
+    rows = [
+        (
+            str(one.layout), f"{one.time.seconds:.4g}", f"{one.time.low:.4g}", f"{one.time.high:.4g}",
+            f"{one.tokens_per_second_per_device:,.0f}", f"{one.mfu:.1%}", unit.number(one.memory.device_bytes), why,
+        )
+        for one, why in zip(found.best, marked_reasons(found), strict=True)
+    ]  # fmt: skip
+    return table((*head, "compared with the first"), rows)
+
+
+def _layout(one: Estimate) -> Iterator[Markup]:
+    """Yield the page's sections on one layout: time by part, memory of each stage, largest tensors, pipeline."""
+    time, problem, room = one.time, one.problem, one.problem.room
+    yield element("h2", str(one.layout))
+    yield paragraph(
+        f"{time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
+        f"{one.tokens_per_second_per_device:,.0f} tokens/s per device, MFU {one.mfu:.1%}"
+    )
+    yield paragraph(f"Memory of a device: {memory_text(one)}")
+    for line in one.warnings:
+        yield paragraph(f"warning: {line}")
+    if one.fits and not problem.only_planned:
+        yield paragraph("Set these keys in your recipe:", muted=True)
+        yield element("pre", recipe_block(one))
+    yield element("h2", "Time by component")
+    yield time_bar({part: time.breakdown[part] for part in PARTS if time.breakdown[part] > LEAST_PART * time.seconds})
+    if one.layout.world_size > 1:
+        yield paragraph(
+            f"Communication: {communication_text(one)}. Exposed: devices wait for it (tensor, context, expert, data, "
+            "pipeline above); the rest overlaps with computation.",
+            muted=True,
+        )
+    yield element("h2", "Memory of each stage")
+    places = range(one.layout.pp) if one.layout.pp <= MOST_RANKS else unlike_ranks(problem, one.layout)
+    ranks = [memory_of(problem, one.layout, rank) for rank in places]
+    yield memory_bars(
+        [(f"pp {rank.pp_rank}", {k: float(v) for k, v in rank.by_category().items()}) for rank in ranks], room
+    )
+    if one.layout.pp > len(ranks):
+        yield paragraph(
+            "Of pipeline ranks with equal layers, the first and the last are shown; the others lie between them.",
+            muted=True,
+        )
+    yield from _categories(ranks)
+    if one.layout.pp > 1:
+        yield element("h2", "The pipeline")
+        yield from _pipeline(one)
+    yield from _bill(one.memory)
+
+
+def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
+    """Yield an HTML table of bytes by category, a column for each pipeline rank, and the memory snapshot of each rank's
+    peak; of more than eight ranks, only the first, the last, and those with most and least memory."""
+    shown = list(ranks)
+    if len(shown) > 8:
+        shown = sorted({id(rank): rank for rank in (ranks[0], min(ranks, key=_device), max(ranks, key=_device),
+                                                    ranks[-1])}.values(), key=lambda rank: rank.pp_rank)  # fmt: skip
+    unit = Unit.of(max(map(_device, shown)))
+    named = [part for part in shown[0].by_category() if any(rank.by_category()[part] for rank in shown)]
+    rows = [(part, *(unit.number(rank.by_category()[part]) for rank in shown)) for part in named]
+    rows.append(("total", *(unit.number(rank.device_bytes) for rank in shown)))
+    yield table((f"{unit.name} of rank", *(f"pp {rank.pp_rank}" for rank in shown)), rows)
+    yield paragraph("Peak at: " + "; ".join(f"pp {rank.pp_rank} {rank.moment}" for rank in shown), muted=True)
+
+
+def _device(rank: RankMemory) -> int:
+    """Return a rank's total bytes on the device, for sorting."""
+    return rank.device_bytes
+
+
+def _bill(memory: RankMemory) -> Iterator[Markup]:
+    """Yield the page's section with the table of a pipeline rank's tensors at its memory peak."""
+    yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.moment})")
+    unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
+    items = by_layers(memory.items)
+    rows = [
+        (
+            item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
+            "-" if item.stage is None else str(item.stage), there(item),
+        )
+        for item in items
+        if abs(item.bytes) >= smallest
+    ]  # fmt: skip
+    rest = sum(item.bytes for item in items if abs(item.bytes) < smallest)
+    rows.append((f"{len(items) - len(rows)} smaller tensors", "", "", "", unit.number(rest), "", ""))
+    yield table(("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime"), rows)
+
+
+def _pipeline(one: Estimate) -> Iterator[Markup]:
+    """Yield the drawing of an estimate's simulated pipeline schedule."""
+    problem, layout = one.problem, one.layout
+    short = _shortened(one)
+    program, durations = durations_of(
+        problem.config,
+        short,
+        problem.cluster,
+        problem.sequence,
+        problem.batch // layout.micro_batches * short.micro_batches,
+        engine=problem.engine,
+        documents=problem.documents,
+        in_place=in_place(problem.cluster, problem.precision, problem.engine),
+        pairs=problem.pairs,
+    )
+    many = f", with {short.micro_batches} of its {layout.micro_batches} micro-batches" if short != layout else ""
+    timeline = build_pipeline_timeline(program, simulate_pipeline(program, durations))
+    yield paragraph(f"Seconds since the first forward{many}.", muted=True)
+    yield draw_overview(timeline)
+    if len(timeline.spans) <= MOST_STEPS:
+        drawn = element("div", draw_svg(timeline, alone=False), class_="wide")
+        yield element("details", element("summary", "Step by step"), drawn)
+
+
+def _shortened(one: Estimate) -> Layout:
+    """Return the estimate's layout with its number of micro-batches reduced to what a picture of the pipeline can
+    show."""
+    layout, problem = one.layout, one.problem
+    each = 3 * layout.pp * layout.chunks
+    for rounds in (8, 4, 2, 1):
+        short = layout.with_(micro_batches=min(layout.micro_batches, rounds * layout.pp))
+        if each * short.micro_batches > MOST_DRAWN and rounds > 1:
+            continue
+        try:
+            batch = problem.batch // layout.micro_batches * short.micro_batches
+            refuse(short, problem.config, batch, problem.sequence, planning=True)
+        except UserError:
+            break
+        return short
+    return layout.with_(micro_batches=min(layout.micro_batches, 2 * layout.pp))  # what every schedule takes

@@ -1,0 +1,76 @@
+"""Pictures of a plan for its page: bars of time and of memory, and memory against time of a whole search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshwright.draw.axis import log_axis
+from meshwright.draw.bars import draw_stacked_bars
+from meshwright.draw.markup import Markup, join
+from meshwright.draw.page import legend
+from meshwright.draw.scatter import draw_scatter
+from meshwright.planner.search.estimate import Estimate
+from meshwright.planner.search.search import Found, on_device
+from meshwright.planner.show.text import Unit, share_text
+
+COLOURS = {
+    "parameters": "blue", "gradients": "orange", "optimizer": "purple", "activations": "green",
+    "communication": "teal", "logits": "yellow", "workspace": "pink", "framework": "grey", "unexplained": "silver",
+    "compute": "green", "tensor": "blue", "context": "teal", "expert": "yellow", "data": "orange",
+    "pipeline": "pink", "bubble": "silver",
+}  # fmt: skip
+MOST_DOTS = 2500
+SLOWEST, LARGEST = 6, 32
+"""Layouts that a picture shows take so many times the fastest one's time, and a device's memory, at most."""
+
+
+def cloud(found: Found, marked: Sequence[Estimate]) -> Markup:
+    """Return a log-log scatter plot of memory against step time for a sample of the layouts of a search. marked:
+    estimates to highlight."""
+    every = found.priced
+    assert every is not None
+    room = found.problem.room
+    size = on_device(found.problem, every.bytes)
+    near = np.flatnonzero((every.seconds < SLOWEST * every.seconds.min()) & (size < LARGEST * room))
+    chosen = near[:: max(1, len(near) // MOST_DOTS)]
+    points = [*zip(every.seconds[chosen].tolist(), size[chosen].tolist(), strict=True)]
+    best = [
+        (seconds, float(memory), f"{one.layout}: {seconds:.4g} s, {Unit.of(memory).say(memory)}")
+        for one in marked
+        for seconds, memory in [(one.time.seconds, one.memory.device_bytes)]
+    ]
+    seconds, sizes = ([*(point[at] for point in points), *(one[at] for one in best)] for at in (0, 1))
+    unit = Unit.of(max(min(*sizes, room), room / 100))
+    across = log_axis(
+        seconds, "seconds per step; a sample of all layouts, those of the tables in colour", lambda at: f"{at:.4g} s"
+    )
+    up = log_axis(
+        [*sizes, room], "memory against time",
+        lambda at: f"{at:,.0f} {unit.name}" if at >= 1 else f"{at:g} {unit.name}", unit.bytes,
+    )  # fmt: skip
+    return draw_scatter(across, up, points, best, _device_limit(room))
+
+
+def time_bar(parts: dict[str, float]) -> Markup:
+    """Return one stacked bar of a step's time with a legend. parts: seconds by part, such as "compute"."""
+    whole = sum(parts.values())
+    words = [f"{part} {size:.3g} s ({share_text(size / whole)})" for part, size in parts.items()]
+    drawn = draw_stacked_bars([("", parts)], COLOURS, lambda seconds: f"{seconds:.4g} s", "time by component")
+    return join([drawn, legend(zip(words, map(COLOURS.__getitem__, parts), strict=True))])
+
+
+def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], room: float) -> Markup:
+    """Return one stacked bar of memory for each of `rows`, (label, bytes by category), with a legend; room: bytes of a
+    device's memory, drawn as a line."""
+    used = dict.fromkeys(part for _, parts in rows for part, size in parts.items() if size > 0)
+    drawn = draw_stacked_bars(
+        rows, COLOURS, lambda size: Unit.of(size).say(size), "memory of each rank", _device_limit(room)
+    )
+    return join([drawn, legend((part, COLOURS[part]) for part in used)])
+
+
+def _device_limit(room: float) -> tuple[float, str]:
+    """Return (position in bytes, label) of the line in a plot that marks a device's memory of `room` bytes."""
+    return room, f"{Unit.of(room).say(room)} of a device"

@@ -1,0 +1,373 @@
+"""What `meshwright plan` prints for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from meshwright.collectives.quantities import GIB
+from meshwright.layout import Layout
+from meshwright.planner.calibrate import RunFigures
+from meshwright.planner.cost.step_time import with_bounds
+from meshwright.planner.hardware.calibration import Calibration
+from meshwright.planner.memory.ledger import Item
+from meshwright.planner.memory.rank_memory import RankMemory, by_layers
+from meshwright.planner.search.estimate import Estimate, model_document
+from meshwright.planner.search.nearest import Nearest
+from meshwright.planner.search.search import MOST_PRICED, Advice, Found
+from meshwright.planner.search.space import Problem
+from meshwright.planner.show.explain import Row
+from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
+
+WIDE = 200
+"""Characters of a line where nobody says how many there is room for."""
+
+LEAST_WORDS = 16
+"""Characters that words need beside a table; with fewer, they go below it."""
+
+LEAST_PART = 1e-6
+"""Of a step: parts that take less are nothing but rounding."""
+
+
+def headline(problem: Problem, model: str) -> str:
+    """Return one line that describes a planning problem: model, cluster, sequence and batch. model: name to print."""
+    sizes = model_document(problem.config)
+    active = (
+        "" if sizes["active_parameters"] == sizes["parameters"] else f", {_count(sizes['active_parameters'])} active"
+    )
+    cluster = problem.cluster
+    compiled = ", compiled" if problem.compile else ""
+    reserved = f", {Unit.of(problem.reserve).say(problem.reserve)} of it reserved" if problem.reserve else ""
+    calibrated = "" if cluster.calibration is None else f"; {cluster.calibration.line}"
+    return (
+        f"{model}: {_count(sizes['parameters'])} parameters{active}; {problem.batch:,} sequences of "
+        f"{problem.sequence:,} tokens on {cluster.name} ({cluster.devices:,} devices, "
+        f"{cluster.device.memory_bytes / GIB:.1f} GiB each{reserved}); {problem.engine.name}{compiled}, "
+        f"{problem.precision}{calibrated}"
+    )
+
+
+def found_text(found: Found, width: int = WIDE) -> str:
+    """Format the result of a search as text. width: characters of a line, which long words may exceed."""
+    lines = [f"searched {found.searched:,} layouts in {found.seconds:.2f} s"]
+    if not found.best:
+        lines.append("none of them fits in memory")
+    else:
+        lines += _best(found, width)
+        lines += wrapped(f"  {selection_note(found.best)}", width, "  ")
+    if found.undecided:
+        lines += wrapped(f"  {undecided_text(found)}", width, "  ")
+    if found.advice and found.best:
+        lines.append("faster layouts that do not fit:")
+        lines += [part for one in found.advice for part in wrapped(f"  {advice_text(found, one)}", width, "    ")]
+    return "\n".join(lines)
+
+
+def _best(found: Found, width: int) -> Iterator[str]:
+    """Yield the lines of the table of a search's best layouts. width: characters of a line, which long words may
+    exceed."""
+    unit = Unit.of(max(one.memory.device_bytes for one in found.best))
+    rows = [_row(one, unit) for one in found.best]
+    head = ("step s", "low - high", "tokens/s/device", "MFU", unit.name)
+    figures = table([head, *rows])
+    names = [f"{number}  {one.layout}" for number, one in enumerate(found.best, 1)]
+    widest = max(map(len, names))
+    beside = widest + len(figures[1]) + 4 + LEAST_WORDS <= width  # else the figures stand below their layout
+    before = widest if beside else 1
+    indent = " " * (before + len(figures[1]) + 4)
+    words = ("compared with the first", *marked_reasons(found))
+    for name, line, why in zip(["   layout", *names], figures, words, strict=True):
+        if not beside:
+            yield name
+        yield from wrapped(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
+
+
+def marked_reasons(found: Found) -> list[str]:
+    """Return, for each of a search's best layouts, why it is slower than the first, with the mark "tight" if little
+    memory stays free."""
+    return [f"{why}; tight" if one.tight else why for one, why in zip(found.best, found.reasons, strict=True)]
+
+
+def advice_text(found: Found, one: Advice) -> str:
+    """Format a faster layout that does not fit (`one`), with the change that makes it fit. found: the search's
+    result."""
+    problem = found.problem
+    room = problem.room
+    wants = (
+        f"{one.layout}: {around(problem, one.seconds)}, but {Unit.of(one.bytes - room).say(one.bytes - room)} too much"
+    )
+    if one.instead is None or one.instead_seconds is None:
+        return f"{wants}; no combination of three changes makes it fit"
+    return f"{wants}; it fits with {one.change}: {around(problem, one.instead_seconds)}"
+
+
+def around(problem: Problem, seconds: float) -> str:
+    """Format a step time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: expected, calibrated."""
+    _, low, high = with_bounds(problem.cluster, seconds / problem.cluster.time_factor)
+    return f"{seconds:.3g} s ({low:.3g} to {high:.3g})"
+
+
+def nearest_text(found: Nearest, width: int = WIDE) -> str:
+    """Format the layouts closest to fitting, where none fits. width: characters of a line, which long words may
+    exceed."""
+    lines = ["the layout that needs the least memory, which does not fit either:", estimate_text(found.least, width)]
+    return "\n".join([*lines, *wrapped(nearest_line(found), width, "  ")])
+
+
+def nearest_line(found: Nearest) -> str:
+    """Format the sentence on how many devices would suffice. found: the layouts closest to fitting."""
+    enough = found.enough
+    if enough is None:
+        return "The number of devices that would suffice is unknown."
+    memory = enough.memory.device_bytes
+    return (
+        f"{found.devices:,} devices would suffice: {enough.layout}, "
+        f"{around(enough.problem, enough.time.seconds)}, {Unit.of(memory).say(memory)} per device."
+    )
+
+
+def undecided_text(found: Found) -> str:
+    """Format a note on the layouts that a search left undecided, as it stopped at its limit."""
+    what = "better than the last one listed" if found.best else "small enough"
+    return f"stopped after {MOST_PRICED} exact prices: {found.undecided:,} more layouts may be {what}"
+
+
+def _row(one: Estimate, unit: Unit) -> tuple[str, ...]:
+    """Return an estimate's cells in the table of best layouts: seconds, bounds, tokens/s/device, MFU, memory in
+    `unit`."""
+    time = one.time
+    return (
+        f"{time.seconds:.4g}", f"{time.low:.4g} - {time.high:.4g}", f"{one.tokens_per_second_per_device:,.0f}",
+        f"{one.mfu:.1%}", unit.number(one.memory.device_bytes),
+    )  # fmt: skip
+
+
+def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
+    """Format the cost of a recipe's own layout (`own`) relative to the best one, or the reason why it cannot run if
+    `own` is text."""
+    if isinstance(own, str):
+        return f"the recipe's own layout: {own}"
+    fits = "" if own.fits else ", which does not fit"
+    beside = "" if best is None else f": {own.time.seconds / best.time.seconds:.2f} times the first"
+    memory = own.memory.device_bytes
+    return (
+        f"the recipe's own layout: {own.layout}, {around(own.problem, own.time.seconds)}{beside}; "
+        f"{Unit.of(memory).say(memory)}{fits}"
+    )
+
+
+def estimate_text(one: Estimate, width: int = WIDE) -> str:
+    """Format one estimate: time by part, memory by category and by item. width: characters of a line, which long words
+    may exceed."""
+    time, unit = one.time, Unit.of(one.memory.device_bytes)
+    parts = ", ".join(
+        f"{part} {seconds:.3g} s ({share_text(seconds / time.seconds)})"
+        for part, seconds in time.breakdown.items()
+        if seconds > LEAST_PART * time.seconds
+    )
+    lines = wrapped(
+        f"{one.layout}: {time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
+        f"{one.tokens_per_second_per_device:,.0f} tokens/s per device, "
+        f"{_flops(one.model_flops_per_device)} per device, MFU {one.mfu:.1%}",
+        width,
+        "  ",
+    )
+    lines += wrapped(f"  time: {parts}", width, "    ")
+    lines += wrapped(f"  communication: {communication_text(one)}", width, "    ") if one.layout.world_size > 1 else []
+    lines += wrapped(f"  memory: {memory_text(one)}", width, "    ")
+    figures = table([row[:2] for row in _bill(one, unit)])
+    for line, (*_, what) in zip(figures, _bill(one, unit), strict=True):
+        lines += wrapped(f"  {line}  {what}".rstrip(), width, " " * (len(figures[0]) + 4))
+    for said in one.warnings:
+        lines += wrapped(f"  warning: {said}", width, "    ")
+    return "\n".join(lines)
+
+
+def memory_text(one: Estimate) -> str:
+    """Format an estimate's bytes per device and the limit, whether it fits, and the memory snapshot of the peak."""
+    memory, room = one.memory, one.problem.room
+    over = memory.device_bytes - room
+    verdict = f"fits{', tight' * one.tight}" if one.fits else f"does not fit: {Unit.of(over).say(over)} too much"
+    where = f" on pipeline rank {memory.pp_rank}" if one.layout.pp > 1 else ""
+    used = Unit.of(memory.device_bytes).say(memory.device_bytes)
+    return f"{used} of {Unit.of(room).say(room)}, {verdict}; peak{where} at {memory.moment}"
+
+
+def communication_text(one: Estimate) -> str:
+    """Format the exposed and the total seconds of communication of an estimate's step."""
+    exposed, total = one.exposed_seconds, one.communication_seconds
+    return f"{exposed:.3g} s exposed ({share_text(exposed / one.time.seconds)} of the step), {total:.3g} s in total"
+
+
+def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
+    """Format the recipe keys of the first of the best estimates (unless it cannot be trained) and the legend of the
+    layout notation of all. width: characters of a line."""
+    keys = [] if best[0].problem.only_planned else recipe_block(best[0]).splitlines()
+    block = ["recipe keys:", *(f"  {line}" for line in keys)] if keys else []
+    legend = "; ".join(f"{part} {meaning}" for part, meaning in notation_legend(one.layout for one in best))
+    return "\n".join([*block, *wrapped(f"notation: {legend}", width, "  ")])
+
+
+def share_text(share: float) -> str:
+    """Format `share`, a fraction in [0, 1], as a percentage; `<1%` below 0.5%."""
+    return f"{share:.0%}" if share >= 0.005 else "<1%"
+
+
+def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
+    """Yield table rows (category, its memory in `unit`, its largest items) for the pipeline rank of an estimate with
+    the highest memory peak."""
+    yield "", unit.name, "of which"
+    memory, process = one.memory, one.problem.process or (("CUDA context", one.memory.framework_bytes),)
+    for category, size in memory.by_category().items():
+        if not size:
+            continue
+        largest = by_layers(item for item in memory.items if item.category == category)
+        if category == "framework":
+            yield category, unit.number(size), ", ".join(f"{name} {unit.number(part)}" for name, part in process)
+            continue
+        named = [f"{item.name} {unit.number(item.bytes)}" for item in largest[:3] if item.bytes >= 0.005 * unit.bytes]
+        more = f" and {len(largest) - len(named)} more" if named and len(largest) > len(named) else ""
+        yield category, unit.number(size), ", ".join(named) + more
+
+
+def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
+    """Format every tensor of a rank at its memory peak as a table, equal layers in one line. Columns are dropped if it
+    is wider than `width` characters."""
+    unit = Unit.of(memory.peak_bytes)
+    head = ("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")
+    rows = [
+        (
+            item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
+            "-" if item.stage is None else str(item.stage), there(item),
+        )
+        for item in by_layers(memory.items)
+    ]  # fmt: skip
+    title = f"pipeline rank {memory.pp_rank} at {memory.moment}: {unit.say(memory.peak_bytes)} of tensors"
+    return "\n".join([title, *narrowed([head, *rows], width, ("category", "stage", "lifetime", "dtype", "shape"))])
+
+
+def there(item: Item) -> str:
+    """Format the lifetime of a tensor in memory, such as `forward to backward`; "temporary" if it begins and ends at
+    one event."""
+    return "temporary" if item.first == item.last else f"{item.first} to {item.last}"
+
+
+def shape_text(shape: Sequence[float]) -> str:
+    """Format a shape, such as `4,096 x 128`; "-" for an empty one."""
+    return " x ".join(f"{size:,.0f}" for size in shape) or "-"
+
+
+def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -> str:
+    """Format the predicted and measured figures of finished runs, and the calibration (`found`) that was written to the
+    cluster file `path`."""
+    head = ("run", "layout", "predicted s", "measured s", "ratio", "unexplained memory")
+    rows = [
+        (
+            each.run, each.layout, f"{each.predicted_seconds:.4g}", f"{each.measured_seconds:.4g}", f"{each.ratio:.3f}",
+            "-" if not each.peak_bytes else f"{(each.unexplained_bytes or 0) / each.peak_bytes:+.1%}",
+        )
+        for each in runs
+    ]  # fmt: skip
+    share = found.unexplained_share
+    memory = "" if share is None else f", {share:+.1%} of memory unexplained"
+    return "\n".join([*table([head, *rows]), f"{found.line}{memory}", f"cluster file: {path}"])
+
+
+def explain_text(layout: Layout, pp_rank: int, rows: Sequence[Row], width: int = WIDE, most: int = 24) -> str:
+    """Format the `most` longest operations of a pipeline rank's micro-batch as a table. rows: all operations, longest
+    first. Columns are dropped if it is wider than `width` characters."""
+    head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")
+    shown = [
+        (
+            row.name, row.phase, f"{row.count:g}", shape_text(row.shape),
+            f"{row.flops / 1e9:,.1f}", f"{row.bytes / 1e6:,.1f}", f"{row.intensity:,.0f}", row.bound,
+            f"{row.seconds * 1e3:,.3f}", f"{row.share:.1%}",
+        )
+        for row in rows[:most]
+    ]  # fmt: skip
+    rest = sum(row.share for row in rows[most:])
+    more = [f"{len(rows) - most} more operations take {rest:.1%}"] if len(rows) > most else []
+    where = f" on pipeline rank {pp_rank}" if layout.pp > 1 else ""
+    total = sum(row.seconds for row in rows)
+    title = (
+        f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {layout.micro_batches:,} "
+        f"micro-batch{'es' * (layout.micro_batches > 1)} per step"
+    )
+    lines = narrowed([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
+    return "\n".join([*wrapped(title, width, "  "), *lines, *more])
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with aligned columns, words left, numbers right. rows: cells; the first row is the
+    head."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    left = [any(c.isalpha() for row in rows[1:] for c in row[at]) for at in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if words else cell.rjust(width)
+            for cell, width, words in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def narrowed(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
+    """Return the lines of a table, without as many of the `droppable` columns (names in the head) as do not fit into
+    `width` characters. rows: cells; the first row is the head."""
+    kept = [list(row) for row in rows]
+    lines = table(kept)
+    for name in droppable:
+        if max(map(len, lines)) <= width:
+            break
+        at = kept[0].index(name)
+        kept = [[*row[:at], *row[at + 1 :]] for row in kept]
+        lines = table(kept)
+    return lines
+
+
+def wrapped(line: str, width: int, indent: str) -> list[str]:
+    """Wrap a line at `width` characters, with `indent` before continuation lines; long words and runs of spaces
+    stay."""
+    if len(line) <= width or width - len(indent) < LEAST_WORDS:
+        return [line]
+    at = line.rfind(" ", len(indent) + 1, width + 1)
+    if at < 0 or not line[:at].strip():
+        return [line]
+    return [line[:at].rstrip(), *wrapped(indent + line[at:].lstrip(), width, indent)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Unit in which sizes in bytes are printed. name: such as "GiB"; bytes: bytes of one unit."""
+
+    name: str
+    bytes: float
+
+    @classmethod
+    def of(cls, largest: float) -> Unit:
+        """Return the largest unit in which `largest` bytes are at least 1."""
+        return next((cls(name, size) for name, size in _UNITS if largest >= size), cls(*_UNITS[-1]))
+
+    def number(self, size: float) -> str:
+        """Format a size in bytes in this unit, without its name."""
+        return f"{size / self.bytes:,.2f}"
+
+    def say(self, size: float) -> str:
+        """Format a size in bytes with this unit's name, such as `1.5 GiB`."""
+        return f"{size / self.bytes:,.1f} {self.name}"
+
+
+_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
+
+
+def _flops(rate: float) -> str:
+    """Format a rate in FLOP/s as TFLOP/s or GFLOP/s."""
+    return f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.1f} GFLOP/s"
+
+
+def _count(number: int) -> str:
+    """Format a number of parameters briefly, such as `8.03 B`."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.4g} {letter}"
+    return f"{number:,}"

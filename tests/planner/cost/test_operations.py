@@ -1,0 +1,207 @@
+"""Operations of a stage: FLOPs match torch's counter on the engine's model and the closed forms."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from meshwright.comm.local import LocalRanks
+from meshwright.layout import Layout
+from meshwright.model.documents import Documents
+from meshwright.names import FAMILIES
+from meshwright.planner.cost.engines import ENGINES, Engine, engine
+from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
+from meshwright.planner.cost.operations import FLASH_BACKWARD, Operation, operations, total_flops
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.presets import PRESETS, preset
+from meshwright.spec.stages import Stage, stages_of, whole_model
+from tests.planner.cost.flop_counting import ROWS, SEQUENCE, count, count_on_rank, small
+
+OURS = ENGINES["meshwright"]
+TINY = [name for name in PRESETS if name.endswith("-tiny") and not preset(name).encoder]
+
+
+def work(config: ModelConfig, layout: Layout, **options: object) -> list[Operation]:
+    return operations(config, layout, ROWS, SEQUENCE, whole_model(config), OURS, **options)  # type: ignore[arg-type]
+
+
+def halves(config: ModelConfig, layout: Layout, **options: object) -> tuple[float, float]:
+    """Return the FLOPs of the engine's forward (including gradients of the head) and backward."""
+    found = work(config, layout, **options)
+    early = [one for one in found if one.name == "head" and one.phase in ("input", "weight")]
+    forward = total_flops(found, "forward") + total_flops(early)
+    return forward, total_flops(found) - forward
+
+
+def test_every_family_has_a_tiny_preset():
+    assert {preset(name).family for name in TINY} == set(FAMILIES)
+
+
+MODES = [(name, "full") for name in TINY] + [
+    (name, mode) for name in ("llama-tiny", "qwen2-moe-tiny") for mode in ("none", "selective")
+]
+
+
+@pytest.mark.parametrize(("name", "recompute"), MODES)
+def test_flops_match_torch_counter(name: str, recompute: str):
+    config = small(name)
+    assert halves(config, Layout(recompute=recompute)) == count(config, recompute)
+
+
+@pytest.mark.parametrize("window", [1, 5, 24])
+def test_flops_with_sliding_window_match_torch_counter(window: int):
+    config = small("qwen2-tiny", sliding_window=window, windowed_layers=(True, False, True))
+    assert halves(config, Layout()) == count(config)
+
+
+def test_flops_with_documents_match_torch_counter():
+    ids = torch.arange(SEQUENCE) // (SEQUENCE // 3)
+    documents = Documents.from_ids(ids.expand(ROWS, -1))
+    config = small("llama-tiny")
+    assert halves(config, Layout(), documents=3) == count(config, documents=documents)
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "qwen2-moe-tiny"])
+def test_unfused_attention_flops_match_math_kernel(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Every query with every key, although half of them are masked."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: object) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    config = small(name, sliding_window=None, windowed_layers=None)
+    monkeypatch.setattr("meshwright.model.axis_operations.attend", attend)
+    assert halves(config, Layout(), attention="scores") == count(config)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LocalRanks]:
+    with LocalRanks(4) as local:
+        yield local
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama-tiny", "tp4"),
+        ("gpt2-tiny", "tp2 cp2:ulysses ac:selective"),
+        ("qwen2-moe-tiny", "tp2 dp2 ac:full"),
+        ("qwen2-moe-tiny", "tp2:nosp dp2 ep2"),
+        ("mixtral-tiny", "dp4 ep2 ac:selective"),
+        ("dots1-tiny", "tp2 dp2 ep2:etp2 ac:full"),
+    ],
+)
+def test_flops_of_each_rank_match_torch_counter(ranks: LocalRanks, name: str, layout: str):
+    """Routing differs between ranks; the sum over ranks equals that of balanced routing."""
+    config, parsed = small(name), Layout.parse(layout)
+    expected = halves(config, parsed)
+    found = ranks.run(count_on_rank, layout, config)
+    if not parsed.expert_parallel:
+        assert set(found) == {expected}
+    assert tuple(map(sum, zip(*found, strict=True))) == (4 * expected[0], 4 * expected[1])
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt3-175b", "gemma-2-9b", "qwen3-30b-a3b", "mixtral-8x7b-v0.1"])
+def test_operations_add_up_to_closed_forms(name: str):
+    config = preset(name)
+    found = operations(config, Layout(), 2, 4096, whole_model(config), OURS)
+    forward = forward_flops_per_token(config, 4096)
+    tokens = 2 * 4096
+    gates = config.layers * 2 * config.hidden if config.shared_gate else 0
+    assert total_flops(found, "forward") == pytest.approx(tokens * (sum(forward.values()) + gates))
+    core = forward["attention.scores"] + forward["attention.values"]
+    # FlashAttention recomputes the scores, which model FLOPs do not count.
+    executed = training_flops_per_token(config, 4096) + (FLASH_BACKWARD - 2) * core
+    assert total_flops(found) == pytest.approx(tokens * executed)
+
+
+def test_operations_of_stages_add_up_to_the_model():
+    config = preset("gemma-2-2b")
+    whole = operations(config, Layout(), 1, 8192, whole_model(config), OURS)
+    parts: list[Stage] = list(stages_of(config, 5, 8192))
+    found = [one for stage in parts for one in operations(config, Layout(), 1, 8192, stage, OURS)]
+    assert total_flops(found) == pytest.approx(total_flops(whole))
+    assert sum(one.bytes * one.count for one in found) == pytest.approx(sum(one.bytes * one.count for one in whole))
+
+
+def test_head_with_later_backward_computes_logits_twice():
+    config = preset("llama-3-8b")
+    once, twice = (work(config, Layout(pp=2, micro_batches=2), at_once=kept) for kept in (True, False))
+    head = ROWS * SEQUENCE * 2.0 * config.hidden * config.vocabulary
+    assert total_flops(twice) - total_flops(once) == pytest.approx(head)
+
+
+def moved(found: list[Operation], name: str, *phases: str) -> float:
+    return sum(one.bytes * one.count for one in found if one.name == name and one.phase in phases)
+
+
+def of(config: ModelConfig, whose: Engine, layout: str = "dp1") -> list[Operation]:
+    return operations(config, Layout.parse(layout), 1, 1024, whole_model(config), whose)
+
+
+def test_elementwise_bytes_by_hand():
+    """GPT-2: hidden 768, 1,024 tokens, bf16; a norm and an activation (width 3,072) read and write once."""
+    config, megatron = preset("gpt2"), ENGINES["megatron"]
+    found = of(config, megatron)
+    assert moved(found, "norm", "forward") == (2 * 12 + 1) * 2 * 2 * 1024 * 768
+    assert moved(found, "mlp.activation", "forward") == 12 * 2 * 2 * 1024 * 3072
+    assert moved(found, "mlp.activation", "input") == 12 * 3 * 2 * 1024 * 3072
+    assert moved(found, "attention.softmax", "forward") == 12 * 2 * 2 * 12 * 1024 * 1024
+    assert moved(found, "loss", "forward", "input") == 60 * 1024 * 50257
+
+
+def test_fusion_and_sequence_parallelism_reduce_elementwise_bytes():
+    config = preset("llama-3-8b")
+    eager, compiled = (
+        sum(o.bytes * o.count for o in of(config, engine("torchtitan", compile=c))) for c in (False, True)
+    )
+    assert compiled < 0.8 * eager
+    alone, split = of(config, OURS, "tp4:nosp"), of(config, OURS, "tp4")
+    assert moved(split, "norm", "forward") == pytest.approx(moved(alone, "norm", "forward") / 4)
+    assert moved(split, "mlp.activation", "forward") == moved(alone, "mlp.activation", "forward")
+
+
+def test_fused_gradient_accumulation_needs_no_extra_bytes():
+    config = dataclasses.replace(preset("gpt2"), layers=1)
+    fused, added = of(config, ENGINES["megatron"]), of(config, ENGINES["nanotron"])
+    weights = 768 * 3072
+    assert not any(one.name.endswith(".sum") for one in fused)
+    assert moved(added, "mlp.up.sum", "weight") == (2 + 2 * 4) * weights
+    plain = moved(added, "mlp.up", "weight")
+    assert moved(fused, "mlp.up", "weight") - plain == (2 * 4 - 2) * weights
+
+
+def test_unknown_engine_suggests_the_nearest():
+    with pytest.raises(Exception, match='did you mean "megatron"'):
+        engine("megatrn")
+
+
+def test_torchtitan_selective_recomputes_every_second_product():
+    """torchtitan's selective recomputation: keys, the output of attention and half of the way up, beside what lies
+    between products; attention itself is kept."""
+    config, layout = preset("llama-3-8b"), Layout.parse("ac:selective")
+    found = operations(config, layout, 1, 1024, Stage(1, range(1, 2), first=False, last=False), ENGINES["torchtitan"])
+    again = [one for one in found if one.phase == "again"]
+    products = sum(one.flops * one.count for one in again if one.kind == "product")
+    assert products == 2 * 1024 * (4096 * 1024 + 4096 * 4096 + 4096 * 14336)
+    assert not any(one.kind == "attention" for one in again) and any(one.name == "norm" for one in again)
+
+
+def test_fp8_casts_operands_of_block_products():
+    config, stage = preset("llama-3-8b"), Stage(1, range(1, 2), first=False, last=True)
+    plain, narrow = (
+        operations(config, Layout(), 1, 1024, stage, ENGINES["torchtitan"], eight_bit=flag) for flag in (False, True)
+    )
+    casts = [one for one in narrow if one.name.endswith(".cast")]
+    assert [one for one in narrow if one not in casts] == plain
+    assert {one.name for one in casts} == {f"{part}.cast" for part in (
+        "attention.qkv", "attention.output", "mlp.up", "mlp.down"
+    )}  # fmt: skip
+    read = 1024 * (6144 + 4096 + 28672 + 4096)  # output gradients; in forward, operands
+    back = sum(one.bytes * one.count for one in casts if one.phase == "input")
+    assert back == 8 * read  # scanned, and read and written once per orientation

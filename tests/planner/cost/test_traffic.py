@@ -1,0 +1,183 @@
+"""Predicted communication matches the bytes that ranks send at every call site."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.collectives.named import load_named_programs
+from meshwright.comm.mesh import Mesh
+from meshwright.data import prepare
+from meshwright.planner.cost.traffic import ROUTED
+from meshwright.recipe import load_recipe_text
+from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.loop import resolve_model_config
+from meshwright.training.preference import Preferences
+from meshwright.training.trainer import Trainer
+from tests.training.training_cases import recipe
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama, tied": {"model_layers": 4},
+    "llama": {"model_layers": 4, "model_tied": False},
+    "one key-value head": {"model_kv_heads": 1, "model_layers": 4},
+    "qwen3": {"model_family": "qwen3", "model_layers": 4, "model_tied": False},
+    "gpt2": {"model_family": "gpt2", "model_layers": 4, "model_kv_heads": None, "model_tied": None},
+    "programs": {
+        "model_layers": 4,
+        "collectives_all_reduce": "auto",
+        "collectives_reduce_scatter": "ring",
+        "collectives_all_gather": "bruck",
+    },
+    "qwen2_moe": {
+        "model_family": "qwen2_moe",
+        "model_layers": 4,
+        "model_experts": 4,
+        "model_experts_per_token": 2,
+        "model_expert_intermediate": 24,
+        "model_shared_intermediate": 32,
+        "model_dense_layers": [1],
+        "model_tied": None,
+    },
+    "mixtral": {
+        "model_family": "mixtral",
+        "model_layers": 4,
+        "model_experts": 4,
+        "model_experts_per_token": 2,
+        "model_tied": None,
+    },
+}
+
+LAYOUTS = (
+    *("dp4 mb2", "dp4 zero1 mb2", "dp4 zero2 mb2 bf16", "dp4 zero3 mb2 bf16", "dp4 zero3 hs2", "dp4 zero1 hs2"),
+    *("tp4", "tp4:nosp", "tp4 ac:selective", "tp4:nosp ac:selective", "tp4 ac:full", "tp4:nosp ac:full mb2"),
+    *("dp2 tp2 zero1", "dp2 tp2 zero2 mb2", "dp2 tp2 zero3 mb2 bf16 ac:full", "dp2 tp2:nosp zero3"),
+    *("cp4", "cp2 tp2 bf16 mb2", "dp2 cp2 zero3 ac:full", "cp2:ulysses tp2 mb2", "dp2 cp2:ulysses ac:selective bf16"),
+    *("pp4 bf16", "dp2 pp2:zb-v mb4", "tp2 pp2:interleaved:2 mb4", "tp2:nosp pp2 mb2 ac:full", "cp2 pp2 mb2"),
+    *("dp2 zero1 pp2 mb4", "dp2 zero3 pp2 mb4", "dp2 zero3 pp2:zb-v mb4", "dp2 zero2 pp2:chimera mb4"),
+    *("pp4:dualpipe mb8", "tp2 pp2:gpipe mb2 ac:selective", "dp2 pp2:auto mb4"),
+)
+ALL = [(name, layout) for layout in LAYOUTS for name in MODELS]
+SOME = [([*MODELS][at % len(MODELS)], layout) for at, layout in enumerate(LAYOUTS) if at % 2 == 0]
+"""Every axis, every way to recompute, with models in turns."""
+
+
+def recipe_text(place: Path, layout: str, model: dict[str, Any]) -> str:
+    if "pp" not in layout:
+        model = model | {"model_layers": 2}  # of which a mixture's second is dense
+    wanted = recipe(place, layout, **{key: value for key, value in model.items() if value is not None})
+    tables = wanted.to_tables()
+    for key in [key for key, value in model.items() if value is None]:
+        tables["model"].pop(key.removeprefix("model_"), None)
+    return type(wanted).from_tables(tables).to_toml()
+
+
+def two_counts(text: str, by_axis: bool = False) -> tuple[dict[str, int], dict[str, int]]:
+    """On one rank: what a step sends as recorded, and as predicted, by site or by axis."""
+    wanted = load_recipe_text(text, "recipe")
+    layout = wanted.parsed_layout
+    programs = load_named_programs(wanted.collectives, layout)
+    mesh = Mesh.create(layout, programs=programs)
+    data = prepare(wanted.data, wanted.run.seed)
+    config = resolve_model_config(wanted, data)
+    trainer = Trainer(LanguageModelTask(wanted, layout, config, data, mesh))
+    objective = trainer.task.objective
+    if isinstance(objective, Preferences):
+        objective.reference = objective.compute_reference(trainer.task, {}, lambda sequences: None)
+    trainer.step()
+    mesh.record.clear()
+    trainer.step()
+    recorded = mesh.record.sent_by_axis() if by_axis else mesh.record.sent_by_site()
+    mesh.close()
+    return recorded, trainer.task.predicted_traffic_by_axis() if by_axis else trainer.task.predicted_traffic()
+
+
+@pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["some", "all"])
+def test_bytes_sent_match_prediction_at_every_site(cases, four, tmp_path):
+    for name, layout in cases:
+        text = recipe_text(tmp_path, layout, MODELS[name])
+        for rank, (recorded, predicted) in enumerate(four.run(two_counts, text)):
+            assert recorded and predicted == recorded, (name, layout, rank)
+
+
+def test_bytes_sent_match_prediction_on_every_axis(four, tmp_path):
+    """Also subsets of an axis: tied embeddings of a pipeline, key-value heads shared by some tp ranks."""
+    for name, layout in (
+        ("llama, tied", "tp2 pp2 mb4"),
+        ("llama, tied", "dp2 zero3 hs2 cp2"),
+        ("one key-value head", "tp4"),
+        ("mixtral", "dp4 zero1 ep2"),
+    ):
+        text = recipe_text(tmp_path, layout, MODELS[name])
+        for rank, (recorded, predicted) in enumerate(four.run(two_counts, text, True)):
+            if "ep" in recorded:  # routing
+                assert recorded.pop("ep") > 0 and predicted.pop("ep") > 0
+                assert {"shard", "expert_shard"} <= recorded.keys()
+            assert recorded and predicted == recorded, (name, layout, rank)
+
+
+def test_bytes_sent_in_preference_training_match_prediction(four, tmp_path):
+    """Includes sums of a response's log-probabilities over cp ranks, reward metrics, and KTO's further forward pass."""
+    lines = [{"prompt": "p" * n, "chosen": "yes " * n, "rejected": "no " * n} for n in (3, 5, 7, 9) for _ in range(9)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {
+        "source": str(tmp_path / "pairs.jsonl"), "records": "preference", "template": "instruction",
+        "tokenizer": "bytes", "sequence": 256, "cache": str(tmp_path / "cache"),
+    }  # fmt: skip
+    data["clean"] = {"exact_duplicates": False}
+    labels = [
+        {"prompt": each["prompt"], "completion": each["chosen"], "label": at % 2 == 0} for at, each in enumerate(lines)
+    ]
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(label) + "\n" for label in labels))
+    unpaired = data | {"records": "unpaired", "source": str(tmp_path / "labels.jsonl")}
+    for name, layout, source in (
+        ("llama", "cp2 tp2 mb2", data),
+        ("mixtral", "cp2 pp2 mb2 ac:full", data),
+        ("llama, tied", "dp2 cp2:ulysses zero3", data),
+        ("llama", "dp2 zero2 pp2:zb-v mb4 bf16", data),
+        ("llama", "tp2 pp2:zb-v mb4 ac:full", unpaired),
+        ("mixtral", "cp2 dp2 zero3 mb2 ac:selective", unpaired),
+        ("llama, tied", "cp2:ulysses pp2 mb2 zero3", unpaired),
+        ("llama", "tp2:nosp dp2 zero3 mb2", unpaired),
+    ):
+        text = recipe_text(tmp_path, layout, MODELS[name] | {"data": source})
+        for rank, (recorded, predicted) in enumerate(four.run(two_counts, text)):
+            assert recorded and predicted == recorded, (name, layout, rank)
+            assert ("loss.responses" in recorded) == ("cp2" in layout and ("pp2" not in layout or rank >= 2))
+            assert ("loss.kl" in recorded) == (source is unpaired)
+
+
+EXPERT_LAYOUTS = (
+    *("dp4 ep4", "dp4 zero1 ep2:etp2", "dp2 tp2 ep2 zero3 mb2 bf16", "dp2 tp2:nosp ep4 ac:full", "tp4 ep2:etp2"),
+    *("cp2 tp2 ep2 ac:selective", "dp4 zero3 hs2 ep2", "dp2 pp2 ep2 mb2 ac:full", "tp2:nosp dp2 ep4 ac:selective"),
+    *("dp4 zero2 ep2:etp2 mb2 bf16", "dp4 zero1 hs2 ep4", "tp2:nosp cp2 ep1:etp2", "dp2 pp2:zb-v mb4 zero1 ep2"),
+)
+EXPERT_CASES = [(name, layout) for layout in EXPERT_LAYOUTS for name in ("mixtral", "qwen2_moe")]
+
+
+@pytest.mark.parametrize(
+    "cases", [EXPERT_CASES[::3], pytest.param(EXPERT_CASES, marks=pytest.mark.exhaustive)], ids=["some", "all"]
+)
+def test_bytes_sent_under_expert_parallelism_match_prediction(cases, four, tmp_path):
+    """Routing differs between ranks; dispatch equals combine, and the sum over ranks is about that of balanced
+    routing."""
+    for name, layout in cases:
+        total = {site: [0, 0] for site in ROUTED}
+        text = recipe_text(tmp_path, layout, MODELS[name])
+        for rank, (recorded, predicted) in enumerate(four.run(two_counts, text)):
+            routed = {site: (recorded.pop(site, 0), predicted.pop(site, 0)) for site in ROUTED}
+            assert recorded and predicted == recorded, (name, layout, rank)
+            for way, back in (
+                ("dispatch", "combine"),
+                ("combine", "dispatch"),
+                ("gather", "sum"),
+                ("sum", "gather"),
+            ):
+                (there, times), (here, once) = routed[f"experts.{way}"], routed[f"experts.{back}.backward"]
+                assert there * once == here * times, (name, layout, rank, way)
+            for site, pair in routed.items():
+                total[site] = [a + b for a, b in zip(total[site], pair, strict=True)]
+        for sent, expected in total.values():
+            assert abs(sent - expected) <= 0.2 * expected, (name, layout, total)

@@ -1,0 +1,522 @@
+"""A training step on a CUDA device that is not there: the real engine on tensors that have sizes and no memory, each
+storage watched from the operator that makes it to its last reference.
+
+    LD_PRELOAD=... python -m tests.planner.memory.cuda_cases < cases.json
+
+Reads a list of `CudaStep` from standard input and answers a line of JSON for each (`measured`, `Measured`). A process
+of its own: the library that lets PyTorch's CPU build do this (`preload`) has to be there before PyTorch is.
+
+Operators that PyTorch chooses by the device are chosen here as its sources choose them (`attention_kernel`), and what
+its kernels take inside, which no tensor shows, is added from their sources (`INSIDE`).
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+ROOT = Path(__file__).parents[3]
+SOURCE = Path(__file__).with_name("cuda_without_gpu.cpp")
+BLOCK = 512
+"""Bytes that the CUDA caching allocator rounds up to (c10/core/AllocatorConfig.h, `kMinBlockSize`)."""
+
+
+class CudaStep(NamedTuple):
+    """`batch` rows over all ranks, seen by `rank`. model: a preset, `change`d; documents: in a row. hopper: whether
+    the device is of compute capability 9 or 10: then cuDNN's kernel for attention comes first."""
+
+    model: str
+    layout: str = "bf16"
+    batch: int = 4
+    sequence: int = 64
+    change: dict[str, Any] = {}
+    rank: int = 0
+    optimizer: str = "adamw"
+    documents: int = 1
+    hopper: bool = False
+    saved: bool = False  # whether to compare what one forward keeps, tensor by tensor
+
+
+class Measured(NamedTuple):
+    """Bytes: at most in the second step, between steps, what the ledger says of both. alive: at the step's highest
+    moment bytes, how many and what made them, the largest first; items: what the ledger has at its own. unexpected:
+    sizes that a forward keeps and the ledger does not, by what made them; missing: the other way round. host_waits:
+    places in the source where the host waits for the device, in forward, backward and update of the second step."""
+
+    peak: int
+    between: int
+    predicted: int
+    predicted_between: int
+    moment: str
+    alive: list[tuple[int, int, str]]
+    items: list[tuple[int, str]]
+    unexpected: list[tuple[int, str]] = []
+    missing: list[tuple[int, str]] = []
+    host_waits: list[str] = []
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.peak - 1
+
+
+class NoCompiler(Exception):
+    """There is nothing to compile the library with."""
+
+
+def preload() -> Path:
+    """The library, compiled once for this source and this PyTorch. `NoCompiler` where that cannot be."""
+    import torch
+
+    compiler = os.environ.get("CXX", "g++")
+    place = Path(torch.__file__).parent
+    key = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {place}".encode()).hexdigest()[:16]
+    found = Path(tempfile.gettempdir()) / f"meshwright-cuda-without-gpu-{os.getuid()}-{key}.so"
+    if not found.exists():
+        partial = found.with_suffix(f".{os.getpid()}")
+        options = ["-std=c++20", "-O0", "-fPIC", "-shared", f"-I{place}/include", f"-L{place}/lib"]
+        command = [
+            compiler,
+            *options,
+            str(SOURCE),
+            "-o",
+            str(partial),
+            "-lc10",
+            "-ltorch_cpu",
+            f"-Wl,-rpath,{place}/lib",
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError as error:
+            raise NoCompiler(f"{compiler} is not there") from error
+        if done.returncode:
+            raise NoCompiler(f"{compiler}: {done.stderr[-2000:]}")
+        partial.rename(found)
+    return found
+
+
+def measured(cases: Sequence[CudaStep]) -> Iterator[Measured]:
+    """Each case in its turn, all in one process of their own."""
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "LD_PRELOAD": str(preload()), "PYTHONPATH": os.pathsep.join(paths)}
+    given = json.dumps([case._asdict() for case in cases])
+    command = [sys.executable, "-m", "tests.planner.memory.cuda_cases"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(given)
+        process.stdin.close()
+        for line in process.stdout:
+            yield Measured(**json.loads(line))
+    if process.returncode:
+        raise RuntimeError(f"a step on a CUDA device that is not there ended with {process.returncode}")
+
+
+# --- in the process of its own
+
+if __name__ == "__main__":
+    import dataclasses
+
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch._library.custom_ops import OPDEFS
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from meshwright.comm import transport
+    from meshwright.comm.mesh import Communicator, Mesh
+    from meshwright.layout import Layout
+    from meshwright.model import grouped_product
+    from meshwright.model.documents import Documents
+    from meshwright.model.transformer import Transformer
+    from meshwright.parallel.axes import axis_operations
+    from meshwright.parallel.context import shard_sequences
+    from meshwright.parallel.expert import AllToAllTokenDispatcher, Routes
+    from meshwright.parallel.step import ForwardBackward
+    from meshwright.parallel.zero_engine import ZeroEngine
+    from meshwright.planner.memory.ledger import ledger
+    from meshwright.planner.memory.saved import Routed
+    from meshwright.recipe import TrainRecipe
+    from meshwright.spec.chunks import padded_documents
+    from meshwright.spec.config import ModelConfig
+    from meshwright.spec.parameters import parameter_table
+    from meshwright.spec.partition import Partition
+    from meshwright.spec.presets import preset
+    from meshwright.spec.stage_times import program_for
+    from meshwright.training.optimizer import Optimizer
+    from meshwright.training.precision import PARAMETER_DTYPES
+    from tests.planner.memory.saved_cases import Case, Watched, difference, watch
+
+    aten = torch.ops.aten
+    OF_CUDA = torch.library.Library("aten", "IMPL", "CUDA")
+
+    def _never(*args: Any, **options: Any) -> None:
+        raise AssertionError("tensors without memory never come to a kernel")
+
+    for _operator in ("silu_backward", "mish_backward", "_fused_rms_norm"):
+        # Where a device has no kernel of their own, these are made of others; CUDA has one (native_functions.yaml).
+        OF_CUDA.impl(_operator, _never)
+
+    def blocks(size: int) -> int:
+        return -(-size // BLOCK) * BLOCK
+
+    def up(size: int, multiple: int) -> int:
+        return -(-size // multiple) * multiple
+
+    def flash_backward(d_out: Any, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> list[tuple[str, int]]:
+        """mha_bwd (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp): the gradient of queries in
+        float32, a number a query, and gradients of keys and values for every query head."""
+        rows, heads, length, size = q.shape
+        length, wide = up(length, 128), up(size, 32)
+        sums = [("softmax_d", 4 * rows * heads * length), ("dq_accum", 4 * rows * length * heads * wide)]
+        grouped = 0 if k.shape[1] == heads else 2 * rows * k.shape[2] * heads * size * q.element_size()
+        return [*sums, ("dk_expanded, dv_expanded", grouped)]
+
+    def efficient_backward(d_out: Any, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> list[tuple[str, int]]:
+        """_efficient_attention_backward (aten/src/ATen/native/transformers/cuda/attention_backward.cu): a number a
+        query; of narrow types the gradient of queries in float32, of wide ones what that number is the sum of."""
+        rows, heads, length, size = q.shape
+        return [("delta", 4 * rows * heads * up(length, 32)), ("workspace", 4 * rows * heads * length * size)]
+
+    def varlen_backward(
+        d_out: Any, q: Any, k: Any, v: Any, out: Any, log_sum: Any, cu_seqlens: Any, *rest: Any, **options: Any
+    ) -> list[tuple[str, int]]:
+        """mha_varlen_bwd (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp): as mha_bwd, with 128 more
+        queries for each document."""
+        tokens, heads, size = q.shape
+        lines = tokens + 128 * (len(cu_seqlens) - 1)
+        sums = [("softmax_d", 4 * heads * lines), ("dq_accum", 4 * lines * heads * up(size, 32))]
+        grouped = 0 if k.shape[1] == heads else 2 * k.shape[0] * heads * size * q.element_size()
+        return [*sums, ("dk_expanded, dv_expanded", grouped)]
+
+    INSIDE = {
+        aten._flash_attention_backward.default: varlen_backward,
+        aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+        aten._scaled_dot_product_cudnn_attention_backward.default: flash_backward,  # its own size is not published
+        aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+    }
+
+    def attention_kernel(q: Any, k: Any, mask: Any, hopper: bool) -> str:
+        """As `select_sdp_backend` of torch 2.13 chooses (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+        narrow, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
+        if hopper and narrow and size % 8 == 0 and size <= 128:
+            return "cudnn"
+        if narrow and mask is None and size <= 256:
+            return "flash"
+        aligned = size % (8 if narrow else 4) == 0
+        return "efficient" if q.dtype != torch.float64 and aligned and q.shape[1] == k.shape[1] else "math"
+
+    def attention(hopper: bool) -> Any:
+        """`F.scaled_dot_product_attention` on CUDA (aten/src/ATen/native/transformers/attention.cpp)."""
+        math = F.scaled_dot_product_attention
+
+        def attend(
+            q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+            scale: float | None = None, enable_gqa: bool = False,
+        ) -> Any:  # fmt: skip
+            kernel = attention_kernel(q, k, attn_mask, hopper)
+            added = attn_mask
+            if attn_mask is not None and attn_mask.dtype == torch.bool and kernel != "math":
+                # `convert_boolean_attn_mask`: numbers to be added; the memory-efficient kernel takes them aligned.
+                added = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask.logical_not(), -1e30)
+            needed = any(each.requires_grad for each in (q, k, v))
+            if kernel == "cudnn":
+                operator = aten._scaled_dot_product_cudnn_attention
+                return operator(q, k, v, added, needed, 0.0, is_causal, False)[0]
+            if kernel == "flash":
+                pad = -q.shape[-1] % 8
+                q, k, v = (F.pad(each, (0, pad)) if pad else each for each in (q, k, v))
+                out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False)[0]
+                return out[..., : out.shape[-1] - pad] if pad else out
+            if kernel == "efficient":
+                if added is not None:
+                    added = added.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+                return aten._scaled_dot_product_efficient_attention(q, k, v, added, needed, 0.0, is_causal)[0]
+            return math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+        return attend
+
+    class Allocator(TorchDispatchMode):
+        """Bytes of CUDA storages as the allocator counts them: from the operator that makes one to its last reference.
+
+        Our own operators are run as they are written, not as they are described. A number that the host asks for is 1:
+        tensors without memory have none."""
+
+        def __init__(self, cublas: int) -> None:
+            super().__init__()
+            self.now = self.peak = 2 * cublas
+            # A handle of each thread has one: the caller's and the one of autograd (CublasHandlePool.cpp).
+            self.alive = {-1: (cublas, "cuBLAS, forward"), -2: (cublas, "cuBLAS, backward")}
+            self.host_waits: list[str] = []
+            self.highest: dict[int, tuple[int, str]] = {}
+            self.inside: list[tuple[str, int]] = []
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if self._waits_for(function, args, kwargs):
+                self.host_waits.append(_place_in_source())
+            if function in (aten._local_scalar_dense.default, aten.item.default):
+                return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+            if function.namespace == "meshwright":
+                with self, torch.no_grad():
+                    return OPDEFS[function._schema.name]._init_fn(*args, **kwargs)
+            result = function(*args, **kwargs)
+            name = str(function)
+            for value in _tensors([result]):
+                self.note(value, f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}")
+            if function in INSIDE:
+                inside = [each for each in INSIDE[function](*args, **kwargs) if each[1]]
+                self.reach(inside)
+            return result
+
+        def _waits_for(self, function: Any, args: Any, kwargs: Any) -> bool:
+            """Whether the host waits for the device in this call: it reads a number or a size that only the device
+            knows, or copies between them without pinned memory."""
+            tensors = list(_tensors(args))
+            on_device = any(each.device.type == "cuda" for each in tensors)
+            if function in WAITING:
+                return on_device
+            if function is aten._to_copy.default:
+                to = kwargs.get("device")
+                moved = to is not None and torch.device(to).type != args[0].device.type
+                return moved and not kwargs.get("non_blocking", False)
+            if function is aten.copy_.default:
+                moved = args[0].device.type != args[1].device.type
+                return moved and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            return False
+
+        def note(self, value: torch.Tensor, name: str) -> None:
+            if value.device.type != "cuda":
+                return
+            storage = value.untyped_storage()
+            key = storage._cdata
+            if key in self.alive:
+                return
+            size = blocks(storage.nbytes())
+            self.alive[key] = size, name
+            self.now += size
+            weakref.finalize(storage, self.gone, key).atexit = False
+            self.reach()
+
+        def gone(self, key: int) -> None:
+            self.now -= self.alive.pop(key)[0]
+
+        def resized(self, storage: Any) -> None:
+            if storage._cdata in self.alive:
+                size, name = self.alive[storage._cdata]
+                new = blocks(storage.nbytes())
+                self.alive[storage._cdata] = new, name
+                self.now += new - size
+                self.reach()
+
+        def reach(self, inside: Sequence[tuple[str, int]] = ()) -> None:
+            now = self.now + sum(blocks(size) for _, size in inside)
+            if now > self.peak:
+                self.peak, self.highest, self.inside = now, dict(self.alive), list(inside)
+
+        def by_operator(self) -> list[tuple[int, int, str]]:
+            """Bytes, how many, and what made them, at the highest moment."""
+            found: dict[str, tuple[int, int]] = {}
+            for size, name in [*self.highest.values(), *((blocks(size), name) for name, size in self.inside)]:
+                before, count = found.get(name, (0, 0))
+                found[name] = before + size, count + 1
+            return sorted(((size, count, name) for name, (size, count) in found.items()), reverse=True)
+
+    WAITING = (aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default, aten.masked_select.default)
+
+    def _place_in_source() -> str:
+        """The line of the engine that is being run, such as "model/rope.py: look_up"."""
+        for frame in reversed(traceback.extract_stack()):
+            _, found, rest = frame.filename.partition("/src/meshwright/")
+            if found:
+                return f"{rest}: {frame.name}"
+        return "elsewhere"
+
+    def _tensors(values: Any) -> Iterator[torch.Tensor]:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, list | tuple):
+                yield from _tensors(value)
+
+    class Work:
+        """A call of NCCL under way: it holds its tensors until somebody waits (TORCH_NCCL_AVOID_RECORD_STREAMS)."""
+
+        def __init__(self, *tensors: Any) -> None:
+            self.tensors: tuple[Any, ...] = tensors
+
+        def wait(self, *_: Any) -> None:
+            self.tensors = ()
+
+    @contextmanager
+    def nccl() -> Iterator[None]:
+        """What `comm/` calls of torch.distributed, with nobody on the other side."""
+
+        def posted(*tensors: Any, **_: Any) -> Work:
+            return Work(*(each for each in tensors if isinstance(each, torch.Tensor)))
+
+        def exchanged(ends: Sequence[Any]) -> list[Work]:
+            return [Work(*(tensor for _, tensor, *_ in ends))]
+
+        calls = {"all_reduce": posted, "broadcast": posted, "all_to_all_single": posted, "barrier": posted}
+        with (
+            mock.patch.multiple(dist, **calls, batch_isend_irecv=exchanged, P2POp=lambda *end: end),
+            mock.patch.object(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
+            mock.patch.object(torch.cuda, "current_stream"),  # which the barrier waits for
+            mock.patch.multiple(transport, native_reduce_scatter=posted, native_all_gather=posted),
+        ):
+            yield
+
+    @contextmanager
+    def cuda_of(watch: Allocator, mesh_of: Callable[..., Mesh], case: CudaStep, routed: Routed) -> Iterator[None]:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            found = resize(storage, size)
+            watch.resized(storage)
+            return found
+
+        def evenly(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
+            rows = routed.computed
+            for expert in range(len(ends_E)):
+                yield expert, slice(expert * rows // len(ends_E), (expert + 1) * rows // len(ends_E))
+
+        def with_lengths(documents: Documents) -> Documents:
+            """Tensors without memory begin no document: those of the case are counted."""
+            if documents.starts_BS is None:
+                return documents
+            count = padded_documents(documents.starts_BS.shape[0] * case.documents)
+            numbers = torch.empty(count + 1, dtype=torch.int32), torch.empty((), dtype=torch.int64)
+            return dataclasses.replace(documents, cu_seqlens=numbers[0], max_seqlen=numbers[1])
+
+        def agreed(dispatcher: AllToAllTokenDispatcher, ends_E: torch.Tensor) -> Routes:
+            """As if routers had chosen all experts equally often."""
+            ep, etp, rows = dispatcher.ep.size, dispatcher.etp.size, routed.arrived
+            each = [rows // ep] * ep
+            counts_GPL = torch.empty(etp, ep, len(ends_E) // ep, dtype=torch.int64, device=ends_E.device)
+            return Routes(each, each, [rows] * etp, counts_GPL)
+
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            enter(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+            enter(mock.patch.object(F, "scaled_dot_product_attention", attention(case.hopper)))
+            enter(mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: _address(tensor)))
+            enter(mock.patch.object(grouped_product, "_expert_slices", evenly))
+            enter(mock.patch.object(AllToAllTokenDispatcher, "_agree_on_routes", agreed))
+            enter(mock.patch.object(Mesh, "create", mesh_of))
+            enter(mock.patch.object(Documents, "with_lengths", with_lengths))
+            enter(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
+            enter(nccl())
+            yield
+
+    def _address(tensor: torch.Tensor) -> int:
+        """Of a tensor without memory: another one for each place of each storage."""
+        return (tensor.untyped_storage()._cdata << 48) + tensor.storage_offset() * tensor.element_size()
+
+    def configured(case: CudaStep) -> ModelConfig:
+        return dataclasses.replace(preset(case.model), **case.change)
+
+    def forward(case: CudaStep, config: ModelConfig, layout: Layout) -> Watched:
+        """What one forward keeps, as `watch` finds it on a CPU."""
+        documents = [at * case.sequence // case.documents for at in range(case.documents)]
+        rows = case.batch // (layout.dp * layout.micro_batches)
+        precision = layout.precision or "fp32"
+        found = watch(
+            Case(
+                config, case.layout, rows, case.sequence, str(PARAMETER_DTYPES[precision]).removeprefix("torch."),
+                starts=None if case.documents == 1 else [documents] * rows, device="cuda",
+            )
+        )  # fmt: skip
+        states = re.compile(r"aten::_scaled_dot_product_\w+ \(2?,?\) ")  # of random numbers, described as elsewhere
+        return found._replace(
+            alive=[each for each in found.alive if not states.match(each[1])],
+            predicted=[each for each in found.predicted if not each.name.endswith("random_state")],
+        )
+
+    def step(case: CudaStep) -> Measured:
+        gc.collect()
+        layout, config = Layout.parse(case.layout), configured(case)
+        predicted = ledger(
+            config, layout, batch=case.batch, sequence=case.sequence, optimizer=case.optimizer, rank=case.rank,
+            documents=case.documents > 1, device="cuda", architecture="Hopper" if case.hopper else "Ampere",
+        )  # fmt: skip
+        device = torch.device("cuda", 0)
+        allocator = Allocator((32 << 20) if case.hopper else 8519680)
+        rows = case.batch // (layout.dp * layout.micro_batches)
+        spread = layout.expert_parallel
+        copies = rows * case.sequence // layout.cp // (layout.tp if spread else 1) * config.experts_per_token
+        routed = Routed(copies, copies * (layout.etp if spread else 1))
+
+        def mesh_of(layout: Layout, *_: Any) -> Mesh:
+            return Mesh(layout, case.rank, device, Communicator(device), lambda ranks: None)
+
+        with FakeTensorMode(), allocator, cuda_of(allocator, mesh_of, case, routed):
+            mesh = mesh_of(layout)
+            table = parameter_table(config)
+            program = program_for(layout, config, case.sequence)
+            partition = Partition.of(program, config, table, case.sequence)
+            dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
+            model = Transformer(
+                config, axes=axis_operations(mesh), device="meta", dtype=dtype,
+                stages=partition.stages_on(mesh.pp.rank),
+            )  # fmt: skip
+            parallel = ZeroEngine(model, table, mesh, seed=None, parameter_dtype=dtype, partition=partition)
+            train = TrainRecipe(steps=3, batch=case.batch, learning_rate=1e-3, optimizer=case.optimizer)
+            optimizer = Optimizer(parallel.shards, train)
+            passes = ForwardBackward(model, parallel, program)
+            micro_batches: list[Any] = []
+            for _ in range(layout.micro_batches):
+                parts = [torch.empty(rows, case.sequence, dtype=torch.int64, device=device) for _ in range(2)]
+                documents = Documents()
+                if case.documents > 1:
+                    documents = Documents(torch.zeros(rows, case.sequence, dtype=torch.int64)).to(device)
+                micro_batches.append(shard_sequences(*parts, documents, mesh))
+            del parts
+
+            def once() -> None:
+                passes.train(micro_batches, 1000.0)
+                optimizer.step(1e-3)
+                parallel.all_gather_parameters()
+                parallel.zero_gradients()
+
+            once()  # makes optimizer state and tables
+            gc.collect()
+            between, allocator.peak = allocator.now, 0
+            allocator.host_waits.clear()
+            once()
+            peak, highest = allocator.peak, allocator.by_operator()
+            waits = sorted({*allocator.host_waits})
+            del micro_batches, model, parallel, optimizer, passes
+            kept = forward(case, config, layout) if case.saved else None
+        items = sorted(((each.bytes, f"{each.category} {each.name}") for each in predicted.items), reverse=True)
+        unexpected, missing = difference(kept) if kept else ([], [])
+        return Measured(
+            peak,
+            between,
+            predicted.peak_bytes,
+            predicted.between_steps,
+            predicted.moment,
+            highest[:60],
+            items[:60],
+            unexpected,
+            [(each.bytes, each.name) for each in missing],
+            waits,
+        )
+
+    gc.freeze()  # modules, which each collection would look through
+    for given in json.load(sys.stdin):
+        print(json.dumps(step(CudaStep(**given))._asdict()), flush=True)

@@ -1,0 +1,52 @@
+"""Attention memory on a CPU with packed documents: tile by tile if their boundaries are known, else the maximum."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+import torch
+
+from meshwright.model.tiled_attention import Span, cut_tiles
+from meshwright.planner.memory.attention_tiles import Heads, Lies, Starts, _tiles, backward_bytes
+from tests.packed_documents import documents_from_starts
+
+
+def rows_of(rows: int, length: int, seed: int) -> Starts:
+    """Return sequences of one to nine documents."""
+    make = random.Random(seed)
+    return tuple(
+        (0, *sorted(make.sample(range(1, length), make.choice((0, 1, 2, 4, 8))))) for _ in range(rows)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, 50, 200])
+@pytest.mark.parametrize(("rows", "kv_heads", "length"), [(1, 2, 300), (4, 2, 256), (5, 1, 700), (3, 2, 128)])
+def test_predicted_tiles_match_engine(rows: int, kv_heads: int, length: int, window: int | None) -> None:
+    starts, group = rows_of(rows, length, rows * length), 2
+    q_BKGSD = torch.zeros(rows, kv_heads, group, length, 4)
+    first_BS = documents_from_starts(starts, length).first_visible_BS(length, window, q_BKGSD.device)
+    everything = slice(0, length)
+    done = 0
+    for at, heads, tiles in cut_tiles(q_BKGSD, Span(everything, everything), first_BS):
+        together = at.stop - at.start
+        whole = Heads(rows, kv_heads, together, heads.stop - heads.start, group, 4, length, min(128, length))
+        predicted = [(tile.queries, tile.keys, tile.mask) for tile in _tiles(whole, window, starts[at], 4)]
+        wide = [0 if each.mask is None or each.mask.dim() == 2 else each.mask.nbytes // together for each in tiles]
+        sizes = [(each.queries.stop - each.queries.start, each.keys.stop - each.keys.start) for each in tiles]
+        assert predicted == [(*size, mask) for size, mask in zip(sizes, wide, strict=True)]
+        done += together * (heads.stop - heads.start)
+    assert done == rows * kv_heads
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_unknown_documents_are_priced_at_their_maximum(seed: int) -> None:
+    make = random.Random(seed)
+    rows, length, group = make.choice((1, 2, 6)), make.choice((128, 300, 1024)), make.choice((1, 2))
+    heads = Heads(rows, 2, make.randint(1, rows), 2, group, 32, length, min(128, length))
+    starts = rows_of(rows, length, seed)
+    for (x, wide), window, turned in product(((4, 4), (2, 4)), (None, 64), (True, False)):
+        known = backward_bytes(heads, Lies(turned), window, x, wide, starts, False)
+        most = backward_bytes(heads, Lies(turned), window, x, wide, None, True)
+        assert known.all <= most.all, (heads, starts)

@@ -1,0 +1,61 @@
+"""Ledgers of CUDA devices match the engine, storage by storage, at the sizes of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import exhaustive
+from tests.planner.memory.cuda_cases import CudaStep, Measured, NoCompiler, measured
+
+TWO, FOUR = {"layers": 2}, {"layers": 4}
+CASES = [
+    CudaStep("llama-1b", "ac:selective bf16", 8, 4096, TWO, saved=True),
+    CudaStep("llama-1b", "bf16", 8, 4096, TWO, documents=4, saved=True),
+    CudaStep("gpt2-xl", "bf16", 8, 1024, TWO, saved=True, hopper=True),
+    CudaStep("llama-1b", "dp4 zero3 mb2 tp2 bf16", 16, 4096, TWO, rank=3, saved=True),
+    CudaStep("llama-1b", "pp2:zb-h1 mb4 bf16", 8, 4096, FOUR),
+    CudaStep("mixtral-8x7b-v0.1", "dp4 ep4 bf16", 8, 4096, TWO, saved=True),
+]
+MORE = [
+    *(CudaStep("llama-1b", layout, 8, 4096, TWO, saved=True) for layout in ("bf16", "mb2 fp32")),
+    CudaStep("llama-3-8b", "ac:full bf16", 2, 4096, TWO, saved=True),
+    CudaStep("llama-1b", "cp2 bf16", 8, 4096, TWO, saved=True),
+    CudaStep("llama-1b", "cp2:ulysses ac:full bf16", 8, 4096, TWO, saved=True),
+]
+
+
+def title(case: CudaStep) -> str:
+    return f"{case.model} {case.layout}{' documents' * (case.documents > 1)}"
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> Iterator[dict[str, Measured]]:
+    """Measure all cases in one process."""
+    cases = [*CASES, *(MORE if request.config.getoption("--exhaustive") else [])]
+    try:
+        yield {title(case): each for case, each in zip(cases, measured(cases), strict=True)}
+    except NoCompiler as reason:
+        pytest.skip(f"PyTorch's CPU build needs a few lines of C++ for this: {reason}")
+
+
+@pytest.mark.parametrize("case", [*CASES, *exhaustive(*MORE)], ids=title)
+def test_peak_of_cuda_step_matches_prediction(case: CudaStep, found: dict[str, Measured]) -> None:
+    here = found[title(case)]
+    assert here.predicted == pytest.approx(here.peak, rel=0.005), (here.moment, here.alive[:20], here.items[:20])
+    assert here.predicted - here.predicted_between == pytest.approx(here.peak - here.between, rel=0.01)
+    assert here.predicted_between == pytest.approx(here.between, rel=0.001)
+
+
+@pytest.mark.parametrize("case", [*CASES, *exhaustive(*MORE)], ids=title)
+def test_host_does_not_wait_in_a_step(case: CudaStep, found: dict[str, Measured]) -> None:
+    """Between loading a batch and reading the outcome. Experts exchange counts of tokens, by which the host sizes their
+    buffers."""
+    assert found[title(case)].host_waits == []
+
+
+@pytest.mark.parametrize("case", [*(case for case in CASES if case.saved), *exhaustive(*MORE)], ids=title)
+def test_saved_activations_of_cuda_forward_match_prediction(case: CudaStep, found: dict[str, Measured]) -> None:
+    here = found[title(case)]
+    assert not here.unexpected and not here.missing

@@ -1,0 +1,167 @@
+"""The ledger's states equal the engine's, and its peak matches PyTorch's allocator within 1%."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.comm.local import LocalRanks
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.planner.memory import moments, states, temporaries
+from meshwright.planner.memory.ledger import CATEGORIES, Ledger, ledger
+from meshwright.planner.search.estimate import evaluate
+from meshwright.spec.presets import preset
+from meshwright.training import optimizer
+from tests.planner.cost.test_measured_rates import here
+from tests.planner.memory.ledger_cases import SMALL, Step, check_states, measure
+
+LLAMA = dataclasses.replace(preset("llama-tiny"), tied=False)
+SMALL_HEAD = dataclasses.replace(LLAMA, vocabulary=256)  # so that the peak is in a layer, not in the loss
+WINDOWED = dataclasses.replace(preset("mistral-tiny"), tied=False, vocabulary=256)
+UNEQUAL = ((0,), (0, 37), (0, 11, 100, 150, 230), (0, 130, 131))
+DEEP = dataclasses.replace(SMALL_HEAD, layers=8)
+MIXTURE = dataclasses.replace(
+    preset("mixtral-tiny"), vocabulary=256, experts=4, intermediate=512, expert_intermediate=512
+)
+MANY_COPIES = dataclasses.replace(
+    MIXTURE, intermediate=32, expert_intermediate=32, hidden=256, experts_per_token=4
+)  # dispatched tokens need more memory than activations of experts
+SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4, expert_intermediate=512)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step(LLAMA, "dp1", 4, 128), Step(LLAMA, "mb2", 4, 128, dtype="bfloat16"), Step(LLAMA, "ac:full", 4, 128),
+        Step(LLAMA, "ac:selective", 4, 128), Step(LLAMA, "dp1", 4, 128, optimizer="sgd", momentum=0.9),
+        Step(LLAMA, "dp1", 4, 128, pairs=True), Step(LLAMA, "mb2", 4, 128, dtype="bfloat16", pairs=True),
+        *(Step(SMALL_HEAD, "dp1", 4, length) for length in (192, 272)),  # not a multiple of a tile (128 queries)
+        Step(SMALL_HEAD, "dp1", 4, 256, dtype="bfloat16", starts=((0, 128),) * 4),
+        Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL), Step(WINDOWED, "dp1", 4, 256, starts=UNEQUAL),
+        Step(SMALL_HEAD, "dp1", 4, 256, pairs=True),
+    ],
+    ids=lambda step: f"{step.config.family} {step.layout} {step.dtype} {step.optimizer} {step.sequence}"
+    f"{' pairs' * step.pairs}{' documents' * (step.starts is not None)}",
+)  # fmt: skip
+def test_peak_of_step_matches_allocator(step: Step) -> None:
+    found = measure(step)
+    check_states(found)
+    assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), (found.where, found.predicted.moment)
+
+
+def test_unknown_documents_need_at_most_predicted_memory() -> None:
+    found = measure(Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL, known_documents=False))
+    assert found.peak <= found.predicted.peak_bytes + SMALL <= 1.1 * found.peak
+
+
+def test_warning_if_memory_is_maximum_over_documents() -> None:
+    one, several = (evaluate(SMALL_HEAD, here(), "dp2", sequence=256, batch=8, documents=each) for each in (1.0, 2.0))
+    warning = "memory is the maximum over all document boundaries within sequences"
+    assert warning in several.warnings and warning not in one.warnings
+    assert several.memory.peak_bytes > one.memory.peak_bytes
+
+
+BIG = 8, 128
+DATA_AND_TENSOR = [
+    Step(LLAMA, layout, *BIG, dtype="bfloat16" if layout == "dp4 zero1" else "float32")
+    for layout in ("dp4 zero1", "dp4 zero2 mb2", "dp4 zero3 mb2 ac:full", "dp4 zero3 hs2", "tp4:nosp ac:selective")
+]
+ROWS_CUT = [
+    *(Step(SMALL_HEAD, f"{layout}{again}", 8, 256) for layout in ("dp2 cp2", "cp4", "dp2 cp2:ulysses", "cp4:ulysses")
+      for again in ("", " ac:selective", " ac:full")),
+    *(Step(SMALL_HEAD, layout, 4, 1024) for layout in ("dp2 cp2", "dp2 cp2:ulysses", "cp4", "dp4")),
+    *(Step(SMALL_HEAD, layout, 16, 1024, dtype="bfloat16") for layout in ("dp2 cp2", "dp2 cp2:ulysses", "dp4")),
+    *(Step(SMALL_HEAD, layout, 8, 256) for layout in ("dp2 cp2 zero1", "cp4:ulysses zero1", "cp2 tp2")),
+    Step(SMALL_HEAD, "cp4 zero1 ac:full", 8, 256, dtype="bfloat16"),
+]  # fmt: skip
+EXPERTS = [
+    *(Step(MIXTURE, f"{layout}{again}", 32, 64) for layout in ("dp4", "dp4 ep2", "dp4 ep2:etp2", "dp4 ep4")
+      for again in ("", " ac:selective", " ac:full")),
+    Step(MIXTURE, "dp4 ep4", 32, 64, dtype="bfloat16"), Step(MIXTURE, "dp2 tp2 ep4", 32, 64),
+    Step(MIXTURE, "dp4 ep2 zero3", 32, 64), Step(MIXTURE, "dp4 ep4", 8, 256), Step(SHARED, "dp2 tp2 ep4", 8, 64),
+    Step(MANY_COPIES, "dp4 ep4", 32, 64), Step(MANY_COPIES, "dp4", 32, 64),
+]  # fmt: skip
+PIPELINES = [
+    *(Step(DEEP, f"pp4:{schedule} mb{micro}{again}", 4 * micro, 64)
+      for schedule in ("1f1b", "gpipe", "interleaved:2", "zb-h1", "zb-v", "dualpipe-v") for micro in (4, 8)
+      for again in ("", " ac:full") if schedule != "dualpipe-v" or micro == 8),
+    *(Step(DEEP, f"pp4:{schedule} mb8", 32, 64, dtype="bfloat16") for schedule in ("1f1b", "zb-h1", "zb-v")),
+    Step(DEEP, "pp4:1f1b mb8 ac:selective", 32, 64), Step(DEEP, "pp4:zb-h1 mb2 ac:full", 32, 64),
+    Step(DEEP, "pp2 tp2 mb2", 16, 64), Step(DEEP, "pp2:zb-h1 cp2 mb4", 16, 128),
+]  # fmt: skip
+SOME = [
+    DATA_AND_TENSOR[2], DATA_AND_TENSOR[4], Step(SMALL_HEAD, "cp4 ac:selective", 8, 256),
+    Step(MIXTURE, "dp4 ep2:etp2", 32, 64), Step(DEEP, "pp4:zb-v mb4", 16, 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(SOME, id="some"),
+        *(
+            pytest.param(steps, id=name, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)])
+            for name, steps in (("dp tp", DATA_AND_TENSOR), ("cp", ROWS_CUT), ("ep", EXPERTS), ("pp", PIPELINES))
+        ),
+    ],
+)
+def test_states_and_peak_of_ranks_match_prediction(steps: list[Step]) -> None:
+    with LocalRanks(4) as ranks:
+        for step in steps:
+            for rank, found in enumerate(ranks.run(measure, step)):
+                check_states(found)
+                near = 0.01 if step in DATA_AND_TENSOR else 0.03
+                assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=near), (step, rank, found.where)
+
+
+def test_engine_constants_match_planner() -> None:
+    assert states.STATE_KINDS["adamw"] == optimizer.STATE_KINDS["adamw"]
+    assert states.STATE_KINDS["momentum"] == optimizer.STATE_KINDS["sgd"]
+    from meshwright.model import loss, tiled_attention
+    from meshwright.parallel import step
+
+    assert moments.WORTH_ADDING_AT_ONCE == step.WORTH_ADDING_AT_ONCE
+    assert moments.SLICE_LOGITS == loss.SLICE_LOGITS
+    here = temporaries.TILE_QUERIES, temporaries.TILE_SCORES, temporaries.ACCELERATOR_TILE
+    there = tiled_attention.TILE_QUERIES, tiled_attention.TILE_SCORES, tiled_attention.ACCELERATOR_TILE
+    assert here == there
+
+
+def of(layout: str, batch: int = 64, rank: int = 0) -> Ledger:
+    return ledger(preset("llama-3-8b"), Layout.parse(layout), batch=batch, sequence=4096, rank=rank, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp8 zero3 mb2 bf16", "tp8 bf16", "pp8:zb-h1 mb16 bf16", "tp2 pp4 mb8 ac:full bf16"]
+)
+def test_ledger_items_add_up_to_peak(layout: str) -> None:
+    found = of(layout)
+    by_category = found.by_category()
+    assert list(by_category) == list(CATEGORIES)
+    assert sum(by_category.values()) == found.peak_bytes + by_category["framework"]
+
+
+def test_1f1b_stage_has_published_micro_batches_in_flight() -> None:
+    """Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1: at most p, stage i at most p - i."""
+    kept = []
+    for rank in range(4):
+        items = of("pp4 mb16 bf16", rank=rank).items
+        inputs = [item for item in items if item.name.split(" x ")[0].endswith("attention.qkv.input")]
+        layers = {item.name.split(" x ")[0] for item in inputs}
+        one = 64 // 16 * 4096 * 4096 * 2
+        kept.append(sum(item.bytes for item in inputs) / one / len(layers))
+    assert kept == [4, 3, 2, 1]
+
+
+def test_zero_reduces_memory_of_a_rank() -> None:
+    peaks = [of(f"dp8 zero{zero} mb2 ac:full bf16").peak_bytes for zero in range(4)]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+
+
+def test_unknown_names_suggest_the_nearest() -> None:
+    with pytest.raises(UserError, match='unknown optimizer "adamq"; did you mean "adam"'):
+        ledger(LLAMA, Layout(), batch=1, sequence=8, optimizer="adamq")
+    with pytest.raises(UserError, match='unknown engine "mesh"'):
+        ledger(LLAMA, Layout(), batch=1, sequence=8, engine="mesh")

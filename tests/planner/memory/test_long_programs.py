@@ -1,0 +1,50 @@
+"""Long programs: a full pipeline repeats, so a few rounds contain every memory snapshot, to the byte and tensor."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.layout import Layout
+from meshwright.planner.cost.engines import ENGINES
+from meshwright.planner.memory import ledger as ledger_room
+from meshwright.planner.memory.ledger import REPEATING, Ledger, ledger, repeating
+from meshwright.spec.presets import preset
+from tests.conftest import exhaustive
+
+CHUNKS = {"interleaved": (2, 4, 8), "interleaved-zb": (2, 4)}
+MODELS = {name: preset(name) for name in ("llama-3-8b", "mixtral-8x7b-v0.1")}
+
+
+def step(model: str, layout: Layout, pp_rank: int) -> Ledger:
+    rank = pp_rank * layout.tp * layout.cp * layout.dp
+    batch = layout.dp * layout.micro_batches
+    return ledger(MODELS[model], layout, batch=batch, sequence=512, precision="bf16", rank=rank, device="cuda")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, *exhaustive(4, 8)])
+@pytest.mark.parametrize("schedule", REPEATING)
+def test_few_rounds_contain_every_memory_snapshot(schedule: str, ranks: int, monkeypatch: pytest.MonkeyPatch):
+    if ranks == 1 and schedule != "1f1b":
+        return
+    for chunks in CHUNKS.get(schedule, (None,)):
+        if ranks * (chunks or 2) > 32:
+            continue
+        name = schedule if chunks is None else f"{schedule}:{chunks}"
+        for model, more, rounds in (
+            ("llama-3-8b", "", 5), ("llama-3-8b", "zero2 ac:full", 11),
+            ("mixtral-8x7b-v0.1", "zero3 ac:selective", 6), ("mixtral-8x7b-v0.1", "zero1", 9),
+        ):  # fmt: skip
+            layout = Layout.parse(f"dp2 {more} pp{ranks}:{name} mb{rounds * ranks}")
+            assert repeating(layout).micro_batches == ledger_room.ROUNDS * ranks
+            for place in {0, ranks // 2, ranks - 1}:
+                short = step(model, layout, place)
+                with monkeypatch.context() as patch:
+                    patch.setattr(ledger_room, "repeating", lambda same: same)
+                    assert short == step(model, layout, place), f"{layout} {place}"
+
+
+def test_irregular_program_is_walked_completely():
+    for text in ("pp4:gpipe mb64", "pp4:interleaved:2 mb65", "pp2:looped-bfs:2 mb32", "pp4:zb-v mb16"):
+        layout = Layout.parse(text)
+        assert repeating(layout) == layout
+    assert set(ENGINES["meshwright"].schedules) - set(REPEATING) == {"gpipe"}

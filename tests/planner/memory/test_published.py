@@ -1,0 +1,115 @@
+"""Closed forms against figures in papers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.planner.memory.published import LayerShape, published_layer, state_bytes
+from meshwright.planner.memory.states import flats_of, states
+from meshwright.planner.search.estimate import evaluate
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import PRESETS, preset
+
+GIGA = 1e9
+
+
+@pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_memory_on_64_ranks_matches_paper(zero: int, gigabytes: float) -> None:
+    """Rajbhandari et al. 2020, figure 1."""
+    assert round(7.5 * state_bytes(zero, 64).total, 1) == gigabytes
+
+
+def test_mixed_precision_takes_16_or_18_bytes_per_parameter() -> None:
+    assert state_bytes(0, 1).total == 16 and state_bytes(0, 1, wide_gradients=True).total == 18
+    assert round(7 * state_bytes(0, 1).total) == 112  # 7B: 112 GB
+    assert round(175 * state_bytes(0, 1).total) == 2800
+    alone = state_bytes(0, 1, narrow=False)
+    assert (alone.weights, alone.gradients, alone.optimizer) == (4, 4, 8)  # no fp32 master weights in float32
+    assert round(PRESETS["llama-3-8b"].parameters * alone.total / 2**30, 1) == 119.7
+
+
+@pytest.mark.parametrize("name", [name for name, found in PRESETS.items() if found.parameters is not None])
+def test_one_device_holds_every_parameter(name: str) -> None:
+    table = parameter_table(preset(name))
+    assert table.numel == PRESETS[name].parameters
+    flats = flats_of(table, Layout(), table.units)
+    held = sum(flat.numel for flat in flats)
+    assert held == table.numel
+    padding = sum(flat.padded - flat.numel for flat in flats)
+    assert sum(each.bytes for each in states(flats, "bfloat16", "float32", "adamw")) == 18 * held + 6 * padding
+
+
+GPT = preset("gpt3-175b")  # h = 12288, a = 96, f = 4h
+S, B, H, A = 2048, 1, 12288, 96
+
+
+def total(engine: str, layout: str, **options: bool) -> float:
+    return sum(published_layer(engine, LayerShape(B, S, GPT, Layout.parse(layout), **options)).values())
+
+
+def test_gpt_layer_saves_34_sbh_and_5_as2b() -> None:
+    """Korthikanti et al. 2022, equation 1, and its forms with tensor (2) and sequence parallelism (4)."""
+    options = {"flash": False, "dropout": True}
+    sbh, scores = S * B * H, 5 * A * S / H
+    assert total("megatron", "dp1", **options) == pytest.approx(sbh * (34 + scores), rel=1e-12)
+    assert total("megatron", "tp8:nosp", **options) == pytest.approx(sbh * (10 + 24 / 8 + scores / 8), rel=1e-12)
+    assert total("megatron", "tp8", **options) == pytest.approx(sbh / 8 * (34 + scores), rel=1e-12)
+
+
+def test_recomputation_leaves_34_sbh_over_t_or_2_sbh() -> None:
+    """Equation 6, and section 5."""
+    options = {"flash": False, "dropout": True}
+    assert total("megatron", "tp8 ac:selective", **options) == pytest.approx(34 * S * B * H / 8, rel=1e-12)
+    assert total("megatron", "tp8:nosp ac:full", **options) == 2 * S * B * H
+
+
+def test_fused_llama_layer_saves_34_sbh() -> None:
+    """2 b s h (4 + 2q + 2g + 3F) with q = 1, g = 1/4, F = 3.5: 17 units."""
+    config = preset("llama-3-8b")
+    kept = published_layer("megatron", LayerShape(1, 8192, config, Layout()))
+    assert sum(kept.values()) == 34 * 8192 * 4096
+
+
+def test_eager_llama_layer_saves_nearly_twice_as_much() -> None:
+    config = preset("llama-3-8b")
+    kept = published_layer("torchtitan", LayerShape(1, 8192, config, Layout()))
+    q, g, f = 1, 0.25, 3.5
+    assert sum(kept.values()) == 2 * 8192 * 4096 * (2 + (q + 2 * g) + q + 2 + 4 * f + (q + g) + 6)
+    normed = dataclasses.replace(preset("qwen3-8b"))
+    more = published_layer("torchtitan", LayerShape(1, 8192, normed, Layout()))
+    assert "attention.query_key_norm" in more
+
+
+def test_unknown_engine_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UserError, match='unknown engine "megatrom"; did you mean "megatron"'):
+        published_layer("megatrom", LayerShape(1, 8, GPT, Layout()))
+
+
+def test_torchtitan_selective_saves_every_second_product_and_attention():
+    """Of Llama 3 8B a token and layer: the block's input, queries, values, half of the way up, attention's result with
+    its log-sums, the way down."""
+    config = preset("llama-3-8b")
+    kept = published_layer("torchtitan", LayerShape(1, 8192, config, Layout.parse("ac:selective")))
+    assert sum(kept.values()) == 8192 * (2 * (4096 + 4096 + 1024 + 14336 + 4096 + 4096) + 4 * 32)
+
+
+def test_recomputed_block_saves_only_its_ranks_tokens():
+    for engine in ("megatron", "torchtitan"):
+        assert total(engine, "tp8 ac:full") == 2 * S * B * H / 8
+        assert total(engine, "tp8:nosp ac:full") == 2 * S * B * H
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices", "batch", "gib"),
+    [("dp8 zero3 ac:selective", 8, 16, 82.4), ("dp128 zero3 ac:selective", 128, 256, 67.0)],
+)
+def test_torchtitan_peaks_match_publication(layout: str, devices: int, batch: int, gib: float) -> None:
+    """Llama 3.1 8B, sequences of 8,192, not compiled (benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3):
+    what the allocator holds, its slack included."""
+    one = evaluate("llama-3.1-8b", f"{devices}xh100-96", layout, sequence=8192, batch=batch, engine="torchtitan")
+    held = (one.memory.peak_bytes + one.memory.slack_bytes) / 2**30
+    assert held == pytest.approx(gib, rel=0.08)

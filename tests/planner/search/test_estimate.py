@@ -1,0 +1,245 @@
+"""Estimates of one layout: components add up, published memory is matched, invalid input is a one-line error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwright.planner
+from meshwright.collectives.quantities import GIB
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.planner.cost.flops import training_flops_per_token
+from meshwright.planner.jobs import answer
+from meshwright.planner.memory.ledger import ledger
+from meshwright.planner.memory.rank_memory import CONTRACT, memory_of
+from meshwright.planner.search.estimate import Estimate, evaluate
+from meshwright.planner.show.explain import explain
+from meshwright.spec.config_json import config_to_huggingface
+from meshwright.spec.presets import preset
+
+
+def estimate(layout: str = "dp8 zero1 tp8", **options: Any) -> Estimate:
+    wanted: dict[str, Any] = {"sequence": 4096, "batch": 128, **options}
+    return evaluate(wanted.pop("model", "llama-3-8b"), wanted.pop("cluster", "64xh100-sxm"), layout, **wanted)
+
+
+def test_document_has_its_keys_and_adds_up():
+    one = estimate("dp4 zero1 tp4 pp4 mb8 ac:selective")
+    found = one.document()
+    assert found["layout"] == "dp4 zero1 tp4 pp4 mb8 ac:selective bf16" and found["fits"] is True
+    memory = found["memory_gib"]
+    assert sum(memory[part] for part in CONTRACT) == pytest.approx(memory["peak"])
+    assert sum(found["breakdown_seconds"].values()) == pytest.approx(found["step_seconds"])
+    assert found["step_seconds_low"] < found["step_seconds"] < found["step_seconds_high"]
+    assert found["tokens_per_second_per_device"] == pytest.approx(128 * 4096 / found["step_seconds"] / 64)
+    flops = training_flops_per_token(preset("llama-3-8b"), 4096) * found["tokens_per_second_per_device"]
+    assert found["model_tflops_per_device"] == pytest.approx(flops / 1e12)
+    assert (
+        found["mfu"] == pytest.approx(flops / 989.4e12, rel=1e-3) and "2 per multiply-add" in found["flops_convention"]
+    )
+    json.dumps(found)
+
+
+def test_memory_is_ledger_of_fullest_rank():
+    one = estimate("dp4 zero1 tp4 pp4 mb8")
+    by_rank = [
+        ledger(
+            preset("llama-3-8b"),
+            one.layout,
+            batch=128,
+            sequence=4096,
+            rank=rank * 16,
+            device="cuda",
+            architecture="Hopper",
+        ).peak_bytes
+        for rank in range(4)
+    ]
+    assert one.memory.peak_bytes == max(by_rank)
+    assert one.memory.device_bytes > one.memory.peak_bytes  # CUDA context, and fragmentation of the allocator
+
+
+@pytest.mark.parametrize("engine", ["meshwright", "megatron", "torchtitan", "llm-foundry", "deepspeed"])
+def test_every_engine_is_priced(engine: str):
+    one = estimate("dp64 zero3 mb2" if engine not in ("megatron",) else "dp8 zero1 tp8", engine=engine)
+    assert one.memory.peak_bytes > 0 and 0.1 < one.mfu < 0.75
+    assert sum(item.bytes for item in one.memory.items) == one.memory.peak_bytes
+
+
+def test_memory_of_other_engines_matches_publications():
+    """Korthikanti et al. 2022 (arXiv:2205.05198, section 4): 22B, tp 8, micro-batch 4: 34 s b h / t bytes a layer with
+    selective recomputation and sequence parallelism; 16 bytes a parameter, gradients in float32 two more."""
+    config = dataclasses.replace(preset("gpt3-175b"), hidden=6144, heads=64, kv_heads=64, head_dim=96, layers=48)
+    config = dataclasses.replace(config, intermediate=24576, vocabulary=51200)
+    one = evaluate(config, "8xa100-80", "tp8 ac:selective", sequence=2048, batch=4, engine="megatron")
+    found = one.memory.by_category()
+    kept = sum(item.bytes for item in one.memory.items if item.category == "activations" and " layers x " in item.name)
+    assert kept == pytest.approx(48 * 34 * 2048 * 4 * 6144 / 8, rel=0.01)
+    states = found["parameters"] + found["gradients"] + found["optimizer"]
+    assert states == pytest.approx(18 * 22.1e9 / 8, rel=0.02)
+
+
+def test_layout_that_does_not_fit_is_reported():
+    one = estimate("dp8", cluster="8xa100-40", model="llama-3-8b", batch=8)
+    assert not one.fits and one.memory.peak_bytes / GIB > 100
+
+
+def test_stages_have_their_own_ledgers():
+    one = estimate("dp4 zero1 tp4 pp4 mb8")
+    first, last = (memory_of(one.problem, one.layout, rank) for rank in (0, 3))
+    assert any(item.name.startswith("embedding") for item in first.items)
+    assert any(item.name.startswith("head") for item in last.items)
+    assert (
+        first.by_category()["activations"] > 2 * last.by_category()["activations"]
+    )  # 4 micro-batches in flight, and 1
+
+
+def test_mfu_counts_attention_within_documents():
+    whole, many = (estimate("dp64 zero3 mb2", sequence=32768, documents=count) for count in (1.0, 32.0))
+    assert many.time.seconds < whole.time.seconds and many.mfu < 0.5  # counted as one sequence: 0.69
+
+
+def test_unsupported_axis_of_engine_is_priced_with_a_warning():
+    assert any("llm-foundry is not known to have tp" in line for line in estimate(engine="llm-foundry").warnings)
+
+
+@pytest.mark.parametrize("precision", ["", " fp8"])
+def test_operations_add_up_to_compute_time(precision: str):
+    one = estimate(f"dp64 zero0 mb2{precision}")
+    rows = explain(one.problem, one.layout)
+    assert sum(row.seconds for row in rows) * 2 == pytest.approx(one.time.breakdown["compute"], rel=1e-6)
+    assert sum(row.share for row in rows) == pytest.approx(1.0)
+    bound = {row.name: row.bound for row in rows if row.phase == "forward"}
+    assert bound["mlp.up"] == "compute" and bound["residual"] == "memory"
+
+
+def test_python_call_equals_internal_call():
+    assert meshwright.planner.evaluate is evaluate
+    with pytest.raises(AttributeError):
+        _ = meshwright.planner.evaluates  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "llama-3-8bb"}, 'unknown model "llama-3-8bb"; did you mean "llama-3-8b"'),
+        ({"cluster": "64xh100"}, 'unknown device "h100"; did you mean h100-'),
+        ({"engine": "megatronn"}, 'unknown engine "megatronn"; did you mean "megatron"'),
+        ({"batch": 100}, "batch 100 is not a multiple of dp x mb = 8; 96 or 104 would be"),
+        ({"layout": "dp8 tp4"}, "it has 32 ranks (dp x tp x cp x pp), but there are 64"),
+        ({"layout": "tp64", "model": "qwen3-0.6b"}, "tp64 does not divide the model's 16 heads"),
+        ({"layout": "dp8 tp8 offload:cpu"}, "offloading is not priced yet"),
+        ({"optimizer": "adamq"}, "adamq"),
+        ({"sequence": 0}, "sequence: takes a whole number, at least 1"),
+        ({"cluster": "64xv100", "layout": "dp8 tp8 bf16"}, "has no known peak for bf16"),
+    ],
+)
+def test_invalid_arguments_are_one_line_errors(changes: dict[str, Any], message: str):
+    with pytest.raises(UserError) as error:
+        estimate(**{"layout": "dp8 zero1 tp8", **changes})
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unsupported_configuration_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 64}))
+    with pytest.raises(UserError, match="mamba"):
+        estimate(model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "names LlamaForSequenceClassification"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
+            "is never run; treated as",
+        ),
+        ({"architectures": ["LLaMAForCausalLM"]}, None),  # in the spelling of the first one
+        ({}, None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::meshwright.errors.ModelWarning")
+def test_configuration_of_another_architecture_is_priced_with_a_warning(changes: dict[str, Any], message: str | None):
+    data = {**config_to_huggingface(preset("llama-tiny")), **changes}
+    one = evaluate(data, "1xa100-80", "dp1", sequence=64, batch=1)
+    assert any(message in line for line in one.warnings) if message else one.warnings == ()
+
+
+@pytest.mark.parametrize("name", ["falcon", "deepseek_v3", "gemma3_text"])
+def test_unknown_architecture_is_named_first(name: str):
+    """Its quantization is not reported instead."""
+    data = {"model_type": name, "quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(UserError, match=f"'{name}' is not a known family, so it can be neither planned nor run"):
+        evaluate(data, "1xa100-80", "dp1", sequence=64, batch=1)
+
+
+def test_more_documents_than_tokens_are_refused():
+    with pytest.raises(UserError, match="documents 65: a sequence of 64 tokens"):
+        evaluate("llama-tiny", "1xa100-80", "dp1", sequence=64, batch=1, documents=65)
+
+
+def test_layout_that_cannot_run_is_priced_with_a_warning():
+    assert any("cannot run" in line or "refuses" in line for line in estimate("dp8 tp8 fp8").warnings)
+
+
+def test_jobs_are_answered_line_by_line():
+    request = {"model": "llama-3-8b", "cluster": "8xh100-sxm", "sequence": 4096, "batch": 16, "layout": "dp8 zero3 mb2"}
+    found = answer(json.dumps(request))
+    assert found["layouts"][0]["layout"] == "dp8 zero3 mb2 bf16" and found["model"]["parameters"] == 8030261248
+    as_object = {**request, "cluster": {"device": "h100-sxm", "devices": 8, "inside_gb_per_second": 450}}
+    assert answer(json.dumps(as_object))["layouts"][0]["step_seconds"] > 0
+    for line, message in (
+        ("{", "not JSON"), ("[]", "a request is a JSON object"),
+        (json.dumps({**request, "layouts": "dp8"}), 'unknown field "layouts"; did you mean "layout"'),
+        (json.dumps({**request, "batch": "16"}), "batch: takes a whole number"),
+        (json.dumps({key: value for key, value in request.items() if key != "cluster"}), "cluster is missing"),
+        (json.dumps({**request, "layout": "dp9"}), "9 ranks"),
+        (json.dumps({**request, "optimizer": "lion"}), 'unknown optimizer "lion"'),
+        (json.dumps({**request, "documents": 0}), "documents: takes a number"),
+        (json.dumps({**request, "reserve": "90GiB"}), "reserve: takes a fraction below 1"),
+        (json.dumps({**request, "reserve": True}), "reserve: takes text or a number"),
+        (json.dumps({**request, "batch": 10**30}), "at most 16,777,216"),
+        ("[" * 100_000, "not JSON"), (json.dumps({**request, "model": "a\0b"}), "unknown model"),
+        (json.dumps({**request, "top": 0, "layout": None}), "top: takes a whole number from 1 to 100"),
+    ):  # fmt: skip
+        assert set(found := answer(line)) == {"error"} and message in found["error"], line
+    kept_free = [
+        answer(json.dumps({**request, "reserve": reserve}))["layouts"][0]["fits"] for reserve in (0.1, "60GiB")
+    ]
+    assert kept_free == [True, False]
+    searched = answer(json.dumps({key: value for key, value in request.items() if key != "layout"} | {"top": 2}))
+    assert len(searched["layouts"]) == 2 and searched["searched"] > 100
+
+
+def test_each_job_has_its_own_warnings():
+    """Two requests with the same fault both have the warning."""
+    model = config_to_huggingface(preset("llama-tiny")) | {"unheard_of": 1}
+    line = json.dumps({"model": model, "cluster": "1xa100-80", "sequence": 64, "batch": 1, "layout": "dp1"})
+    for _ in range(2):
+        found = answer(line)
+        assert len(found["warnings"]) == 1 and '"unheard_of"' in found["warnings"][0] and found["layouts"]
+    refused = answer(json.dumps(json.loads(line) | {"layout": "dp9"}))
+    assert '"unheard_of"' in refused["warnings"][0] and "error" in refused
+
+
+def test_layout_objects_are_accepted():
+    one = evaluate("gpt2", "8xa100-40", Layout(dp=8), sequence=1024, batch=64)
+    assert one.layout.precision == "bf16"
+
+
+def test_cublas_workspace_depends_on_architecture():
+    """As in torch: 32 MiB on Hopper only, for the threads of forward and backward."""
+
+    def peak(architecture: str) -> int:
+        layout = Layout.parse("dp8 zero1 bf16")
+        return ledger(
+            preset("llama-3-8b"), layout, batch=8, sequence=512, device="cuda", architecture=architecture
+        ).peak_bytes
+
+    small = 8 * 2**20 + 128 * 2**10
+    assert peak("Hopper") - peak("Ampere") == 2 * (32 * 2**20 - small)
+    assert peak("Blackwell") == peak("Ampere") and peak("CDNA3") - peak("Ampere") == 2 * (128 * 2**20 - small)

@@ -1,0 +1,131 @@
+"""The serving ledger and its number of KV blocks against closed forms."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.planner.serving.ledger import ServingSizes, bill_text, fill_memory, parse_dtype, serving_ledger
+from meshwright.spec.presets import preset
+from meshwright.spec.refuse import serving_layout
+
+SIZES = ServingSizes(token_budget=512, max_sequences=32, max_length=2048, dtype="bfloat16")
+MIB = 2**20
+
+
+def test_llama_3_8b_in_bfloat16_has_the_published_sizes():
+    """16 bytes of KV cache for each of 8 heads of 128 features... = 128 KiB a token; 8.03 billion parameters."""
+    config = preset("llama-3-8b")
+    (rank,) = serving_ledger(config, Layout(), SIZES).stages
+    assert rank.kv_block == 16 * 2 * 32 * 8 * 128 * 2 == 2 * MIB
+    norms = 65 * 4096
+    embedding = 128256 * 4096
+    assert rank.weights == 2 * embedding + 4 * norms + 2048 * 128 * 4
+    assert rank.packed == 2 * (8_030_261_248 - norms - embedding)
+    assert rank.logits == 256 * 128256 * 4
+    widths = 2 * 4096 + (32 + 16) * 128 + 4096 + 3 * 14336
+    assert rank.workspace == 4 * (512 * widths + 256 * 4096)
+    assert rank.communication == 0
+
+
+def test_tied_embedding_is_held_once_on_one_stage_and_twice_on_two():
+    config = preset("llama-3.2-1b")
+    whole = serving_ledger(config, Layout(), SIZES).stages
+    first, last = serving_ledger(config, Layout(pp=2), SIZES).stages
+    matrix = 2 * config.vocabulary * config.hidden
+    tables = 2048 * config.head_dim * 4
+    assert first.weights + last.weights - tables == whole[0].weights + matrix
+    assert first.packed + last.packed == whole[0].packed
+    assert first.kv_block + last.kv_block == whole[0].kv_block
+    assert first.logits == 0 < last.logits
+
+
+def test_tensor_parallel_ranks_split_matrices_and_key_value_heads():
+    config = preset("llama-3-8b")
+    (whole,), (half,) = (serving_ledger(config, Layout(tp=tp), SIZES).stages for tp in (1, 2))
+    assert 2 * half.packed == whole.packed
+    assert 2 * half.kv_block == whole.kv_block
+    assert half.communication == 4 * 2 * max(512 * 4096, 256 * 128256 // 2)
+    (sixteenth,) = serving_ledger(config, Layout(tp=16, tensor_sequence_parallel=False), SIZES).stages
+    assert 8 * sixteenth.kv_block == whole.kv_block  # two ranks share a head
+
+
+def test_experts_are_split_over_expert_parallel_ranks():
+    config = preset("mixtral-8x7b-v0.1")
+    split = serving_layout("tp2 ep2", config)
+    (sliced,), (spread,) = (serving_ledger(config, layout, SIZES).stages for layout in (split.with_(ep=1), split))
+    assert sliced.packed == spread.packed  # half of every expert, or every other expert
+
+
+def test_padding_counts():
+    """Sizes like llama-tiny that are not multiples of 16 rows and 32 columns."""
+    config = preset("llama-tiny")
+    (rank,) = serving_ledger(config, Layout(), SIZES).stages
+    (wide,) = serving_ledger(config, Layout(), ServingSizes(512, 32, 2048, "float32")).stages
+    assert rank.packed >= wide.packed / 2
+
+
+def test_kv_blocks_fill_the_memory_of_all_ranks():
+    config = preset("llama-3.2-1b")
+    ledger = fill_memory(serving_ledger(config, Layout(dp=2, tp=2), SIZES), 20 * 2**30)
+    assert ledger.total <= 20 * 2**30 < ledger.total + ledger.kv_block
+    assert ledger.kv_block == 4 * ledger.stages[0].kv_block
+    document = ledger.to_json_dict()
+    assert document["concurrency"]["sequences"] == 2 * ledger.blocks * 16 / 2048
+    assert document["kv_bytes_per_token"] * 16 == 2 * ledger.stages[0].kv_block
+    assert sum(ledger.items().values()) == ledger.total
+    assert len(bill_text(ledger)) == len(ledger.items()) + 1
+
+
+def test_sliding_window_in_half_of_the_layers_allows_more_sequences():
+    full = dataclasses.replace(preset("qwen2.5-1.5b"), max_positions=32768)
+    mixed = dataclasses.replace(full, sliding_window=4096, windowed_layers=(True, False) * 14)
+    sizes = dataclasses.replace(SIZES, max_length=32768)
+    before, after = (fill_memory(serving_ledger(each, Layout(), sizes), 12 * 2**30) for each in (full, mixed))
+    assert (before.blocks_of_longest, after.blocks_of_longest) == (2048, 2048 + (4096 + 512 - 3) // 16 + 2)
+    assert before.kv_block == 2 * after.kv_block and before.fixed == after.fixed
+    assert before.to_json_dict()["kv_bytes_per_token"] == after.to_json_dict()["kv_bytes_per_token"]
+    assert after.concurrency / before.concurrency == pytest.approx(2 * 2048 / 2337, rel=1e-3)
+    assert after.longest_within(2337) == 32768 and after.longest_within(2336) == 32752
+
+
+def test_memory_below_one_request_is_refused_with_sufficient_size():
+    config = preset("llama-3-8b")
+    ledger = serving_ledger(config, Layout(), SIZES)
+    with pytest.raises(UserError, match=r"memory 16 GiB: one request of 2048 tokens.*fit.*--memory 16\.\d\dGiB"):
+        fill_memory(ledger, 16 * 2**30)
+    needed = ledger.fixed + 128 * ledger.kv_block
+    with pytest.raises(UserError, match="or --max-length 2032$"):
+        fill_memory(ledger, needed - 1)
+    assert fill_memory(ledger, needed).blocks == 128
+    assert fill_memory(ledger, 2 * needed, most_blocks=130).blocks == 130
+
+
+def test_dtype_names():
+    assert [parse_dtype(name) for name in (None, "bf16", "float16")] == ["float32", "bfloat16", "float16"]
+    with pytest.raises(UserError, match="bf16"):
+        parse_dtype("bf61")
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ("cp2", "serving runs on"),
+        ("dp2 zero1", "serving runs on"),
+        ("ep2 dp2", "ep2 does not divide tp1"),
+        ("tp3", "tp3 does not divide"),
+        ("pp99", "99 stages"),
+        ("xx2", "xx2"),
+    ],
+)
+def test_layouts_that_cannot_serve_are_refused(layout: str, reason: str):
+    with pytest.raises(UserError, match=reason):
+        serving_layout(layout, preset("mixtral-8x7b-v0.1"))
+
+
+def test_empty_layout_is_one_rank():
+    assert serving_layout("", preset("llama-3-8b")) == Layout()
+    assert str(serving_layout("tp2 pp2 dp2", preset("llama-3-8b"))) == "dp2 tp2:nosp pp2"

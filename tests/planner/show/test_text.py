@@ -1,0 +1,83 @@
+"""Printed text: tables that fit the terminal, units of bytes, the list of tensors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from meshwright.cli.main import meshwright
+from meshwright.planner.search.estimate import evaluate
+from meshwright.planner.show.explain import busiest, explain
+from meshwright.planner.show.text import Unit, around, explain_text, wrapped
+
+REQUEST = ("plan", "llama-3.1-405b", "--cluster", "1024xh100-sxm", "--sequence", "8192", "--batch", "512")
+SEARCH = ("plan", "llama-3-8b", "--cluster", "8xh100-sxm", "--sequence", "8192", "--batch", "64")
+LAYOUT = ("--layout", "dp8 zero1 tp8 pp16:interleaved:2 mb64")
+
+
+def run(*arguments: str, columns: int = 0) -> str:
+    environment = {"COLUMNS": str(columns)} if columns else {}
+    result = CliRunner(env=environment).invoke(meshwright, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_tables_fit_the_terminal(columns: int):
+    text = run(*SEARCH, columns=columns) + run(*REQUEST, *LAYOUT, "--explain", "--ledger", columns=columns)
+    lines = [line for line in text.splitlines() if not line.startswith("llama-3")]
+    assert max(map(len, lines)) <= columns, max(lines, key=len)
+    for words in ("the fastest", "low - high", "time: compute", "of which", "bound by", "mlp.up.output"):
+        assert words in text, words
+
+
+def test_wrapped_lines_lose_no_text():
+    line = "  activations  27.88  " + ", ".join(f"mlp.up.output x {number}" for number in range(30))
+    cut = wrapped(line, 80, " " * 22)
+    assert len(cut) > 5 and all(len(part) <= 80 for part in cut)
+    assert " ".join(part.strip() for part in cut) == line.strip()
+    assert all(part.startswith(" " * 22) for part in cut[1:])
+    assert wrapped("a" * 100, 80, "  ") == ["a" * 100]
+
+
+def test_unit_depends_on_largest_size():
+    assert [Unit.of(size).say(size) for size in (2**29, 3 * 2**30, 5000)] == ["512.0 MiB", "3.0 GiB", "4.9 KiB"]
+
+
+def test_ledger_lists_every_tensor_with_stage_and_lifetime():
+    answer = json.loads(run(*REQUEST, *LAYOUT, "--ledger", "--json"))
+    assert (answer["ledger"][0]["pp"], answer["ledger"][-1]["pp"]) == (0, 15)
+    for rank in answer["ledger"]:
+        assert sum(item["bytes"] for item in rank["items"]) == rank["peak_bytes"]
+    each = 8192 * 2 * 53248 // 8 * 2  # gate and up projections, in bf16
+    counts = dict.fromkeys(("layers.0", "layers.63"), 0)  # the first rank's two chunks
+    for item in answer["ledger"][0]["items"]:
+        layer, _, tensor = item["name"].partition(".mlp.up.output")
+        if layer in counts and (not tensor or tensor.startswith(" x ")):
+            assert (item["shape"], item["dtype"]) == ([1, 8192, 2 * 53248 // 8], "bfloat16")
+            assert item["stage"] == (0 if layer == "layers.0" else 16)
+            assert (item["category"], item["first"], item["last"]) == ("activations", "forward", "backward")
+            counts[layer] += item["bytes"] // each
+    # Narayanan et al. 2021: the first rank has 2 (pp - 1) + (chunks - 1) pp + 1 forwards in flight, pp of chunk 2.
+    assert counts == {"layers.0": 31, "layers.63": 16}
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp2 tp8 mb16", "dp4 pp4 mb8 ac:full", "dp4 zero1 pp4:interleaved:3 mb8", "dp4 pp4:zb-v mb8"]
+)
+def test_operations_add_up_to_computation_of_a_step(layout: str):
+    one = evaluate("llama-3-8b", "16xh100-sxm", layout, sequence=4096, batch=64)
+    rank = busiest(one.problem, one.layout)
+    rows = explain(one.problem, one.layout, rank)
+    together = one.layout.micro_batches * sum(row.seconds for row in rows)
+    assert together == pytest.approx(one.time.breakdown["compute"], rel=1e-9)
+    assert sum(row.share for row in rows) == pytest.approx(1)
+    assert "computation of a micro-batch" in explain_text(one.layout, rank, rows)
+
+
+def test_times_are_printed_with_bounds():
+    one = evaluate("llama-3-8b", "16xh100-sxm", "dp2 tp8 mb16", sequence=4096, batch=64)
+    time = one.time
+    assert around(one.problem, time.seconds) == f"{time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g})"
