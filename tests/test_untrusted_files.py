@@ -122,8 +122,8 @@ DIRECT_READS = {
             "draw.page",
             "draw.picture",
             "spec.presets",
-            "planner.devices",
-            "planner.rates",
+            "planner.hardware.devices",
+            "planner.cost.rates",
             "launcher.launch_script",
         ),
         "files of the package",
@@ -132,7 +132,7 @@ DIRECT_READS = {
     **dict.fromkeys(
         (
             "flight_recorder.rank_report",
-            "planner.machine_profile",
+            "planner.hardware.machine_profile",
             "threads",
             "launcher.hosts",
             "monitoring.memory",
