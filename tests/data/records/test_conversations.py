@@ -162,10 +162,71 @@ def test_unpaired_labels_of_trl_and_llama_factory_parse_alike(label: bool):
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_malformed_record_error_shows_expected_format(tmp_path: Path, suffix: str, kind: str, record, problem: str):
-    path = write(tmp_path / f"data{suffix}", [RECORDS[kind][0], record])
-    where = f"{path}: record 2" if suffix == ".json" else f"{path}:2"
+    before = [] if problem.startswith("no key") else [RECORDS[kind][0]]  # after them, the file changes its schema
+    path = write(tmp_path / f"data{suffix}", [*before, record])
+    where = f"{path}: record {len(before) + 1}" if suffix == ".json" else f"{path}:{len(before) + 1}"
     with pytest.raises(UserError, match=f"^{where}: the record .*{problem}"):
         read(path, kind)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize(
+    "kind, first, then, problem",
+    [
+        (
+            "instruction",
+            RECORDS["instruction"][1],
+            {"prompt": "Q", "completion": "A"},
+            r'no key "instruction" \(it has "prompt", "completion"\)',
+        ),
+        ("instruction", RECORDS["instruction"][0], {"instruction": "Q"}, r'no key "output" \(it has "instruction"\)'),
+        ("chat", {"messages": CHAT}, {"conversations": CHAT}, r'no key "messages" \(it has "conversations"\)'),
+        ("chat", {"conversations": CHAT}, {"messages": CHAT}, r'no key "conversations" \(it has "messages"\)'),
+        ("preference", RECORDS["preference"][0], {"chosen": CHAT, "rejected": CHAT}, 'no key "prompt"'),
+        (
+            "preference",
+            {"chosen": CHAT, "rejected": CHAT},
+            {"prompt": "Q", "chosen": "A", "rejected": "B"},
+            'the key "prompt", which the records before it do not have',
+        ),
+    ],
+)
+def test_file_that_changes_its_schema_is_refused(tmp_path: Path, suffix: str, kind: str, first, then, problem: str):
+    path = write(tmp_path / f"data{suffix}", [first, first, then])
+    where = f"{path}: record 3" if suffix == ".json" else f"{path}:3"
+    with pytest.raises(UserError, match=f"^{where}: the record has {problem}.*a file of their own; expected {{"):
+        read(path, kind)
+    assert len(read(write(path, [then]), kind) if problem != r'no key "output" \(it has "instruction"\)' else [0]) == 1
+
+
+def test_files_of_one_source_may_have_different_schemas(tmp_path: Path):
+    write(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    write(tmp_path / "b.jsonl", [{"conversations": CHAT}])
+    reader = Reader(records=RecordFormat("chat"))
+    found = [one.example for file in find_files([str(tmp_path)]) for one in reader.read_documents(file)]
+    assert len(found) == 2 and found[0] == found[1]
+
+
+def test_columns_that_are_not_read_are_counted_like_unused_keys(tmp_path: Path):
+    """The same records as JSON Lines and as Parquet; required keys are read but not used."""
+    rows = [{"messages": CHAT, "id": n, "meta": {"url": "u"}, "score": float(n)} for n in range(600)]
+    counts = []
+    for suffix in (".jsonl", ".parquet"):
+        data = prepare(
+            DataRecipe(
+                source=str(write(tmp_path / f"data{suffix}", rows)),
+                records="chat",
+                template="instruction",
+                tokenizer="bytes",
+                sequence=80,
+                validation_fraction=0.0,
+                cache=str(tmp_path / "cache"),
+                clean={"required_keys": {"meta.url": "text"}, "exact_duplicates": False},
+            )
+        )
+        counts.append(data.summary()["unused_keys"])
+    assert counts[0] == {"id": 600, "meta": 600, "score": 600}
+    assert counts[1] == counts[0]
 
 
 def test_malformed_records_are_dropped_with_required_keys(tmp_path: Path):

@@ -151,6 +151,22 @@ def test_truncated_or_damaged_parquet_file_is_refused(parquet, file):
     assert "Parquet is compressed internally" in refusal(file("a.parquet.gz", gzip.compress(data)))
 
 
+@pytest.mark.parametrize(
+    "old, new, found",
+    [
+        (b"\x04text", b"\x04body", '"body" (BYTE_ARRAY)'),
+        (b"\x15\x0c\x19", b"\x15\x04\x19", '"text" (INT64)'),  # the column's type in Thrift's compact protocol
+    ],
+)
+def test_row_group_with_another_schema_is_refused_with_its_first_row(parquet, old: bytes, new: bytes, found: str):
+    path = parquet({"text": ["a", "b", "c", "d", "e"]}, row_group_size=2)
+    data = path.read_bytes()
+    at = data.rfind(old)  # in the footer, of the last row group
+    path.write_bytes(data[:at] + new + data[at + len(old) :])
+    said = f'a.parquet: row 5: row group 3 has {found} in place of the column "text" (BYTE_ARRAY)'
+    assert said in refusal(path)
+
+
 def test_large_row_group_is_read_in_batches(parquet):
     text = "sixteen letters " * 640  # 10 KiB
     path = parquet({"text": [f"{number} {text}" for number in range(8_000)]}, row_group_size=8_000, compression="none")
@@ -371,7 +387,7 @@ def test_every_column_bounds_the_rows_of_a_batch(parquet):
     with path.open("rb") as stream, parquet_module.open_parquet(find_files([str(path)])[0], stream) as table:
 
         def bound(columns: list[str]) -> int:
-            leaves = parquet_module.find_leaves(table, 0, columns)
+            leaves = parquet_module.find_leaves(find_files([str(path)])[0], table, 0, columns)
             return parquet_module.bound_batch_rows(find_files([str(path)])[0], stream, table, 0, leaves)
 
         assert bound(["text", "turns"]) == bound(["turns"]) == (1 << 26) // REPEATED < bound(["text"])

@@ -92,6 +92,11 @@ def test_long_text_is_cut_after_blank_lines(file):
             b'{"body": "", "id": 2}',
             'no key "text" (it has "body", "id"); set data.text_key to',
         ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"body": "b"}',
+            ':2: no key "text" (it has "body"), which the records before it have; records with other keys must be in a',
+        ),
         ("a.jsonl", b"{}", 'no key "text" (it has no keys)'),
         ("a.jsonl", b'{"text": ["a"]}', ':1: "text" is ["a"], not a string'),
         ("a.jsonl", b"[" * 100_000, ":1: not JSON"),

@@ -64,7 +64,7 @@ class SegmentWriter:
         self.documents = self.characters = self.longest_kept = 0
         self.pieces: dict[int, int] = {}  # index of a source file -> number of its documents
         self.examples: dict[str, str] = {}
-        self.unused = Counter[str]()  # keys of records that are not used
+        self.unused = Counter[str]()  # keys and columns of records that are not used
         self.samples: dict[str, list[dict[str, Any]]] = {}
         self._columns = {name: bytearray() for name in list_column_types(0, rewrites)}
 
@@ -74,6 +74,7 @@ class SegmentWriter:
         document, if any.
         """
         name, raw = document.name, document.text
+        self.unused.update(document.unread)
         if document.example is not None:
             self.unused.update(document.example.unused)
         code = KEPT if verdict.rule is None else 1 + RULES.index(verdict.rule)

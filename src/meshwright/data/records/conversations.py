@@ -139,6 +139,45 @@ class RecordFormat(NamedTuple):
             left.add("functions")
         return [key for key in keys if key not in left]
 
+    def find_schema(self, record: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys, as files name them, that records of the schema of `record` must have, such as ("messages",)
+        or ShareGPT's ("conversations",).
+        """
+        if self.kind == "instruction":
+            completes = self._completes(record)
+            return tuple(map(self.get_file_key, ("prompt", "completion") if completes else ("instruction", "output")))
+        if self.kind == "chat":
+            return ("prompt",) if is_tree(record) else (self._get_messages_key(record),)
+        answers = (self.get_file_key("chosen"), self.get_file_key("rejected"))
+        if (prompt := self.get_file_key("prompt")) in record:
+            return (prompt, *answers)
+        return ("conversations", *answers) if "conversations" in record else answers
+
+    def check_schema(self, record: Any, schema: tuple[str, ...]) -> None:
+        """Raise `MalformedRecord` if a record has another schema than `schema`, the keys from `find_schema` of the
+        records before it in its file: a file that changes its schema is a mixture, or damaged.
+        """
+        if not isinstance(record, dict):
+            return
+        advice = "all records of a file must have the same keys; put records of another schema into a file of their own"
+        if missing := next((key for key in schema if key not in record), None):
+            held = ", ".join(f'"{key}"' for key in list(record)[:8]) or "no keys"
+            raise MalformedRecord(f'has no key "{missing}" (it has {held}), which the records before it have; {advice}')
+        if added := next((key for key in self.find_schema(record) if key not in schema), None):
+            raise MalformedRecord(f'has the key "{added}", which the records before it do not have; {advice}')
+
+    def _completes(self, record: Mapping[str, Any]) -> bool:
+        """Return True if an instruction record has TRL's keys (`prompt` and `completion`), not Alpaca's."""
+        return self.get_file_key("instruction") not in record and self.get_file_key("completion") in record
+
+    def _get_messages_key(self, record: Mapping[str, Any]) -> str:
+        """Return the key of a chat's messages: the one configured for "messages" or, if nothing is configured and the
+        record has only that, ShareGPT's "conversations".
+        """
+        key = self.get_file_key("messages")
+        shared = key not in record and "messages" not in self.renamed and "conversations" in record
+        return "conversations" if shared else key
+
     def format_example_record(self) -> str:
         """Return the JSON text of a well-formed record of this format, for error messages."""
         turn = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
@@ -160,7 +199,7 @@ class RecordFormat(NamedTuple):
         (pairs of question and answer, which are trained on), or TRL's `prompt` and `completion`. Raises
         `MalformedRecord` if a key is missing or has a value of a wrong type.
         """
-        if self.get_file_key("instruction") not in record and self.get_file_key("completion") in record:
+        if self._completes(record):
             prompt = self._parse_side(record, "prompt", "user", unused)
             return prompt, (self._parse_side(record, "completion", "assistant", unused),)
         instruction, output = (self._get_text(record, part) for part in ("instruction", "output"))
@@ -178,12 +217,8 @@ class RecordFormat(NamedTuple):
     def _parse_chat(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse a chat record to (prompt, branches). Its messages are under the key configured for "messages" or, if
-        nothing is configured and the record has only that, ShareGPT's "conversations".
-        """
-        key = self.get_file_key("messages")
-        if key not in record and "messages" not in self.renamed and "conversations" in record:
-            key = "conversations"
+        """Parse a chat record to (prompt, branches). Raises `MalformedRecord` if it has no list of messages."""
+        key = self._get_messages_key(record)
         if key not in record:
             raise self._missing_key_error(record, key, "messages")
         return (), (self.messages.parse_all(record[key], key, unused),)

@@ -237,6 +237,24 @@ class _ListBuffer:
         return UserError(f"{self.file.path}: record {number}: not JSON ({reason})")
 
 
+def count_unread_columns(file: SourceFile, stream: Stream, columns: Sequence[str]) -> dict[str, int]:
+    """Return {name: number of rows} of the columns of a Parquet file that reading `columns` leaves out. stream: the
+    file's bytes, used if it is not on a local disk. Raises `UserError` if the file is damaged.
+    """
+    with open_parquet(file, stream) as table:
+        names = table.schema_arrow.names
+        read = _select_columns(names, columns)
+        return {name: table.metadata.num_rows for name in names if name not in read and table.metadata.num_rows}
+
+
+def _select_columns(held: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """Return those of the columns `held` that contain the keys `wanted`, once each; "a.b" is in column a if there is no
+    column of this name.
+    """
+    there = (name if name in held else name.partition(".")[0] for name in wanted)
+    return [name for name in dict.fromkeys(there) if name in held]
+
+
 def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[ParsedRecord]:
     """Yield (position such as ":row 17", value, None) for each row of a Parquet file; a value maps column names to
     values. columns: names of the columns to read (None: all). stream: the file's bytes, used if it is not on a local
@@ -245,13 +263,13 @@ def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | Non
     number = 0
     with open_parquet(file, stream) as table:
         held = table.schema_arrow.names
-        there = held if columns is None else [name for name in dict.fromkeys(columns) if name in held]
+        there = held if columns is None else _select_columns(held, columns)
         if columns is not None and not there:
             wanted, names = ", ".join(dict.fromkeys(columns)), ", ".join(held[:8]) or "none"
             raise UserError(f"{file.path}: none of the columns {wanted} (it has {names}); set data.record_keys")
         try:
             for group in range(table.num_row_groups):
-                rows = min(_ROWS, bound_batch_rows(file, stream, table, group, find_leaves(table, group, there)))
+                rows = min(_ROWS, bound_batch_rows(file, stream, table, group, find_leaves(file, table, group, there)))
                 for batch in table.iter_batches(rows, row_groups=[group], columns=there, use_threads=False):
                     for row in batch.to_pylist():
                         number += 1

@@ -73,7 +73,7 @@ def iterate_parquet_texts(
         columns = [".".join(path), *_find_required_columns(required, table.schema_arrow)]
         row = 0
         for group in range(table.num_row_groups):
-            leaves = find_leaves(table, group, columns)
+            leaves = find_leaves(file, table, group, columns)
             rows = _choose_batch_rows(leaves, table.metadata.row_group(group).num_rows, ".".join(path))
             rows = min(rows, bound_batch_rows(file, stream, table, group, leaves))
             for batch in table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
@@ -135,15 +135,27 @@ def _is_text(kind: Any, arrow: Any) -> bool:
     return bool(strings or _is_bytes(kind, arrow))
 
 
-def find_leaves(table: Any, group: int, columns: Sequence[str]) -> list[Any]:
+def find_leaves(file: SourceFile, table: Any, group: int, columns: Sequence[str]) -> list[Any]:
     """Return pyarrow's metadata (`ColumnChunkMetaData`) of the leaf columns of `columns` in row group `group`. table:
-    the open `ParquetFile`. Raises pyarrow's errors for a damaged file.
+    the open `ParquetFile`. file: for errors. Raises pyarrow's errors for a damaged file, and `UserError` for a row
+    group whose columns are not those of the file's schema.
     """
     # pyarrow ends the process if it is asked for damaged metadata of a column; its reader raises an error instead.
     next(table.iter_batches(1, row_groups=[group], columns=list(columns), use_threads=False), None)
     held, schema = table.metadata.row_group(group), table.schema
-    numbers = range(min(held.num_columns, len(schema)))
+    numbers = range(len(schema))
     named = [n for n in numbers if any(f"{schema.column(n).path}.".startswith(f"{name}.") for name in columns)]
+    for number in named:
+        wanted = schema.column(number)
+        right = f'"{wanted.path}" ({wanted.physical_type})'
+        there = held.column(number) if number < held.num_columns else None
+        found = "no column" if there is None else f'"{there.path_in_schema}" ({there.physical_type})'
+        if found != right:
+            row = 1 + sum(table.metadata.row_group(before).num_rows for before in range(group))
+            raise UserError(
+                f"{file.path}: row {row}: row group {group + 1} has {found} in place of the column {right}: all row "
+                "groups of a file must have its schema; write the file again"
+            )
     return [held.column(number) for number in named]
 
 

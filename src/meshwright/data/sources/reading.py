@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from meshwright.data.cleaning.schema import find_record_problem
 from meshwright.data.records.conversations import Example, RecordFormat
 from meshwright.data.records.messages import MalformedRecord
-from meshwright.data.records.record_files import format_position, iterate_file_records
+from meshwright.data.records.record_files import count_unread_columns, format_position, iterate_file_records
 from meshwright.data.records.trees import group_rows
 from meshwright.data.sources.parquet import iterate_parquet_texts
 from meshwright.data.sources.resolution import SourceFile
@@ -40,13 +40,15 @@ class Document(NamedTuple):
 
     name: name of the file and the document's position in it. text: the text; None if the file is not text, or if the
     record has a `problem`. problem: how the record violates the schema. example: the parsed instruction, chat or
-    preference record; `text` then joins its texts.
+    preference record; `text` then joins its texts. unread: of the first document of a Parquet file of records, the
+    columns that are not read, with the number of their rows.
     """
 
     name: str
     text: str | None
     problem: str | None = None
     example: Example | None = None
+    unread: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +108,31 @@ class Reader:
         """
         required = self.required_keys
         columns = [*records.columns, *required]
+        unread = count_unread_columns(file, stream, columns) if file.format == "parquet" else {}
         rows = iterate_file_records(file, stream, columns, self.encoding, quick=not required)
+        schema: tuple[str, ...] | None = None  # keys of the records before
         for position, value, problem in group_rows(rows) if records.kind == "chat" else rows:
             if problem is None and required:
                 problem = find_record_problem(value, required, next(iter(required)))
             if problem is None:
                 try:
+                    if schema is not None:
+                        records.check_schema(value, schema)
                     examples = records.parse_examples(value)
                 except MalformedRecord as error:
                     problem = str(error)
                 else:
+                    schema = schema or records.find_schema(value)
                     for number, example in enumerate(examples, 1):
                         name = file.name + position + (f"#{number}" if len(examples) > 1 else "")
-                        yield Document(name, example.join_texts(), None, example)
+                        yield Document(name, example.join_texts(), None, example, unread)
+                        unread = {}
                     continue
             if not required:
                 where = format_position(file, position)
                 raise UserError(f"{where}: the record {problem}; expected {records.format_example_record()}")
-            yield Document(file.name + position, None, problem)
+            yield Document(file.name + position, None, problem, None, unread)
+            unread = {}
 
     def _read_records(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
         """Yield the documents of a JSON Lines, JSON, Parquet, WET or WARC file, named by file and position. stream: its
@@ -159,12 +168,14 @@ class Reader:
         is empty.
         """
         required = self.required_keys
+        held = False  # a record before has the key
         for position, value, problem in iterate_file_records(file, stream, [key], self.encoding, quick=not required):
             if problem is None and required:
                 problem = find_record_problem(value, required, key)
             if problem is None:
                 text = value.get(key) if type(value) is dict else None
-                yield position, text if type(text) is str else _get_text(value, key, file, position), None
+                yield position, text if type(text) is str else _get_text(value, key, file, position, held), None
+                held = True
             elif required:
                 yield position, "", problem
             else:
@@ -224,11 +235,12 @@ def check_encoding(encoding: str) -> None:
         raise UserError(f'data.clean.encoding: unknown encoding "{encoding}"{hint}') from None
 
 
-def _get_text(value: Any, key: str, file: SourceFile, position: str) -> str:
+def _get_text(value: Any, key: str, file: SourceFile, position: str, held: bool) -> str:
     """Return the text stored in a record; null becomes "". Raises `UserError` if the value is not text.
 
     value: parsed JSON record. key: key of the text in it; "a.b" is key b inside the object under a. file, position: the
-    record's file and position in it, for the error.
+    record's file and position in it, for the error. held: True if an earlier record of the file has the key, so that
+    the file changes its schema here.
     """
     where, setting = format_position(file, position), file.key_setting
     if not isinstance(value, dict):
@@ -239,6 +251,8 @@ def _get_text(value: Any, key: str, file: SourceFile, position: str) -> str:
             close = nearest(name, value) if isinstance(value, dict) else None
             right = f"{key[: len(key) - len(name)]}{close}" if key.endswith(name) else close
             hint = f'; set {setting} = "{right}"' if close else f"; set {setting} to the key of the text"
+            if held:
+                hint = ", which the records before it have; records with other keys must be in a file of their own"
             raise UserError(f'{where}: no key "{key}" (it has {keys or "no keys"}){hint}')
         value = value[name]
     if value is None:
