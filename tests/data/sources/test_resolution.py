@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import sysconfig
 from pathlib import Path
 
@@ -73,6 +74,32 @@ def test_linked_directories_are_followed_alike_by_folders_and_globs_and_cycles_e
     assert names("**/*.txt") == expected
     (other / "back").symlink_to(corpus / "deep")  # a cycle of two links
     assert names(str(corpus), format="text") == sorted([*expected, "deep/d.jsonl", "deep/e.jsonl.gz"])
+
+
+@pytest.mark.timeout(20)  # 2^40 paths lead through both links
+@pytest.mark.parametrize("source", [".", "**", "**/*.*", "**/**/*.*", "d*/**/*.*"])
+def test_globs_read_each_real_directory_once_whatever_its_links(corpus: Path, source: str):
+    """Links from two directories to each other, two links of a directory to itself, and one to a sibling."""
+    for name in ("deep/one", "deep/two"):
+        (corpus / name).mkdir()
+        (corpus / name / "f.txt").touch()
+    (corpus / "deep" / "one" / "there").symlink_to(corpus / "deep" / "two")
+    (corpus / "deep" / "two" / "back").symlink_to(corpus / "deep" / "one")
+    (corpus / "deep" / "same").symlink_to(corpus / "deep")
+    (corpus / "deep" / "self").symlink_to(corpus / "deep")
+    (corpus / "copy").symlink_to(corpus / "deep" / "one")
+    inside = ["deep/d.jsonl", "deep/e.jsonl.gz", "deep/er/c.txt", "deep/one/f.txt", "deep/two/f.txt"]
+    outside = ["a.txt", "b.txt"] if source.startswith((".", "**")) else []
+    assert names(source, format="text") == sorted([*outside, *inside])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["**", "**/*", "**/*.txt", "*/**/c*", "**/er/*", "**/de*/**/*.jsonl", "d??p/**", "**/[ab].txt", "*", "**x"],
+)
+def test_globs_without_links_match_like_those_of_python(corpus: Path, pattern: str):
+    expected = sorted(match for match in glob.glob(pattern, recursive=True) if Path(match).is_file())
+    assert [str(file.path) for file in find_files([pattern], "text")] == expected if expected else refusal(pattern)
 
 
 def test_file_names_are_independent_of_corpus_location(corpus: Path, tmp_path_factory: pytest.TempPathFactory):

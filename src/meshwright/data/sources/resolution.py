@@ -6,9 +6,9 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from meshwright.data.sources.listings import list_stored_files
@@ -158,8 +158,7 @@ def _expand_source(
         raise UserError(f'{key}: "{source}" is neither a file nor a directory')
     elif glob.has_magic(str(path)):
         root = _find_glob_root(path)
-        found = (Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
-        matches = [match for match in found if not _is_in_cycle(match.parent, root)]
+        matches = list(_iterate_glob(path, root))
         if not matches:
             raise UserError(f'{key}: "{source}" matches no file{_suggest_name(path)}')
         yield from ((match.relative_to(root).as_posix(), match, False) for match in matches)
@@ -189,27 +188,70 @@ def _iterate_standard_library(key: str) -> Iterator[tuple[str, Path]]:
 
 
 def _iterate_files(root: Path) -> Iterator[Path]:
-    """Yield the paths of all files below the directory `root` that are not hidden, at any depth. Symbolic links to
-    directories are followed, but not to a directory that the path to the link already has.
+    """Yield the paths of all files below the directory `root` that are not hidden, at any depth. Each real directory is
+    read once, however many symbolic links lead to it.
     """
-    for directory, below, files in os.walk(root, followlinks=True):
-        seen = (name for name in below if not name.startswith(".") and name != "__pycache__")
-        below[:] = [name for name in seen if not _is_in_cycle(Path(directory, name), root)]
-        for name in files:
-            path = Path(directory, name)
+    for directory in _iterate_directories([root], {"__pycache__"}):
+        for name in os.listdir(directory):
+            path = directory / name
             if not name.startswith(".") and path.is_file():
                 yield path
 
 
-@lru_cache(maxsize=1 << 16)
-def _is_in_cycle(directory: Path, root: Path) -> bool:
-    """Return True if the path from `root` to `directory` goes through a symbolic link back to a directory on it."""
-    if directory == root or root not in directory.parents:
-        return False
-    if _is_in_cycle(directory.parent, root):
-        return True
-    above = [parent for parent in directory.parents if parent == root or root in parent.parents]
-    return directory.is_symlink() and any(directory.samefile(parent) for parent in above)
+def _iterate_directories(roots: Sequence[Path], skipped: Collection[str] = ()) -> Iterator[Path]:
+    """Yield the directories `roots` and all below them that are neither hidden nor named as one of `skipped`, in an
+    order that depends on their names alone. Each real directory comes once: symbolic links are followed after all
+    directories that are reached without them, so that cycles of links end and a link gives no second name.
+    """
+    seen: set[tuple[int, int]] = set()
+    links = deque(sorted(roots, key=lambda root: (root.is_symlink(), root)))  # and roots
+    while links:
+        waiting = [links.popleft()]
+        while waiting:
+            directory = waiting.pop()
+            try:
+                status, entries = directory.stat(), sorted(os.scandir(directory), key=lambda entry: entry.name)
+            except OSError:  # unreadable, or a link that leads nowhere
+                continue
+            if (identity := (status.st_dev, status.st_ino)) in seen:
+                continue
+            seen.add(identity)
+            yield directory
+            below = [entry for entry in entries if not entry.name.startswith(".") and entry.name not in skipped]
+            links += [directory / entry.name for entry in below if entry.is_symlink() and os.path.isdir(entry)]
+            waiting += [directory / entry.name for entry in reversed(below) if entry.is_dir(follow_symlinks=False)]
+
+
+def _iterate_glob(pattern: Path, root: Path) -> Iterator[Path]:
+    """Yield the paths of the files that match the glob `pattern`, each file of a real directory once: under the path
+    with the fewest symbolic links. root: the directory before the first wildcard.
+    """
+    found = {match for match in _iterate_matches(pattern.parts) if match.is_file()}
+    parents: dict[Path, tuple[int, os.stat_result]] = {}
+    for parent in {match.parent for match in found}:
+        above = [place for place in (parent, *parent.parents) if root in place.parents]
+        parents[parent] = sum(place.is_symlink() for place in above), parent.stat()
+    taken: set[tuple[int, int, str]] = set()
+    for match in sorted(found, key=lambda match: (parents[match.parent][0], match)):
+        status = parents[match.parent][1]
+        if (identity := (status.st_dev, status.st_ino, match.name)) not in taken:
+            taken.add(identity)
+            yield match
+
+
+def _iterate_matches(parts: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the paths that match a glob, given as its parts; "**" stands for directories at any depth, none included.
+    Python's own `glob` follows cycles of links under "**" until the kernel refuses their paths: after 2^40 of them, if
+    a directory has two links.
+    """
+    if "**" not in parts:
+        yield from map(Path, glob.glob(os.path.join(*parts)))
+        return
+    at = parts.index("**")
+    after = parts[at + 1 :] or ("*",)
+    heads = [head for head in map(Path, glob.glob(os.path.join(*parts[:at]))) if head.is_dir()] if at else [Path()]
+    for directory in _iterate_directories(heads):
+        yield from _iterate_matches((*map(glob.escape, directory.parts), *after))
 
 
 def _find_glob_root(pattern: Path) -> Path:
