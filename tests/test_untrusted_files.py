@@ -150,8 +150,7 @@ DIRECT_READS = {
     ),
     **dict.fromkeys(
         (
-            "data.records.template_process",
-            "data.records.template_rendering",
+            "data.limited_process",
             "launcher.device",
             "launcher.launcher",
             "training.module.run",

@@ -88,6 +88,7 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)
 DATA_FORMATS = ("auto", "text", "jsonl", "json", "parquet", "wet", "warc")
+EXTRACTORS = {"trafilatura": "web", "resiliparse": "resiliparse"}  # of main texts from HTML -> extra of pyproject.toml
 RECORDS = ("text", "instruction", "chat", "preference", "unpaired")  # kind of a source's records
 TEMPLATES = ("instruction", "chatml", "model")  # chat templates
 ROLES = ("system", "user", "assistant", "tool", "developer")  # of messages

@@ -233,11 +233,11 @@ class SharedProcess(RenderProcess):
 
     alive: RenderProcess | None = None
 
-    def _start(self) -> None:
+    def _start(self) -> dict[str, Any]:
         if (before := SharedProcess.alive) is None or before._process is None or before._process.poll() is not None:
             SharedProcess.alive = before = RenderProcess("", {})
         self._process, self._owner = before._process, before._owner
-        self._send_request(self._first)
+        return self._send_request(self._first)
 
     def _stop(self) -> None:
         if self._process is not None and self._process.poll() is not None:

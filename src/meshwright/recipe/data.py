@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from meshwright.names import (
     DATA_FORMATS,
+    EXTRACTORS,
     HEURISTICS,
     MESSAGE_KEYS,
     OBJECTIVES_OF_RECORDS,
@@ -115,11 +116,11 @@ class DataRecipe(Table):
     """Table [data] of a recipe: sources, tokenizer, records, packing and cache.
 
     source: "stdlib", a path, URL or glob, or a list of them; `sources` replaces it for mixtures. format: format of the
-    files ("text", "jsonl" ...; "auto": by their names). text_key: JSON key or Parquet column of the text. tokenizer:
-    kind to be trained, such as "bpe", a tokenizer.json or a Hugging Face directory. vocabulary: maximum tokens of a
-    tokenizer trained here. sequence: tokens in a sample. document_mask: no attention between documents of a sample.
-    validation_fraction: share of the documents held out. cache: directory (default: the user's). shard_tokens: tokens
-    per cache file. clean: rules that drop and mask documents.
+    files ("text", "jsonl" ...; "auto": by their names). extractor: library for the main texts of WARC pages. text_key:
+    JSON key or Parquet column of the text. tokenizer: kind to be trained, such as "bpe", a tokenizer.json or a Hugging
+    Face directory. vocabulary: maximum tokens of a tokenizer trained here. sequence: tokens in a sample. document_mask:
+    no attention between documents of a sample. validation_fraction: share of the documents held out. cache: directory
+    (default: the user's). shard_tokens: tokens per cache file. clean: rules that drop and mask documents.
 
     records: "text", or the kind of fine-tuning examples ("instruction", "chat", "preference", "unpaired"), to which
     these apply: record_keys: {standard key such as "instruction": key in the sources}. message_keys: {"role" or
@@ -133,6 +134,7 @@ class DataRecipe(Table):
     source: Name | Annotated[list[Name], Field(min_length=1)] | None = None  # "stdlib", a path, URL, glob, or several
     sources: Annotated[list[SourceRecipe], Field(min_length=1)] | None = None  # instead of source
     format: Annotated[str, named("format", DATA_FORMATS)] = "auto"
+    extractor: Annotated[str, named("extractor", EXTRACTORS)] = "trafilatura"  # of main texts from the pages of WARC
     text_key: Name = "text"  # of a JSONL line, or the column of a Parquet file; "a.b": the key b inside a
     records: Annotated[str, named("kind", RECORDS)] = "text"
     record_keys: dict[str, Name] = {}  # key of RECORD_KEYS -> key in the sources

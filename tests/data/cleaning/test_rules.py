@@ -80,7 +80,7 @@ def test_only_enabled_rules_run():
         evaluation_sets=["set.jsonl"],
         near_duplicates=True,
     )
-    assert list_enabled_rules(everything) == RULES
+    assert list_enabled_rules(everything, extracts=True) == RULES
 
 
 def test_code_is_detected_by_file_name():

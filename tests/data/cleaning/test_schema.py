@@ -72,7 +72,7 @@ def test_parquet_rows_are_checked_against_schema(tmp_path: Path):
 
     def found(required: dict[str, str]) -> list[str | None]:
         reader = Reader(required_keys=required)
-        return [document.problem or document.text for document in reader.read_documents(file)]
+        return [document.problem[1] if document.problem else document.text for document in reader.read_documents(file)]
 
     assert found({"url": "text", "meta.score": "number"}) == [
         "one", '"meta.score" is null, not number', '"text" is null, not text', 'no key "meta.score"',

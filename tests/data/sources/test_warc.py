@@ -1,4 +1,4 @@
-"""The main texts of pages in WARC files are read; bodies that cannot be decoded are dropped, never expanded."""
+"""The main texts of pages in WARC files are read; bodies that cannot be decoded, and hostile pages, are dropped."""
 
 import gzip
 import io
@@ -9,10 +9,13 @@ import pytest
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
-from meshwright.data.sources import warc
+from meshwright.data import preparation
+from meshwright.data.cleaning.survey import make_reader, survey_corpus
+from meshwright.data.sources import page_process, warc
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
 from meshwright.errors import UserError
+from meshwright.recipe import DataRecipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed file <tempfile.Spooled")  # of warcio's writer
 SENTENCE = "The café at the harbour opens every morning before the first ferry leaves for the islands. "
@@ -90,8 +93,81 @@ def test_truncated_warc_file_is_refused_with_its_record(tmp_path: Path):
         read(path)
 
 
-def test_missing_extractor_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "trafilatura", None)
-    warc._import_extractor.cache_clear()
-    with pytest.raises(UserError, match=r"pip install 'meshwright\[web\]'"):
-        read(write(tmp_path / "a.warc", [(HTML.encode(), {"Content-Type": "text/html"})]))
+@pytest.mark.parametrize("library, extra", [("trafilatura", "web"), ("resiliparse", "resiliparse")])
+def test_missing_extractor_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, extra: str):
+    monkeypatch.setitem(sys.modules, library, None)
+    page_process.get_page_extractor.cache_clear()
+    (file,) = find_files([str(write(tmp_path / "a.warc", [(HTML.encode(), {"Content-Type": "text/html"})]))])
+    with pytest.raises(UserError, match=rf"pip install 'meshwright\[{extra}\]'"):
+        list(Reader(extractor=library).read_documents(file))
+
+
+def make_recipe(path: Path) -> DataRecipe:
+    return DataRecipe(
+        source=str(path), tokenizer="bytes", sequence=64, validation_fraction=0.0, cache=str(path.parent / "cache")
+    )
+
+
+def test_page_beyond_the_time_limit_is_dropped_and_counted_and_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The cost of an element grows with the square of the number of its attributes."""
+    pytest.importorskip("trafilatura")
+    monkeypatch.setattr(page_process, "EXTRACT_SECONDS", 1)
+    page_process.get_page_extractor.cache_clear()
+    kind = {"Content-Type": "text/html"}
+    hostile = "<p " + " ".join(f"a{number}=1" for number in range(200_000)) + ">text</p>"
+    pages = [(HTML.replace("café", name).encode(), kind) for name in ("pub", "bar", "inn")]
+    recipe = make_recipe(write(tmp_path / "a.warc", [*pages[:2], (hostile.encode(), kind), *pages[2:]]))
+    files = find_files([str(tmp_path / "a.warc")])
+    survey = survey_corpus(files, recipe, print)
+    assert survey.report["dropped"]["extraction"] == 1 and survey.report["documents"] == {"before": 4, "after": 3}
+    assert survey.report["samples"]["extraction"][0]["why"] == "takes more than 1 s of CPU time"
+    assert survey.report["examples"]["extraction"] == "a.warc:3 https://example.org/2"
+    tried = []
+    real = page_process.PageExtractor.extract_text
+    monkeypatch.setattr(
+        page_process.PageExtractor, "extract_text", lambda self, html: tried.append(html) or real(self, html)
+    )
+    assert [number for number, _ in survey.iterate_texts(files, make_reader(recipe, survey.longest), "train")] == [
+        0,
+        1,
+        3,
+    ]
+    assert len(tried) == 3
+    page_process.get_page_extractor.cache_clear()
+
+
+def test_failing_extractor_drops_its_page_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("trafilatura")
+    program = tmp_path / "failing.py"
+    program.write_text(
+        "from meshwright.data.sources import page_extraction\n"
+        "def fail(html):\n"
+        "    return html if 'keep' in html else html[99]\n"
+        "page_extraction._LOADERS = {'trafilatura': lambda: fail}\n"
+        "make_handler = page_extraction.make_handler\n"
+    )
+    monkeypatch.setattr(page_process.page_extraction, "__file__", str(program))
+    pages = page_process.PageExtractor("trafilatura", 10)
+    failed = (None, "makes the extractor fail (IndexError)")
+    assert [pages.extract_text(html) for html in ("keep", "x", "keep")] == [("keep", None), failed, ("keep", None)]
+
+
+def test_version_of_the_extractor_is_part_of_the_cache_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("trafilatura")
+    path = write(tmp_path / "a.warc", [(HTML.encode(), {"Content-Type": "text/html"})])
+    (tmp_path / "b.txt").write_text(HTML)
+    page, text = make_recipe(path), make_recipe(tmp_path / "b.txt")
+    keys = [preparation._Preparation(recipe, print, False).key for recipe in (page, text)]
+    monkeypatch.setattr(preparation, "find_extractor", lambda library: f"{library} 99.0")
+    changed = [preparation._Preparation(recipe, print, False).key for recipe in (page, text)]
+    assert changed[0] != keys[0] and changed[1] == keys[1]
+
+
+def test_resiliparse_reads_the_same_page(tmp_path: Path):
+    pytest.importorskip("resiliparse")
+    (file,) = find_files([str(write(tmp_path / "a.warc", [(HTML.encode(), {"Content-Type": "text/html"})]))])
+    (document,) = Reader(extractor="resiliparse").read_documents(file)
+    assert document.text is not None and document.text.count(SENTENCE.strip()) == 5
+    assert "hidden" not in document.text and "Menu entry" not in document.text

@@ -132,6 +132,15 @@ def _iterate_segments(
         yield finish_segment()
 
 
+def find_failed_pages(file: SourceFile, codes: NDArray[np.uint8], first: int) -> set[int]:
+    """Return the numbers, from 0, of the documents of a file whose texts could not be extracted. codes: uint8
+    [documents of the file]. first: the code of a document that the first of `RULES` dropped.
+    """
+    if file.format != "warc":
+        return set()
+    return {*np.flatnonzero(codes == first + RULES.index("extraction")).tolist()}
+
+
 class _DuplicateFinder:
     """Finds exact and near duplicates among the documents that pass all other rules, and marks them as dropped in
     `codes`.
@@ -344,7 +353,9 @@ class _ReportBuilder:
             if here:
                 at += len(here)
                 last = here[-1] - begin
-                for place, document in enumerate(itertools.islice(self.reader.read_documents(file), last + 1), begin):
+                failed = find_failed_pages(file, self.duplicates.codes[begin : begin + count], KEPT + 1)
+                documents = self.reader.read_documents(file, failed)
+                for place, document in enumerate(itertools.islice(documents, last + 1), begin):
                     if place in here:
                         text = document.text or ""
                         if self.cleaner.rewrites:

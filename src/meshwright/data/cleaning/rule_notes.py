@@ -9,6 +9,7 @@ _FINEWEB = "arXiv:2406.17557, section 3.6"
 
 RULE_NOTES: dict[str, tuple[str, str]] = {
     "encoding": ("does not decode, or is not text", ""),
+    "extraction": ("a page on which the extractor fails, or takes more than 10 s of CPU time or 2 GiB", ""),
     "schema": ("a record without its text or a required key, or with a value of another type", ""),
     "control_characters": ("control characters are more than maximum_control_fraction of it", ""),
     "length": ("blank, shorter than minimum_characters or longer than maximum_characters", ""),

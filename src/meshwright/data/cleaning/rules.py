@@ -19,7 +19,7 @@ from meshwright.data.cleaning.repetition import measure_repeated_lines
 from meshwright.recipe import CleanRecipe
 
 RULES = (
-    *("encoding", "schema", "control_characters", "length", "repetition", "language"),
+    *("encoding", "extraction", "schema", "control_characters", "length", "repetition", "language"),
     *(rule for family in heuristics.RULES.values() for rule in family),
     *("blocked_words", "contamination", "exact_duplicates", "near_duplicates"),
 )
@@ -35,12 +35,13 @@ _CODE = re.compile(
 )
 
 
-def list_enabled_rules(recipe: CleanRecipe) -> tuple[str, ...]:
+def list_enabled_rules(recipe: CleanRecipe, extracts: bool = False) -> tuple[str, ...]:
     """Return the names of the cleaning rules that the `[data.clean]` table `recipe` enables, in the order in which they
-    run.
+    run. extracts: True if the sources have pages whose texts are extracted.
     """
     off = {rule for family, rules in heuristics.RULES.items() if family not in recipe.heuristics for rule in rules}
     switches = {
+        "extraction": extracts,
         "schema": recipe.required_keys,
         "language": recipe.languages,
         "blocked_words": recipe.blocked_words,
@@ -125,10 +126,12 @@ class Cleaner(Rewriter):
     Raises `UserError` for an unknown language, an unreadable evaluation set or word list, or a missing library.
     """
 
-    def __init__(self, recipe: CleanRecipe) -> None:
-        """Load the evaluation sets and word lists that `recipe`, the `[data.clean]` table, names."""
+    def __init__(self, recipe: CleanRecipe, extracts: bool = False) -> None:
+        """Load the evaluation sets and word lists that `recipe`, the `[data.clean]` table, names. extracts: True if the
+        sources have pages whose texts are extracted.
+        """
         super().__init__(recipe)
-        self.rules = list_enabled_rules(recipe)
+        self.rules = list_enabled_rules(recipe, extracts)
         if recipe.languages:
             check_languages(recipe.languages)
         self.blocked = BlockedWords(recipe.blocked_words) if recipe.blocked_words else None
@@ -139,14 +142,14 @@ class Cleaner(Rewriter):
             MinHash(recipe.minhash_bands, recipe.minhash_rows, recipe.minhash_words) if recipe.near_duplicates else None
         )
 
-    def judge_document(self, text: str | None, name: str = "", problem: str | None = None) -> Verdict:
+    def judge_document(self, text: str | None, name: str = "", problem: heuristics.Finding | None = None) -> Verdict:
         """Mask one document and apply the rules to it; returns the verdict (kept, or dropped by which rule and why).
 
         text: the document's text, in which a byte that did not decode is a lone surrogate; None if the file is not
-        text. name: the document's name. problem: how its record violates the schema, as a clause; None if it does not.
+        text. name: the document's name. problem: (rule that the reader found violated, reason); None if there is none.
         """
         if problem is not None:
-            return Verdict("schema", problem)
+            return Verdict(*problem)
         try:
             raw = text.encode() if text is not None else None
         except UnicodeEncodeError:

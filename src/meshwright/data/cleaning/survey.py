@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cleaning.cleaning_pass import CleaningResult, run_cleaning_pass
+from meshwright.data.cleaning.cleaning_pass import CleaningResult, find_failed_pages, run_cleaning_pass
 from meshwright.data.cleaning.rules import Cleaner, Rewriter
 from meshwright.data.cleaning.segments import KEPT
 from meshwright.data.records.conversations import RecordFormat
@@ -94,7 +94,8 @@ class Survey:
             if end <= first or not count_codes(self.codes[max(begin, first) : end], wanted):
                 continue
             number = begin - 1
-            for number, document in enumerate(reader.read_documents(file), begin):
+            failed = find_failed_pages(file, self.codes[begin:end], _DROPPED)
+            for number, document in enumerate(reader.read_documents(file, failed), begin):
                 if number >= end:
                     break
                 if number >= first and self.codes[number] == wanted:
@@ -152,7 +153,7 @@ def survey_corpus(
     text is left.
     """
     with TemporaryDirectory() as temporary:
-        cleaner = Cleaner(recipe.clean)
+        cleaner = Cleaner(recipe.clean, extracts=any(file.format == "warc" for file in files))
 
         def run_pass(longest: int) -> CleaningResult:
             """Run the cleaning pass with texts cut into documents of at most `longest` characters."""
@@ -184,7 +185,9 @@ def make_reader(recipe: DataRecipe, longest: int) -> Reader:
     if recipe.records != "text":
         messages = MessageFormat(recipe.message_keys, recipe.record_roles)
         records = RecordFormat(recipe.records, recipe.record_keys, messages, recipe.thinking)
-    return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys, records)
+    return Reader(
+        recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys, records, recipe.extractor
+    )
 
 
 def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:

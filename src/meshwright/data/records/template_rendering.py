@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import resource
-import signal
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 BEGIN, END = "\U0010fff0", "\U0010fff1"  # private-use characters around the text that a template marks as generated
@@ -138,48 +134,27 @@ def create_environment() -> Any:
     return environment
 
 
-def serve_requests() -> None:
-    """Main loop of the subprocess: read requests from standard input, one JSON object per line, and write one answer
-    per line, until the input ends.
+def make_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the function that answers the requests of `RenderProcess` in its subprocess.
 
     A request is {"source", "named"}, the template, which comes first, or {"messages", "prompt", "tools"}, a
-    conversation. An answer has one of "text", "error", "limit" and "not_a_template". The kernel ends the process when a
-    request exceeds 10 seconds (`RENDER_SECONDS`) of processor time.
+    conversation. An answer has one of "text", "error", "limit" and "not_a_template".
     """
     create_environment()  # imports Jinja before memory is limited
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(
-        resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES), hard)
-    )
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts from the terminal
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    renderer: Renderer | None = None
-    for line in requests:
-        signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS)
-        stop = False
+    renderers: list[Renderer] = []
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        """Compile the template of a request, or render its conversation."""
         try:
-            request = json.loads(line)
             if "source" in request:
-                renderer, answer = Renderer(request["source"], request["named"]), {"text": ""}
-            else:
-                assert renderer is not None
-                answer = {"text": renderer.render_marked(request["messages"], request["prompt"], request["tools"])}
-            data = json.dumps(answer).encode()
+                renderers[:] = [Renderer(request["source"], request["named"])]
+                return {"text": ""}
+            return {"text": renderers[0].render_marked(request["messages"], request["prompt"], request["tools"])}
         except NotATemplate as error:
-            data = json.dumps({"not_a_template": str(error)[:1000], "line": error.line}).encode()
+            return {"not_a_template": str(error)[:1000], "line": error.line}
         except TemplateError as error:
-            data = json.dumps({"error": str(error)[:1000]}).encode()
+            return {"error": str(error)[:1000]}
         except LimitReached as error:
-            data = json.dumps({"limit": str(error)}).encode()
-        except MemoryError:
-            data, stop = json.dumps({"limit": f"needs more than {MEMORY_BYTES >> 30} GiB of memory"}).encode(), True
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(data + b"\n")
-        answers.flush()
-        if stop:
-            return
+            return {"limit": str(error)}
 
-
-if __name__ == "__main__":
-    serve_requests()
+    return handle

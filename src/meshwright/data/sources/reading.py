@@ -10,7 +10,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from meshwright.data.records.conversations import Example, RecordFormat
 from meshwright.data.records.messages import MalformedRecord
 from meshwright.data.records.record_files import count_unread_columns, format_position, iterate_file_records
 from meshwright.data.records.trees import group_rows
+from meshwright.data.sources.page_process import FAILED, get_page_extractor
 from meshwright.data.sources.parquet import iterate_parquet_texts
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream, detect_compression, list_decoding_errors, open_stream
@@ -38,15 +39,16 @@ class Document(NamedTuple):
     """One document of a source file. Newlines are LF, a byte order mark is removed, and a byte that did not decode is a
     lone surrogate.
 
-    name: name of the file and the document's position in it. text: the text; None if the file is not text, or if the
-    record has a `problem`. problem: how the record violates the schema. example: the parsed instruction, chat or
-    preference record; `text` then joins its texts. unread: of the first document of a Parquet file of records, the
-    columns that are not read, with the number of their rows.
+    name: name of the file and the document's position in it. text: the text; None if the file is not text, or if there
+    is a `problem`. problem: (rule that drops the document, reason as a clause): "schema", which the record violates, or
+    "extraction" of the page's text. example: the parsed instruction, chat or preference record; `text` then joins its
+    texts. unread: of the first document of a Parquet file of records, the columns that are not read, with the number of
+    their rows.
     """
 
     name: str
     text: str | None
-    problem: str | None = None
+    problem: tuple[str, str] | None = None
     example: Example | None = None
     unread: Mapping[str, int] = {}
 
@@ -60,7 +62,7 @@ class Reader:
     sets its own. longest: texts of more characters are cut into several documents, after a blank line, else after a
     line, else anywhere. required_keys: {key: type}; if not empty, a record without one of these keys or without text is
     no error, but becomes a document with a problem. records: parse every file as instruction, chat or preference
-    records, one document each, never cut; None: plain text.
+    records, one document each, never cut; None: plain text. extractor: library that extracts the texts of WARC pages.
     """
 
     encoding: str = "utf-8"
@@ -68,10 +70,14 @@ class Reader:
     longest: int = LONGEST_DOCUMENT
     required_keys: Mapping[str, str] = field(default_factory=dict)
     records: RecordFormat | None = None
+    extractor: str = "trafilatura"
 
-    def read_documents(self, file: SourceFile) -> Iterator[Document]:
+    def read_documents(self, file: SourceFile, failed: Collection[int] | None = None) -> Iterator[Document]:
         """Yield the documents of `file` in order. Raises `UserError` that names the file (and line) that cannot be
         read.
+
+        failed: numbers, from 0, of the pages whose texts could not be extracted when the file was read before; they are
+        not tried again, and others get more time. None: the file is read for the first time.
         """
         with open_source(file) as stream:
             if file.named and not stream.peek(1):
@@ -81,7 +87,7 @@ class Reader:
             elif file.format == "text":
                 yield from self._read_text(file, stream)
             else:
-                yield from self._read_records(file, stream)
+                yield from self._read_records(file, stream, failed)
 
     def _read_text(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
         """Yield the documents of a text file: one, or several if it has more than `longest` characters. A binary file
@@ -131,13 +137,14 @@ class Reader:
             if not required:
                 where = format_position(file, position)
                 raise UserError(f"{where}: the record {problem}; expected {records.format_example_record()}")
-            yield Document(file.name + position, None, problem, None, unread)
+            yield Document(file.name + position, None, ("schema", problem or ""), None, unread)
             unread = {}
 
-    def _read_records(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
+    def _read_records(self, file: SourceFile, stream: Stream, failed: Collection[int] | None) -> Iterator[Document]:
         """Yield the documents of a JSON Lines, JSON, Parquet, WET or WARC file, named by file and position. stream: its
-        decompressed bytes.
+        decompressed bytes. failed: as for `read_documents`.
         """
+        number = 0  # of the next document
         key = file.text_key or self.text_key
         texts: Iterator[tuple[str, str | None, str | None]]
         match file.format:
@@ -146,20 +153,27 @@ class Reader:
             case "wet":
                 texts = iterate_wet_texts(file, stream, self.encoding)
             case "warc":
-                texts = iterate_warc_texts(file, stream)
+                pages = get_page_extractor(self.extractor, again=failed is not None)
+                texts = iterate_warc_texts(
+                    file, stream, lambda html: pages.extract_text(html) if number not in (failed or ()) else FAILED
+                )
             case _:
                 texts = self._iterate_json_texts(file, stream, key)
         for place, text, problem in texts:
             if problem is not None or text is None:
-                yield Document(file.name + place, None, problem)
+                rule = "extraction" if file.format == "warc" else "schema"
+                yield Document(file.name + place, None, None if problem is None else (rule, problem))
+                number += 1
                 continue
             if "\r" in text:
                 text = text.replace("\r\n", "\n").replace("\r", "\n")
             if len(text) <= self.longest:
                 yield Document(file.name + place, text.removeprefix("\ufeff"))
+                number += 1
                 continue
             for count, piece in enumerate(_cut_text(iter([text]), self.longest), 1):
                 yield Document(file.name + place + (f"#{count}" if count > 1 else ""), piece)
+                number += 1
 
     def _iterate_json_texts(self, file: SourceFile, stream: Stream, key: str) -> Iterator[tuple[str, str, str | None]]:
         """Yield (position such as ":17", text under `key`, problem) for each record of a JSON Lines file or JSON list.

@@ -1,6 +1,6 @@
-"""Main texts of the web pages in WARC files, records of type "response", extracted from HTML by trafilatura.
+"""Main texts of the web pages in WARC files, records of type "response".
 
-Bodies are decoded here with limits: trafilatura receives text, since it would decompress bytes without a bound.
+Bodies are decoded here with limits: the extractor receives text, since it would decompress bytes without a bound.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import codecs
 import re
 import zlib
-from collections.abc import Iterator
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterator
 
+from meshwright.data.sources.page_process import Extraction
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream
 from meshwright.data.sources.wet import iterate_warc_records
@@ -33,16 +32,17 @@ _NOT_OF_PAGES = (
 _HTML = ("text/html", "application/xhtml+xml")
 
 
-def iterate_warc_texts(file: SourceFile, stream: Stream) -> Iterator[tuple[str, str | None, None]]:
-    """Yield (position and address, such as ":17 https://example.org/", main text, None: no problem) for each HTML or
-    plain-text page that a WARC file holds as a response with HTTP status 200. The text is "" if a page has no main text
-    and None if its body cannot be decoded. Records are numbered from 1; others are counted and skipped. stream: the
-    file's decompressed bytes.
+def iterate_warc_texts(
+    file: SourceFile, stream: Stream, extract: Callable[[str], Extraction]
+) -> Iterator[tuple[str, str | None, str | None]]:
+    """Yield (position and address, such as ":17 https://example.org/", main text, problem) for each HTML or plain-text
+    page that a WARC file holds as a response with HTTP status 200. The text is "" if a page has no main text and None
+    if its body cannot be decoded, or with a problem: why the extractor gives no text, as a clause. Records are numbered
+    from 1; others are counted and skipped. stream: the file's decompressed bytes. extract: extracts the main text of a
+    page, as `PageExtractor.extract_text` does.
 
-    Raises `UserError` if trafilatura is not installed, for a file that is not WARC, a truncated record, or a file
-    without responses.
+    Raises `UserError` for a file that is not WARC, a truncated record, or a file without responses.
     """
-    extractor = _load_extractor(file)
     found, types = False, set()
     for number, headers, block in iterate_warc_records(file, stream):
         kind = headers.get("warc-type", "none")
@@ -61,37 +61,16 @@ def iterate_warc_texts(file: SourceFile, stream: Stream) -> Iterator[tuple[str, 
         if plain is None:
             yield where, None, None
             continue
-        text: str | None = _decode_text(plain, content_type)
-        yield where, text if media == "text/plain" else _extract(extractor, text or ""), None
+        text = _decode_text(plain, content_type)
+        if media == "text/plain":
+            yield where, text, None
+        else:
+            yield where, *extract(text)
     if types - {"warcinfo"} and not found:
         raise UserError(
             f"{file.path} has no record of type response, only {', '.join(sorted(types))}: WARC files of whole pages "
             'are read here; for the text of pages, set data.format = "wet"'
         )
-
-
-@cache
-def _import_extractor() -> Any:
-    """Import trafilatura's `extract`."""
-    from trafilatura import extract
-
-    return extract
-
-
-def _load_extractor(file: SourceFile) -> Any:
-    """Return trafilatura's `extract`. file: for the error. Raises `UserError` if it is not installed."""
-    try:
-        return _import_extractor()
-    except ImportError:
-        raise UserError(f"{file.path} needs the package trafilatura: pip install 'meshwright[web]'") from None
-
-
-def _extract(extractor: Any, html: str) -> str | None:
-    """Return the main text of a page, "" if there is none; None if the library fails on the page."""
-    try:
-        return extractor(html, include_comments=False) or ""
-    except Exception:  # pages come from strangers: one that breaks the library is dropped and counted
-        return None
 
 
 def _parse_http_head(head: bytes) -> tuple[str, dict[str, str]]:
