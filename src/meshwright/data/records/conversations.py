@@ -128,11 +128,8 @@ class RecordFormat(NamedTuple):
         elif self.kind == "chat":
             left = {"conversations"} if self.get_file_key("messages") in record else {"messages"}
         elif self.kind == "unpaired":
-            left = {"label" if "kto_tag" in record and self.get_file_key("label") not in record else "kto_tag"}
-            schemas = ({"prompt", "completion"}, {"messages"}, {"conversations"})
-            alpaca = {"instruction", "input", "output", "history"}
-            held = next((each for each in schemas if {*map(self.get_file_key, each)} <= {*record}), alpaca)
-            left |= (set().union(*schemas) | alpaca) - held
+            held = {*self._find_unpaired_parts(record), "system", "tools"}
+            left = {*keys} - (held | {"input", "history"} if "instruction" in held else held)
         elif self.get_file_key("prompt") in record:
             left = {"conversations"}
         if record.get(self.get_file_key("tools")) is not None:
@@ -146,6 +143,8 @@ class RecordFormat(NamedTuple):
         if self.kind == "instruction":
             completes = self._completes(record)
             return tuple(map(self.get_file_key, ("prompt", "completion") if completes else ("instruction", "output")))
+        if self.kind == "unpaired":
+            return tuple(map(self.get_file_key, self._find_unpaired_parts(record)))
         if self.kind == "chat":
             return ("prompt",) if is_tree(record) else (self._get_messages_key(record),)
         answers = (self.get_file_key("chosen"), self.get_file_key("rejected"))
@@ -169,6 +168,22 @@ class RecordFormat(NamedTuple):
     def _completes(self, record: Mapping[str, Any]) -> bool:
         """Return True if an instruction record has TRL's keys (`prompt` and `completion`), not Alpaca's."""
         return self.get_file_key("instruction") not in record and self.get_file_key("completion") in record
+
+    def _find_unpaired_parts(self, record: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the standard keys that an unpaired record must have by its schema: TRL's, or LLaMA-Factory's, which
+        labels a conversation or Alpaca's keys by "kto_tag".
+        """
+
+        def has(part: str) -> bool:
+            return self.get_file_key(part) in record
+
+        labels = "kto_tag" if has("kto_tag") and not has("label") else "label"
+        if not has("prompt") and not has("completion"):
+            if chat := next((part for part in ("messages", "conversations") if has(part)), None):
+                return (chat, labels)
+            if has("instruction"):
+                return ("instruction", "output", labels)
+        return ("prompt", "completion", labels)
 
     def _get_messages_key(self, record: Mapping[str, Any]) -> str:
         """Return the key of a chat's messages: the one configured for "messages" or, if nothing is configured and the
@@ -263,18 +278,17 @@ class RecordFormat(NamedTuple):
         LLaMA-Factory's instruction, `messages` or `conversations`, whose last turn is the response. Raises
         `MalformedRecord` as other kinds do, and if the last turn is not the assistant's.
         """
-        keys = [self.get_file_key(part) for part in ("messages", "conversations")]
-        if self.get_file_key("prompt") in record or self.get_file_key("completion") in record:
+        part = self._find_unpaired_parts(record)[0]
+        if part == "prompt":
             prompt = self._parse_side(record, "prompt", "user", unused)
             branch = self._parse_side(record, "completion", "assistant", unused)
-        elif key := next((key for key in keys if key in record), None):
-            *before, last = self.messages.parse_all(record[key], key, unused)
-            prompt, branch = tuple(before), (last,)
-        elif self.get_file_key("instruction") in record:
+        elif part == "instruction":
             _, (turns,) = self._parse_instruction(record, unused)
             prompt, branch = turns[:-1], turns[-1:]
         else:
-            raise self._missing_key_error(record, self.get_file_key("prompt"), "prompt")
+            key = self.get_file_key(part)
+            turns = self.messages.parse_all(record[key], key, unused)
+            prompt, branch = turns[:-1], turns[-1:]
         if branch[-1].role != "assistant":
             raise MalformedRecord(
                 f'ends with a turn of role "{branch[-1].role}"; the judged response is an assistant\'s'
@@ -285,10 +299,10 @@ class RecordFormat(NamedTuple):
         """Return the label of an unpaired record, under the standard key "label" or LLaMA-Factory's "kto_tag": True, 1
         or "true" for a desirable response. Raises `MalformedRecord` for anything else.
         """
-        parts = [part for part in ("label", "kto_tag") if self.get_file_key(part) in record]
-        if not parts:
-            raise self._missing_key_error(dict(record), self.get_file_key("label"), "label")
-        value = record[key := self.get_file_key(parts[0])]
+        key = self.get_file_key(part := self._find_unpaired_parts(record)[-1])
+        if key not in record:
+            raise self._missing_key_error(dict(record), key, part)
+        value = record[key]
         value = {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
         if value not in (True, False):
             raise MalformedRecord(f'"{key}" is {describe_value(value)}, not true (desirable) or false (undesirable)')
