@@ -27,7 +27,7 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.rates import constants
 from meshwright.planner.cost.step_time import StepTime, default_precision, step_time
 from meshwright.planner.memory.rank_memory import fullest, slack
-from meshwright.planner.search.space import Problem
+from meshwright.planner.problem import Problem
 from meshwright.spec.refuse import refuse
 
 Predictions = list[tuple[Run, StepTime]]

@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
 from meshwright.layout import Layout
 from meshwright.planner.hardware.cluster import cluster
+from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import priced
 from meshwright.planner.search.screen import screen
 from meshwright.planner.search.search import search
-from meshwright.planner.search.space import Problem
 from meshwright.spec.presets import preset
 
 PROBLEMS = {
@@ -65,8 +65,8 @@ def main() -> None:
         screening, every = seconds(lambda problem=problem: screen(problem), turns)
         whole, found = seconds(lambda problem=problem: search(problem), turns)
         searches[name] = {
-            "layouts": len(every.way),
-            "priced_per_second": round(len(every.way) / screening),
+            "layouts": len(every.candidate),
+            "priced_per_second": round(len(every.candidate) / screening),
             "search_seconds": round(whole, 3),
             "best": str(found.best[0].layout),
             "largest_difference_of_closed_forms": round(max(map(abs, found.differences[:20])), 4),

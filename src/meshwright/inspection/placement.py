@@ -6,8 +6,8 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.planner.cost.micro_batch import ITEM_BYTES
 from meshwright.planner.memory.ledger import DTYPES, STORED
-from meshwright.planner.memory.saved import ITEM_BYTES
 from meshwright.planner.memory.states import flats_of, states
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import ParameterTable, parameter_table

@@ -16,10 +16,10 @@ from meshwright.names import check_options
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
+from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.planner.search.estimate import Estimate, priced, problem_of, recipe_layout
 from meshwright.planner.search.nearest import Nearest, nearest
 from meshwright.planner.search.search import Found, search
-from meshwright.planner.search.space import Problem, parse_reserve
 from meshwright.planner.show.answers import MOST_TOP, document, ledgers, nothing_fits
 from meshwright.planner.show.explain import Row, busiest, explain
 from meshwright.spec.config import ModelConfig

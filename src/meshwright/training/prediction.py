@@ -13,13 +13,13 @@ from meshwright.errors import UserError
 from meshwright.monitoring.comparison import Prediction, ProcessMemory
 from meshwright.monitoring.step_memory import STEPS, StepMemory
 from meshwright.planner.cost import engines
+from meshwright.planner.cost.micro_batch import Starts
 from meshwright.planner.cost.reference_step import in_place
 from meshwright.planner.cost.step_time import StepTime, default_precision, step_time
 from meshwright.planner.hardware.cluster import Cluster, cluster, this_machine
 from meshwright.planner.hardware.devices import find_device
 from meshwright.planner.hardware.machine_profile import HardwareProfileKey
 from meshwright.planner.hardware.process_constants import ProcessKey
-from meshwright.planner.memory.attention_tiles import Starts
 from meshwright.planner.memory.ledger import Ledger, ledger
 from meshwright.threads import count_available_cores
 from meshwright.training.first_start import find_hardware_profile, measurement_advice

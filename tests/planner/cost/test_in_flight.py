@@ -14,8 +14,9 @@ from meshwright.names import SCHEDULES as EVERY_SCHEDULE
 from meshwright.planner.cost.bubbles import SPLIT_SCHEDULES, in_flight
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.rank_memory import memory_of
+from meshwright.planner.problem import Problem
 from meshwright.planner.search.screen import screen
-from meshwright.planner.search.space import Problem, layout_of
+from meshwright.planner.search.space import layout_of
 from meshwright.program.pipeline import Kind, PipelineProgram
 from meshwright.spec.presets import preset
 from meshwright.spec.stage_times import program_for
@@ -96,7 +97,7 @@ def test_screened_pipeline_memory_is_near_ledger(
             problem = Problem(preset(model), cluster(f"{ranks}xh100-sxm"), sequence, micro)
             every = screen(problem)
             for at, size in enumerate(every.bytes):
-                way, pipe = every.ways[every.way[at]], every.pipes[every.pipe[at]]
+                way, pipe = every.candidates[every.candidate[at]], every.pipes[every.pipe[at]]
                 plain = way.layout.tp == way.layout.cp == way.rows == 1 and not every.zero[at]
                 if not plain or pipe.ranks != ranks or pipe.chunks > 2:
                     continue

@@ -16,7 +16,9 @@ from meshwright.model.documents import Documents
 from meshwright.names import FAMILIES
 from meshwright.planner.cost.engines import ENGINES, Engine, engine
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
-from meshwright.planner.cost.operations import FLASH_BACKWARD, Operation, operations, total_flops
+from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.cost.operations import operations, total_flops
+from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import PRESETS, preset
 from meshwright.spec.stages import Stage, stages_of, whole_model
@@ -27,7 +29,9 @@ TINY = [name for name in PRESETS if name.endswith("-tiny") and not preset(name).
 
 
 def work(config: ModelConfig, layout: Layout, **options: object) -> list[Operation]:
-    return operations(config, layout, ROWS, SEQUENCE, whole_model(config), OURS, **options)  # type: ignore[arg-type]
+    at_once = bool(options.pop("at_once", True))
+    at = MicroBatch.of(config, layout, ROWS, SEQUENCE, engine=OURS, **options)  # type: ignore[arg-type]
+    return operations(at, whole_model(config), at_once=at_once)
 
 
 def halves(config: ModelConfig, layout: Layout, **options: object) -> tuple[float, float]:
@@ -76,7 +80,7 @@ def test_unfused_attention_flops_match_math_kernel(name: str, monkeypatch: pytes
 
     config = small(name, sliding_window=None, windowed_layers=None)
     monkeypatch.setattr("meshwright.model.axis_operations.attend", attend)
-    assert halves(config, Layout(), attention="scores") == count(config)
+    assert halves(config, Layout(), kernel="scores") == count(config)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +113,7 @@ def test_flops_of_each_rank_match_torch_counter(ranks: LocalRanks, name: str, la
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt3-175b", "gemma-2-9b", "qwen3-30b-a3b", "mixtral-8x7b-v0.1"])
 def test_operations_add_up_to_closed_forms(name: str):
     config = preset(name)
-    found = operations(config, Layout(), 2, 4096, whole_model(config), OURS)
+    found = operations(MicroBatch.of(config, Layout(), 2, 4096), whole_model(config))
     forward = forward_flops_per_token(config, 4096)
     tokens = 2 * 4096
     gates = config.layers * 2 * config.hidden if config.shared_gate else 0
@@ -122,9 +126,10 @@ def test_operations_add_up_to_closed_forms(name: str):
 
 def test_operations_of_stages_add_up_to_the_model():
     config = preset("gemma-2-2b")
-    whole = operations(config, Layout(), 1, 8192, whole_model(config), OURS)
+    at = MicroBatch.of(config, Layout(), 1, 8192)
+    whole = operations(at, whole_model(config))
     parts: list[Stage] = list(stages_of(config, 5, 8192))
-    found = [one for stage in parts for one in operations(config, Layout(), 1, 8192, stage, OURS)]
+    found = [one for stage in parts for one in operations(at, stage)]
     assert total_flops(found) == pytest.approx(total_flops(whole))
     assert sum(one.bytes * one.count for one in found) == pytest.approx(sum(one.bytes * one.count for one in whole))
 
@@ -141,7 +146,8 @@ def moved(found: list[Operation], name: str, *phases: str) -> float:
 
 
 def of(config: ModelConfig, whose: Engine, layout: str = "dp1") -> list[Operation]:
-    return operations(config, Layout.parse(layout), 1, 1024, whole_model(config), whose)
+    at = MicroBatch.of(config, Layout.parse(layout), 1, 1024, engine=whose, kernel=whose.attention)
+    return operations(at, whole_model(config))
 
 
 def test_elementwise_bytes_by_hand():
@@ -185,7 +191,10 @@ def test_torchtitan_selective_recomputes_every_second_product():
     """torchtitan's selective recomputation: keys, the output of attention and half of the way up, beside what lies
     between products; attention itself is kept."""
     config, layout = preset("llama-3-8b"), Layout.parse("ac:selective")
-    found = operations(config, layout, 1, 1024, Stage(1, range(1, 2), first=False, last=False), ENGINES["torchtitan"])
+    found = operations(
+        MicroBatch.of(config, layout, 1, 1024, engine=ENGINES["torchtitan"]),
+        Stage(1, range(1, 2), first=False, last=False),
+    )
     again = [one for one in found if one.phase == "again"]
     products = sum(one.flops * one.count for one in again if one.kind == "product")
     assert products == 2 * 1024 * (4096 * 1024 + 4096 * 4096 + 4096 * 14336)
@@ -195,7 +204,8 @@ def test_torchtitan_selective_recomputes_every_second_product():
 def test_fp8_casts_operands_of_block_products():
     config, stage = preset("llama-3-8b"), Stage(1, range(1, 2), first=False, last=True)
     plain, narrow = (
-        operations(config, Layout(), 1, 1024, stage, ENGINES["torchtitan"], eight_bit=flag) for flag in (False, True)
+        operations(MicroBatch.of(config, Layout(), 1, 1024, engine=ENGINES["torchtitan"], eight_bit=flag), stage)
+        for flag in (False, True)
     )
     casts = [one for one in narrow if one.name.endswith(".cast")]
     assert [one for one in narrow if one not in casts] == plain

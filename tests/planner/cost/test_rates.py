@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.planner.cost.engines import ENGINES
-from meshwright.planner.cost.operations import Operation
+from meshwright.planner.cost.operators import Operation
 from meshwright.planner.cost.rates import (
     Collectives,
     Group,

@@ -15,9 +15,10 @@ from bench.plan_accuracy import figures, priced
 from bench.published_runs import PUBLISHED
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.communication import calls, group_of, held
+from meshwright.planner.cost.communication import calls, count_parameters, group_of
 from meshwright.planner.cost.data_time import beside
 from meshwright.planner.cost.engines import ENGINES
+from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import operations
 from meshwright.planner.cost.rates import Collectives, Group, Rates
 from meshwright.planner.cost.step_time import PARTS, StepTime, step_time
@@ -101,10 +102,12 @@ def test_layer_times_match_publication(shared_data: Path):
             layout = Layout.parse(("tp8" if row["sp"] == "yes" else "tp8:nosp") + recompute)
             forward = row["metric"] == "layer_forward_time"
             seconds = 0.0
-            for one in operations(config, layout, 4, 2048, stage, megatron):
+            at = MicroBatch.of(config, layout, 4, 2048, engine=megatron, kernel=megatron.attention)
+            for one in operations(at, stage):
                 seconds += rates.seconds(one) * ((one.phase == "forward") == forward)
-            for call in calls(config, layout, 4, 2048, stage, megatron, cluster):
-                seconds += call.seconds(collectives) * ((call.phase == "forward") == forward and call.beside is None)
+            for exchange, phase, count in calls(at, stage):
+                taken = collectives.seconds(exchange.operation, group_of(layout, exchange.axis, cluster), exchange.size)
+                seconds += count * taken * ((phase == "forward") == forward and exchange.overlaps is None)
             assert seconds * 1e3 == pytest.approx(float(row["value"]), rel=0.12), row
             seen += 1
     assert seen == 10
@@ -158,11 +161,13 @@ def test_closed_form_parameters_match_parameter_table(name: str, layout: str):
         return
     table = parameter_table(config)
     for part, mine in zip(
-        ("dense", "experts"), held(config, parsed).of_stage(config, whole_model(config)), strict=True
+        ("dense", "experts"),
+        count_parameters(MicroBatch.of(config, parsed, 1, 64)).of_stage(config, whole_model(config)),
+        strict=True,
     ):
         assert mine == sum(table.unit_numel(unit, parsed, part) for unit in table.units)  # type: ignore[arg-type]
     stages = stages_of(config, 2, 64)
-    parts = [held(config, parsed).of_stage(config, stage)[0] for stage in stages]
+    parts = [count_parameters(MicroBatch.of(config, parsed, 1, 64)).of_stage(config, stage)[0] for stage in stages]
     again = table.unit_numel("embedding", parsed) if config.tied else 0
     assert sum(parts) == sum(table.unit_numel(unit, parsed) for unit in table.units) + again
 

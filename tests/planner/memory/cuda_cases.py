@@ -148,8 +148,8 @@ if __name__ == "__main__":
     from meshwright.parallel.expert import AllToAllTokenDispatcher, Routes
     from meshwright.parallel.step import ForwardBackward
     from meshwright.parallel.zero_engine import ZeroEngine
+    from meshwright.planner.cost.micro_batch import Routed
     from meshwright.planner.memory.ledger import ledger
-    from meshwright.planner.memory.saved import Routed
     from meshwright.recipe import TrainRecipe
     from meshwright.spec.chunks import padded_documents
     from meshwright.spec.config import ModelConfig

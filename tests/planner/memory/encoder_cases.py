@@ -18,12 +18,14 @@ from meshwright.model.initialise import initialise
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.parallel.zero_engine import ZeroEngine
+from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.ledger import ledger
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.recipe import TrainRecipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from meshwright.spec.stages import whole_model
 from meshwright.spec.work import count_predictions
 from meshwright.training.optimizer import Optimizer
 from tests.packed_documents import documents_from_starts
@@ -96,10 +98,11 @@ def watch(case: EncoderCase) -> Watched:
         model.compile_blocks(backend=case.backend)
     with watching, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = loss_of(model, batch)
-    predicted = saved_activations(
-        config, Layout(recompute=case.recompute), case.rows, case.sequence, documents=case.starts is not None,
-        parameter_dtype=case.dtype, compiled=case.backend is not None,
+    at = MicroBatch.of(
+        config, Layout(recompute=case.recompute), case.rows, case.sequence, packed=case.starts is not None,
+        dtype=case.dtype,
     )  # fmt: skip
+    predicted = saved_activations(at, whole_model(config), compiled=case.backend is not None)
     alive = storages.alive()
     assert loss.requires_grad
     return Watched(

@@ -24,8 +24,8 @@ from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_pairs, count_targets
+from meshwright.planner.cost.micro_batch import Routed
 from meshwright.planner.memory.ledger import Ledger, ledger
-from meshwright.planner.memory.saved import Routed
 from meshwright.recipe import TrainRecipe
 from meshwright.spec.config import ModelConfig
 from meshwright.training.optimizer import Optimizer

@@ -24,7 +24,8 @@ from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.stage_compute import BackwardOrder, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
-from meshwright.planner.memory.saved import Routed, Saved, saved_activations
+from meshwright.planner.cost.micro_batch import MicroBatch, Routed
+from meshwright.planner.memory.saved import Saved, saved_activations
 from meshwright.program.pipeline import Kind
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
@@ -171,12 +172,13 @@ def watch(case: Case) -> Watched:
     own = {unit.parameters.untyped_storage()._cdata for unit in parallel._units.values()}
     seen = {at: (size, str(tuple(tensor.shape))) for at, (tensor, size) in packed.items() if size}
     mixtures = [layer for layer in stages[case.stage].layers if case.config.has_experts(layer)]
-    predicted = saved_activations(
-        case.config, layout, case.rows, case.sequence, stage=stages[case.stage], at_once=case.at_once,
-        documents=case.starts is not None, parameter_dtype=case.dtype, device=device, tp_rank=mesh.tp.rank,
-        routed=dict(zip(mixtures, counted, strict=True)) if counted else None, pairs=case.pairs,
-        compiled=case.backend is not None,
+    at = MicroBatch.of(
+        case.config, layout, case.rows, case.sequence, packed=case.starts is not None, dtype=case.dtype,
+        device=device, responses=int(case.pairs), routed=dict(zip(mixtures, counted, strict=True)) if counted else {},
     )  # fmt: skip
+    predicted = saved_activations(
+        at, stages[case.stage], at_once=case.at_once, tp_rank=mesh.tp.rank, compiled=case.backend is not None
+    )
     mesh.close()
     return Watched(
         [each for at, each in alive.items() if at not in own],

@@ -15,11 +15,13 @@ from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.recompute import ActivationCheckpointing
+from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.compiled_split import queued_bytes
-from meshwright.planner.memory.saved import local_sizes, saved_activations
+from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.search.estimate import evaluate
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from meshwright.spec.stages import whole_model
 from tests.conftest import exhaustive
 from tests.planner.memory.ledger_cases import Step, measure
 from tests.planner.memory.saved_cases import Case, Watched, watch
@@ -86,7 +88,7 @@ def test_saved_and_queued_tensors_of_split_backward_match_prediction(recompute: 
         loss.backward()
     operands = [each.untyped_storage() for product in queue._queues[0] for each in product.operands]
     held = {each.data_ptr(): each.nbytes() for each in operands}
-    at = local_sizes(config, layout, rows, sequence, False, case.dtype, "cpu")
+    at = MicroBatch.of(config, layout, rows, sequence, dtype=case.dtype)
     assert sum(held.values()) == sum(queued_bytes(at, layer, dtype.itemsize) for layer in range(config.layers))
 
 
@@ -162,7 +164,7 @@ def test_compiled_llama_layer_saves_results_of_products() -> None:
     """The layer saves the results of three of its four products (the last one's gradient is the layer's own) and of
     attention, and its input, two bytes per element. Eager, it saves 3.5 times as much (`test_saved`)."""
     config = preset("llama-3-8b")
-    saved = saved_activations(config, Layout(), 1, 8192, parameter_dtype="bfloat16", compiled=True)
+    saved = saved_activations(MicroBatch.of(config, Layout(), 1, 8192), whole_model(config), compiled=True)
     layer = sum(each.bytes for each in saved if each.name.startswith("layers.7."))
     t, h, f, q, kv = 8192, 4096, 14336, 4096, 1024
     assert layer == 2 * t * (h + (q + 2 * kv) + q + h + 2 * f)

@@ -9,15 +9,16 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.communication import held
+from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
-from meshwright.planner.cost.operations import FLASH_BACKWARD, operations, total_flops
+from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.cost.operations import operations, total_flops
+from meshwright.planner.cost.operators import FLASH_BACKWARD
 from meshwright.planner.memory.rank_memory import fullest
 from meshwright.planner.search.estimate import evaluate, problem_of
 from meshwright.planner.search.screen import screen
 from meshwright.planner.search.search import search
-from meshwright.planner.search.space import layout_of
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -77,7 +78,7 @@ def halves(case: EncoderCase) -> tuple[float, float]:
     """Return the FLOPs of the engine's forward (including gradients of the head) and backward."""
     config = small(case.head)
     layout = Layout(recompute=case.recompute)
-    found = operations(config, layout, case.rows, case.sequence, whole_model(config), OURS)
+    found = operations(MicroBatch.of(config, layout, case.rows, case.sequence), whole_model(config))
     early = [one for one in found if one.name == "head" and one.phase in ("input", "weight")]
     forward = total_flops(found, "forward") + total_flops(early)
     return forward, total_flops(found) - forward
@@ -95,7 +96,7 @@ def test_operations_add_up_to_closed_forms(head: str) -> None:
     config, rows, sequence = small(head), 4, 40
     forward = forward_flops_per_token(config, sequence)
     assert forward["attention.scores"] == config.layers * 2 * sequence * config.hidden  # bidirectional attention
-    found = operations(config, Layout(), rows, sequence, whole_model(config), OURS)
+    found = operations(MicroBatch.of(config, Layout(), rows, sequence), whole_model(config))
     assert total_flops(found, "forward") == pytest.approx(rows * sequence * sum(forward.values()))
     core = forward["attention.scores"] + forward["attention.values"]
     executed = training_flops_per_token(config, sequence) + (FLASH_BACKWARD - 2) * core
@@ -104,7 +105,7 @@ def test_operations_add_up_to_closed_forms(head: str) -> None:
 
 @pytest.mark.parametrize("config", [*map(small, HEADS), preset("bert-large-cased")], ids=lambda config: config.head)
 def test_closed_form_parameters_match_parameter_table(config: ModelConfig) -> None:
-    dense, spread = held(config, Layout()).of_stage(config, whole_model(config))
+    dense, spread = count_parameters(MicroBatch.of(config, Layout(), 1, 64)).of_stage(config, whole_model(config))
     assert (dense, spread) == (parameter_table(config).numel, 0.0)
 
 
@@ -161,10 +162,8 @@ def test_closed_form_memory_is_near_ledger(head: str) -> None:
     problem = problem_of(config, "8xa100-40", sequence=512, batch=256)
     every = screen(problem)
     seen = 0
-    for at in range(0, len(every.way), 3):
-        layout = layout_of(
-            problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]), int(every.hybrid[at])
-        )
+    for at in range(0, len(every.candidate), 3):
+        layout = every.layout(at)
         peak = fullest(problem, layout).peak_bytes
         if peak > 4 * 2**30:
             assert every.bytes[at] == pytest.approx(peak, rel=0.1), layout

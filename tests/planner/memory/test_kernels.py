@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from meshwright.layout import Layout
+from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT
 from meshwright.planner.memory.compiled_layers import block_of
 from meshwright.planner.memory.kernels import Buffer, Held, Kernel, run
-from meshwright.planner.memory.saved import local_sizes
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 
@@ -82,7 +82,7 @@ def test_in_place_result_needs_no_memory() -> None:
 
 
 def backward(config: ModelConfig, dtype: str, rows: int, sequence: int, layout: str = "dp1") -> list[Held]:
-    at = local_sizes(config, Layout.parse(layout), rows, sequence, False, dtype, "cpu")
+    at = MicroBatch.of(config, Layout.parse(layout), rows, sequence, dtype=dtype)
     block = block_of(at, 0, {"float32": 4, "bfloat16": 2}[dtype])
     kernels = list(block.backward())
     stay = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}

@@ -10,9 +10,11 @@ import pytest
 
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
-from meshwright.planner.memory.saved import Routed, Saved, saved_activations
+from meshwright.planner.cost.micro_batch import MicroBatch, Routed
+from meshwright.planner.memory.saved import Saved, saved_activations
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
+from meshwright.spec.stages import whole_model
 from tests.planner.memory.saved_cases import Case, Watched, difference, watch
 
 FAMILIES = (
@@ -138,7 +140,7 @@ def test_saved_activations_of_llama_layer_match_count_by_hand() -> None:
     """Rows of T tokens, H hidden, N + 2K heads of D, F columns; two bytes a number, four of what is summed."""
     config = preset("llama-3-8b")
     rows, sequence = 1, 8192
-    saved = saved_activations(config, Layout(), rows, sequence, parameter_dtype="bfloat16")
+    saved = saved_activations(MicroBatch.of(config, Layout(), rows, sequence), whole_model(config))
     layer = [each for each in saved if each.name.startswith("layers.7.")]
     t, h, f, q, kv = rows * sequence, 4096, 14336, 4096, 1024
     norms = 2 * (4 * t * h + 4 * t + 4 * t * h)  # in float32: the input, 1 / root mean square, and their product
@@ -149,7 +151,7 @@ def test_saved_activations_of_llama_layer_match_count_by_hand() -> None:
 
 def test_full_recomputation_saves_only_layer_input() -> None:
     config = preset("llama-3-8b")
-    saved = saved_activations(config, Layout(recompute="full"), 2, 4096, parameter_dtype="bfloat16")
+    saved = saved_activations(MicroBatch.of(config, Layout(recompute="full"), 2, 4096), whole_model(config))
     layers = [each for each in saved if each.name.startswith("layers.")]
     assert [each.bytes for each in layers] == [2 * 2 * 4096 * 4096] * config.layers  # 2 s b h
 
@@ -161,7 +163,9 @@ def test_sequence_parallelism_divides_unsharded_activations() -> None:
         whole, cut = (
             [
                 each.bytes
-                for each in saved_activations(config, Layout(tp=8, tensor_sequence_parallel=flag), 1, sequence)
+                for each in saved_activations(
+                    MicroBatch.of(config, Layout(tp=8, tensor_sequence_parallel=flag), 1, sequence), whole_model(config)
+                )
                 if each.name.endswith(name) and each.name.startswith("layers.")
             ]
             for flag in (False, True)
@@ -171,9 +175,9 @@ def test_sequence_parallelism_divides_unsharded_activations() -> None:
 
 def test_expert_memory_follows_routed_tokens() -> None:
     config, layout = preset("mixtral-8x7b-v0.1"), Layout.parse("dp8 ep8")
-    even = saved_activations(config, layout, 1, 4096, parameter_dtype="bfloat16")
+    even = saved_activations(MicroBatch.of(config, layout, 1, 4096), whole_model(config))
     twice = Routed(2 * 4096 * 2, 2 * 4096 * 2)
-    uneven = saved_activations(config, layout, 1, 4096, parameter_dtype="bfloat16", routed={3: twice})
+    uneven = saved_activations(MicroBatch.of(config, layout, 1, 4096, routed={3: twice}), whole_model(config))
     width = config.expert_intermediate
     more = 4096 * 2 * (2 * (config.hidden + 4 * width) + 8 * 2)
     assert bytes_of(uneven) - bytes_of(even) == more

@@ -16,12 +16,13 @@ from meshwright.planner.cost.engines import engine
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.rank_memory import fullest
+from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.planner.search import search as search_room
 from meshwright.planner.search.estimate import Estimate, priced
 from meshwright.planner.search.screen import Priced, screen
 from meshwright.planner.search.search import FINAL, Found, search
 from meshwright.planner.search.selection import layout_kinds
-from meshwright.planner.search.space import Problem, layout_of, parse_reserve
+from meshwright.planner.search.space import layout_of
 from meshwright.planner.show.answers import document, nothing_fits
 from meshwright.planner.show.page import page
 from meshwright.planner.show.text import found_text
@@ -53,14 +54,11 @@ def searched(name: str) -> Found:
 def layouts(name: str, count: int) -> list[tuple[int, Layout]]:
     """Return a sample of the priced layouts."""
     every = screened(name)
-    chosen = np.random.default_rng(7).choice(len(every.way), count, replace=False)
+    chosen = np.random.default_rng(7).choice(len(every.candidate), count, replace=False)
     return [
         (
             int(at),
-            layout_of(
-                PROBLEMS[name], every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]),
-                int(every.hybrid[at]),
-            ),
+            every.layout(at),
         )
         for at in chosen
     ]  # fmt: skip
@@ -107,7 +105,7 @@ def test_closed_form_memory_is_near_ledger(name: str):
 @pytest.mark.parametrize("name", [*(name for name in PROBLEMS if name != "mixture"), *exhaustive("mixture")])
 def test_results_fit_train_and_are_sorted(name: str):
     problem, found = PROBLEMS[name], searched(name)
-    assert len(found.best) == 8 == len(found.reasons) and found.searched == len(screened(name).way)
+    assert len(found.best) == 8 == len(found.reasons) and found.searched == len(screened(name).candidate)
     times = [one.time.seconds for one in found.best]
     assert times == sorted(times)
     assert len({str(one.layout) for one in found.best}) == 8
@@ -126,10 +124,10 @@ def test_search_lists_the_fastest_of_each_kind():
     every = screened("one node")
     kinds = layout_kinds(every)
     entries = zip(
-        *(column.tolist() for column in (every.way, every.pipe, every.zero, every.hybrid, kinds)), strict=True
+        *(column.tolist() for column in (every.candidate, every.pipe, every.zero, every.hybrid, kinds)), strict=True
     )
     of_layout = {
-        str(layout_of(problem, every.ways[way], every.pipes[pipe], zero, hybrid).with_(precision="fp16")): kind
+        str(layout_of(problem, every.candidates[way], every.pipes[pipe], zero, hybrid).with_(precision="fp16")): kind
         for way, pipe, zero, hybrid, kind in entries
     }
     shown = {of_layout[str(one.layout)]: one.time.seconds for one in found.best}
@@ -183,9 +181,7 @@ def test_no_candidate_beats_the_best(name: str):
     )
     chosen = near if len(near) <= 20 else np.random.default_rng(1).choice(near, 20, replace=False)
     for at in chosen:
-        layout = layout_of(
-            problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]), int(every.hybrid[at])
-        )
+        layout = every.layout(at)
         one = priced(problem, layout)
         assert not one.fits or one.time.seconds >= first.time.seconds * 0.999, str(layout)
 
@@ -270,8 +266,8 @@ def test_layout_that_fits_by_ledger_alone_is_found():
     problem, found = PROBLEMS["one node"], search(PROBLEMS["one node"], 20)
     every = screened("one node")
     needed = search_room.on_device(problem, every.bytes)
-    closed = {layout_of(problem, every.ways[w], every.pipes[p], z, h): n for w, p, z, h, n in zip(
-        *(column.tolist() for column in (every.way, every.pipe, every.zero, every.hybrid, needed)), strict=True
+    closed = {layout_of(problem, every.candidates[w], every.pipes[p], z, h): n for w, p, z, h, n in zip(
+        *(column.tolist() for column in (every.candidate, every.pipe, every.zero, every.hybrid, needed)), strict=True
     )}  # fmt: skip
     for one in found.best:
         exact = max(one.memory.device_bytes, search_room.device_bytes(problem, one.layout))
@@ -322,7 +318,7 @@ def test_layouts_of_engine_that_keeps_gathered_parameters_are_found():
     every = screen(problem)
     long = np.array([pipe.ranks > 1 for pipe in every.pipes])[every.pipe] & (every.zero == 3)
     for at in np.flatnonzero(long)[:: int(long.sum()) // 12]:
-        way, pipe = every.ways[every.way[at]], every.pipes[every.pipe[at]]
+        way, pipe = every.candidates[every.candidate[at]], every.pipes[every.pipe[at]]
         layout = layout_of(problem, way, pipe, 3, int(every.hybrid[at]))
         assert every.bytes[at] > 0.7 * fullest(problem, layout).peak_bytes, str(layout)
     found = search(problem, 3)

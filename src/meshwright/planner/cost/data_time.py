@@ -10,9 +10,10 @@ from collections.abc import Callable
 import numpy as np
 
 from meshwright.planner.cost.engines import Engine
+from meshwright.planner.cost.operators import Collective
 from meshwright.program.durations import Floats
 
-Seconds = Callable[[str, str, Floats], Floats]
+Seconds = Callable[[Collective, str, Floats], Floats]
 """The time of an operation over an axis, on vectors of so many bytes."""
 
 OPTIMIZER_BYTES = {"adamw": 42.0, "adam": 42.0, "sgd": 22.0, "momentum": 30.0}
@@ -57,6 +58,28 @@ def zero_calls(
         if zero >= 2:
             scatter = scatter + seconds("reduce-scatter", axis, numel * engine_bytes)
     return gather, scatter
+
+
+def zero_waits(
+    gather: Floats | float,
+    scatter: Floats | float,
+    layers: Floats | int,
+    forward: Floats,
+    back: Floats,
+    share: Floats | float,
+) -> tuple[Floats, Floats]:
+    """Return the exposed seconds of (forward, backward) that ZeRO-2 and 3 add to a stage's micro-batch, with prefetch
+    of one layer: the first all-gather, and what the others exceed a layer's computation by.
+
+    gather, scatter: seconds of a layer's all-gather and reduce-scatter; layers: number in the stage; forward, back:
+    seconds of the stage's computation; share: slow-down of overlapped computation, as a fraction of the communication's
+    seconds.
+    """
+    waited = gather + (layers - 1) * np.maximum(0.0, gather - forward / layers)
+    both = gather + scatter
+    waited_back = scatter + (layers - 1) * np.maximum(0.0, both - back / layers)
+    taken = share * (layers * gather - waited), share * np.maximum(0.0, layers * both - waited_back)
+    return waited + taken[0], waited_back + taken[1]
 
 
 def gradient_waits(

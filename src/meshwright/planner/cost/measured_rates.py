@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.planner.cost.operations import FLASH_BACKWARD, Operation
+from meshwright.planner.cost.micro_batch import Number
+from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.hardware.measured import Curve, Measured, Products
 from meshwright.program.durations import Floats
 
@@ -80,8 +81,22 @@ class MeasuredRates:
         found = cls(measured, precision, eager)
         return found if found.one_pass("add") is not None else None
 
-    def seconds(self, one: Operation) -> float | None:
-        """Return the seconds of all calls of an operation; None if its kind was not measured."""
+    def seconds(self, one: Operation) -> Number | None:
+        """Return the seconds of all calls of an operation, of one layout or of an array of them; None if its kind was
+        not measured."""
+        numbers = one.flops, one.bytes, one.count, *(one.shape or ())
+        if not any(isinstance(each, np.ndarray) for each in numbers):
+            return self._seconds(one)
+        found = []
+        for flops, size, count, *shape in zip(*(each.tolist() for each in np.broadcast_arrays(*numbers)), strict=True):
+            each = self._seconds(one._replace(flops=flops, bytes=size, count=count, shape=tuple(shape) or None))
+            if each is None:
+                return None
+            found.append(each)
+        return np.array(found)
+
+    def _seconds(self, one: Operation) -> Number | None:
+        """Return the seconds of all calls of an operation of one layout; None if its kind was not measured."""
         if one.kind == "product":
             assert one.shape is not None
             return one.count * (self._products(_FORMS[one.phase]).at(*_linear(one)) + self.start)
@@ -122,7 +137,7 @@ class MeasuredRates:
         assert found is not None
         return found
 
-    def _attention(self, one: Operation) -> float | None:
+    def _attention(self, one: Operation) -> Number | None:
         """Return the seconds of all calls of an attention operation, forward or backward; None if attention was not
         measured."""
         assert one.shape is not None

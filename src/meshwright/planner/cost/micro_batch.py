@@ -1,195 +1,251 @@
-"""Seconds of one micro-batch on one rank, in pieces that add up to any stage: a layer of each kind, the embedding, the
-head with its loss; and what ZeRO-2 and 3 wait for in it."""
+"""A micro-batch on one rank: the sizes from which every figure of an operator is computed."""
 
 from __future__ import annotations
 
-from collections import Counter
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.communication import calls, group_of
-from meshwright.planner.cost.engines import Engine
-from meshwright.planner.cost.operations import operations
-from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
-from meshwright.program.durations import Floats
-from meshwright.spec.chunks import keeps_head_gradient
+from meshwright.planner.cost.engines import ENGINES, AttentionKernel, Engine
+from meshwright.spec.chunks import padded_documents
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.stages import Stage
+from meshwright.spec.work import count_predictions
 
-MICRO_BATCH_PARTS = ("compute", "tensor", "context", "expert", "data")
-PHASES = ("forward", "input", "weight")
-"""Forward; the way back for inputs, with what is repeated; the gradients of weights."""
+Starts = tuple[tuple[int, ...], ...]
+"""For each sequence, the tokens at which its documents begin."""
 
-AS_ADDED = np.ones(len(MICRO_BATCH_PARTS))
-"""Each part takes what its pieces take together."""
+Number = Any
+"""An int or a float of one layout, or an array of them for many layouts."""
 
-ITEMSIZE = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""Torch's type name of activations and parameters under a precision; in fp8 training only operands of products are
+narrower."""
 
-LayerKind = tuple[int | None, bool]
-"""A layer's window and whether it has experts: layers of a kind take equally long."""
-
-_PART = {part: number for number, part in enumerate(MICRO_BATCH_PARTS)}
-_PHASE = {"forward": 0, "again": 1, "input": 1, "weight": 2}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
+"""Bytes of an element by torch's type name."""
 
 
-def layer_kinds(config: ModelConfig, stage: Stage) -> Counter[LayerKind]:
-    """Return the number of layers of each kind in a stage. Kind: (attention window in tokens or None, True for a
-    mixture of experts)."""
-    return Counter((config.layer_window(layer), config.has_experts(layer)) for layer in stage.layers)
+class Routed(NamedTuple):
+    """Number of token copies in one mixture of experts. arrived: received by this rank over ep; computed: computed by
+    its experts, which includes those that the other etp ranks received."""
+
+    arrived: Number
+    computed: Number
 
 
-@lru_cache(maxsize=64)
-def layer_examples(config: ModelConfig) -> dict[LayerKind, int]:
-    """Return the index of the first layer of each kind. Kind: (attention window in tokens or None, True for a mixture
-    of experts)."""
-    return {(config.layer_window(at), config.has_experts(at)): at for at in reversed(range(config.layers))}
-
-
+@dataclass(frozen=True)
 class MicroBatch:
-    """Predictor of the seconds of one micro-batch of `rows` sequences on a rank, for a layer, the embedding or the
-    head; their sum is the time of any pipeline stage.
+    """A micro-batch on one rank, under one layout or under many that differ only in the sizes of their axes.
 
-    Results are arrays [3 phases, 5 parts]. Phases: forward, input gradients (with recompute), weight gradients. Parts:
-    compute, and exposed communication of tp (tensor), cp (context), ep (expert) and dp (data).
+    Attributes:
+        config: Model.
+        layout: Layout; of many, any one: which axes are larger than 1 is the same for all (`structure`).
+        rows: Number of sequences.
+        whole: Tokens of a sequence.
+        tp, cp, ep, etp: Sizes of the axes: numbers of one layout, or integer arrays [layouts].
+        dtype: Torch's type name of activations and parameters.
+        engine: Training engine whose kernels compute.
+        kernel: Attention kernel.
+        documents: Average number of documents packed into a sequence.
+        eight_bit: True if linear layers of blocks compute in fp8.
+        device: "cpu" or "cuda".
+        masked: True if sequences pack several documents.
+        starts: Tokens at which documents begin in each sequence; None if unknown.
+        responses: Most responses with preferences in a sequence; 0 for next-token training.
+        routed: Token copies by layer with experts; equal load unless given.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layout: Layout,
-        collectives: Collectives,
-        rates: Rates,
-        rows: int,
-        sequence: int,
-        engine: Engine,
-        itemsize: int,
-        documents: float,
-        in_place: Floats = AS_ADDED,
-        pairs: bool = False,
-    ) -> None:
-        """Prepare the predictions for a layout.
+    config: ModelConfig
+    layout: Layout
+    rows: Number
+    whole: int
+    tp: Number
+    cp: Number
+    ep: Number
+    etp: Number
+    dtype: str = "bfloat16"
+    engine: Engine = ENGINES["meshwright"]
+    kernel: AttentionKernel = "flash-2"
+    documents: float = 1.0
+    eight_bit: bool = False
+    device: str = "cpu"
+    masked: bool = False
+    starts: Starts | None = None
+    responses: int = 0
+    routed: Mapping[int, Routed] = field(default_factory=dict, hash=False)
 
-        rows, sequence: sequences of the micro-batch, tokens of each; collectives, rates: speeds of communication and
-        computation; itemsize: bytes of an activation's element; documents: average number packed into a sequence;
-        in_place [parts]: factor by which each part takes longer in a step than operations timed alone; pairs: training
-        on response pairs.
-        """
-        self.in_place, self.pairs = in_place, pairs
-        self.config, self.layout, self.collectives, self.rates = config, layout, collectives, rates
-        self.rows, self.sequence, self.engine = rows, sequence, engine
-        self.itemsize, self.documents = itemsize, documents
-        self.kernel = attention_kernel(engine, collectives.cluster)
-        self._pieces: dict[tuple[LayerKind | str, bool], Floats] = {}
+    @classmethod
+    def of(
+        cls, config: ModelConfig, layout: Layout, rows: int, sequence: int, *, packed: bool | Starts = False,
+        **options: Any,
+    ) -> MicroBatch:  # fmt: skip
+        """Return a micro-batch of `rows` sequences of `sequence` tokens under one layout. packed: True if sequences
+        pack several documents, or the tokens at which they begin in each; options: further fields."""
+        starts = None if isinstance(packed, bool) else packed
+        masked = any(len(row) > 1 for row in starts) if starts is not None else bool(packed)
+        options |= {"masked": masked, "starts": starts if masked else None}
+        return cls(config, layout, rows, sequence, layout.tp, layout.cp, layout.ep, layout.etp, **options)
 
-    def layer(self, kind: LayerKind) -> Floats:
-        """Return the seconds of one layer as an array [phases (forward, input gradients, weight gradients), parts
-        (compute, tensor, context, expert, data)]. kind: (attention window or None, True for a mixture of experts)."""
-        at = layer_examples(self.config)[kind]
-        return self._piece(kind, Stage(0, range(at, at + 1), first=False, last=False))
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of activations and parameters."""
+        return ITEM_BYTES[self.dtype]
 
-    def first(self) -> Floats:
-        """Return the seconds of the embedding, in the first stage, as an array [phases (forward, input gradients,
-        weight gradients), parts (compute, tensor, context, expert, data)]."""
-        return self._piece("first", Stage(0, range(0), first=True, last=False))
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of sums: at least those of float32."""
+        return max(4, self.itemsize)
 
-    def last(self, kept: bool) -> Floats:
-        """Return the seconds of final norm, head and loss, in the last stage, as an array [phases (forward, input
-        gradients, weight gradients), parts (compute, tensor, context, expert, data)]. kept: True if the head's
-        gradients are computed in the forward and saved; else the logits are recomputed in the backward."""
-        return self._piece("last", Stage(0, range(0), first=False, last=True), kept)
+    @property
+    def narrow(self) -> bool:
+        """True if activations are narrower than float32."""
+        return self.itemsize < 4
 
-    def keeps(self, stage: Stage, at_once: bool) -> bool:
-        """Return True if the last stage computes its head's gradients in the forward and saves them. at_once: the
-        stage's backward directly follows its forward."""
-        config, layout = self.config, self.layout
-        widest = min(-(-config.vocabulary // layout.tp), config.vocabulary)
-        tokens = self.rows * self.sequence // layout.cp
-        return not self.pairs and keeps_head_gradient(tokens, widest, len(stage.layers), layout.recompute, at_once)
+    @cached_property
+    def tokens(self) -> Number:
+        """Tokens of a sequence on this rank of cp."""
+        return self.whole // self.cp
 
-    def stage(self, stage: Stage, at_once: bool) -> Floats:
-        """Return the seconds of a micro-batch in a whole stage as an array [phases (forward, input gradients, weight
-        gradients), parts (compute, tensor, context, expert, data)]. at_once: the stage's backward directly follows its
-        forward."""
-        found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS)))
-        for kind, count in layer_kinds(self.config, stage).items():
-            found += count * self.layer(kind)
-        if stage.first:
-            found += self.first()
-        if stage.last:
-            found += self.last(self.keeps(stage, at_once))
-        return found
+    @cached_property
+    def slice(self) -> Number:
+        """Tokens of a sequence outside of matrix products: sequence parallelism divides them by tp."""
+        return self.tokens // self.tp if self.layout.tensor_sequence_parallel else self.tokens
 
-    def _piece(self, name: LayerKind | str, stage: Stage, at_once: bool = True) -> Floats:
-        """Return the seconds of a layer, the embedding or the head, cached, as an array [phases, parts] (see `stage`).
-        name: layer kind, "first" (embedding) or "last" (head); stage: a stage with only that; at_once: the head's
-        gradients are computed in the forward."""
-        key = name, at_once
-        if key not in self._pieces:
-            self._pieces[key] = self._priced(stage, at_once)
-        return self._pieces[key]
+    @cached_property
+    def all_tokens(self) -> Number:
+        """Tokens of all sequences on this rank of cp."""
+        return self.rows * self.tokens
 
-    def _priced(self, stage: Stage, at_once: bool) -> Floats:
-        """Return the seconds of a micro-batch in a stage, exposed communication included, as an array [phases, parts]
-        (see `stage`). at_once: the stage's backward directly follows its forward."""
-        found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS)))
-        arguments = self.config, self.layout, self.rows, self.sequence, stage, self.engine
-        # Seconds of attention in each phase, of weight gradients, and of products.
-        beside: dict[str, float] = dict.fromkeys(("forward", "again", "input", "weight"), 0.0)
-        products = dict(beside)
-        options = {"itemsize": self.itemsize, "documents": self.documents, "at_once": at_once}
-        options["eight_bit"] = self.rates.eight_bit
-        for one in operations(*arguments, attention=self.kernel, **options):  # type: ignore[arg-type]
-            seconds = self.rates.seconds(one, self.kernel)
-            found[_PHASE[one.phase], 0] += seconds
-            if one.phase == "weight" or one.name.startswith(("attention.core", "attention.scores", "attention.values")):
-                beside[one.phase] += seconds
-            elif one.kind == "product":
-                products[one.phase] += seconds
-        hidden: dict[tuple[str, str], float] = {}
-        in_pieces: dict[tuple[str, str], float] = {}
-        for call in calls(*arguments, self.collectives.cluster, self.itemsize):
-            seconds = call.seconds(self.collectives)
-            if call.beside is None:
-                found[_PHASE[call.phase], _PART[call.axis]] += seconds
-            elif call.beside == "product":
-                in_pieces[call.phase, call.axis] = in_pieces.get((call.phase, call.axis), 0.0) + seconds
-            else:
-                key = ("weight" if call.beside == "weight" else call.phase, call.axis)
-                hidden[key] = hidden.get(key, 0.0) + seconds
-        for (phase, axis), seconds in in_pieces.items():
-            # In as many pieces as ranks: the first that is gathered, or the last that is summed, is waited for.
-            pieces, group = self.layout.tp, group_of(self.layout, "tp", self.collectives.cluster)
-            waited = max(seconds / pieces, seconds - products[phase] * (pieces - 1) / pieces)
-            found[_PHASE[phase], _PART[axis]] += waited + self.collectives.tax(group) * (seconds - waited)
-        for (cover, axis), seconds in hidden.items():
-            # In a ring all but the last piece's attention have a message beside them.
-            covered = beside[cover] * ((self.layout.cp - 1) / self.layout.cp if axis == "context" else 1)
-            group = group_of(self.layout, "cp" if axis == "context" else "tp", self.collectives.cluster)
-            waited = max(0.0, seconds - covered)
-            phase = "input" if cover == "weight" else cover
-            found[_PHASE[phase], _PART[axis]] += waited + self.collectives.tax(group) * (seconds - waited)
-        return found * self.in_place
+    @cached_property
+    def heads(self) -> Number:
+        """Query heads on this rank."""
+        return self.config.heads // self.tp
+
+    @cached_property
+    def kv_heads(self) -> Number:
+        """Key-value heads on this rank."""
+        return at_least(self.config.kv_heads // self.tp, 1)
+
+    @cached_property
+    def qkv_width(self) -> Number:
+        """Columns of the product that computes queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.config.head_dim
+
+    @property
+    def ring(self) -> bool:
+        """True for ring attention."""
+        return self.layout.cp > 1 and self.layout.cp_method == "ring"
+
+    @property
+    def ulysses(self) -> bool:
+        """True for context parallelism by all-to-alls of heads and tokens."""
+        return self.layout.cp > 1 and self.layout.cp_method == "ulysses"
+
+    @property
+    def spread(self) -> bool:
+        """True if experts are expert-parallel."""
+        return self.layout.expert_parallel
+
+    @cached_property
+    def routed_tokens(self) -> Number:
+        """Number of tokens that this rank routes to experts."""
+        return self.rows * (self.tokens // self.tp if self.spread else self.tokens)
+
+    @cached_property
+    def copies(self) -> Number:
+        """Number of (token, expert) pairs that this rank routes."""
+        return self.routed_tokens * self.config.experts_per_token
+
+    @cached_property
+    def expert_width(self) -> Number:
+        """Hidden columns of an expert on this rank."""
+        return self.config.expert_intermediate // (self.etp if self.spread else self.tp)
+
+    @cached_property
+    def vocabulary(self) -> Number:
+        """Rows of the embedding and of the head on a rank of tp; the last ranks may have fewer."""
+        return -(-self.config.vocabulary // self.tp)
+
+    @cached_property
+    def predictions(self) -> Number:
+        """Number of positions on this rank of cp that the head computes."""
+        if isinstance(self.rows, np.ndarray):
+            return (
+                np.array([count_predictions(self.config, rows, self.whole) for rows in self.rows.tolist()]) // self.cp
+            )
+        return count_predictions(self.config, self.rows, self.tokens)
+
+    def load(self, layer: int) -> Routed:
+        """Return the token copies that this rank receives and computes in a layer with experts."""
+        if layer in self.routed:
+            return self.routed[layer]
+        return Routed(self.copies, self.copies * (self.etp if self.spread else 1))
+
+    @property
+    def key_value_copies(self) -> Number:
+        """Copies of each key-value head that all-to-alls over cp make, where there are fewer heads than ranks."""
+        return at_least(self.cp // self.kv_heads, 1)
+
+    @property
+    def grouped(self) -> bool:
+        """True if several query heads share a key-value head in the attention kernel."""
+        return bool(np.all(self.heads > self.kv_heads * self.key_value_copies))
+
+    # --- masks of the CUDA attention kernels
+
+    def limited(self, window: int | None) -> bool:
+        """Return True if some token does not attend to all tokens before it, because of documents or a window. window:
+        most tokens that a query attends to, None for all."""
+        return self.masked or (window is not None and window < self.whole)
+
+    def varlen(self, window: int | None) -> bool:
+        """Return True if attention runs in variable-length kernels, which need no mask (`model/varlen_attention.py`):
+        on GPUs, with packed documents or a window, for types and head sizes that flash attention supports. window: most
+        tokens that a query attends to, None for all."""
+        size = self.config.head_dim
+        flash = self.narrow and size % 8 == 0 and size <= 256
+        return self.device == "cuda" and flash and not self.ring and not self.config.encoder and self.limited(window)
+
+    def dense_mask(self, window: int | None) -> bool:
+        """Return True if CUDA attention reads a mask of all pairs of tokens. window: most tokens that a query attends
+        to, None for all."""
+        return self.limited(window) and not self.varlen(window)
+
+    def repeats(self, window: int | None) -> bool:
+        """Return True if keys and values are copied for every query head, as the CUDA kernel does not support grouped
+        queries. window: most tokens that a query attends to, None for all."""
+        if self.device != "cuda" or self.ring or self.config.encoder:
+            return False
+        return self.grouped and (self.dense_mask(window) or not self.narrow)
+
+    @property
+    def varlen_documents(self) -> int:
+        """Number of documents for which variable-length attention is called; where it is not known how many are packed,
+        the fewest."""
+        if not self.masked:
+            return int(self.rows)
+        return padded_documents(self.rows if self.starts is None else sum(map(len, self.starts)))
 
 
-def zero_waits(
-    gather: Floats | float,
-    scatter: Floats | float,
-    layers: Floats | int,
-    forward: Floats,
-    back: Floats,
-    share: Floats | float,
-) -> tuple[Floats, Floats]:
-    """Return the exposed seconds of (forward, backward) that ZeRO-2 and 3 add to a stage's micro-batch, with prefetch
-    of one layer: the first all-gather, and what the others exceed a layer's computation by.
+def at_least(value: Number, least: int) -> Number:
+    """Return a number, or each element of an array, raised to at least `least`."""
+    return np.maximum(value, least) if isinstance(value, np.ndarray) else max(value, least)
 
-    gather, scatter: seconds of a layer's all-gather and reduce-scatter; layers: number in the stage; forward, back:
-    seconds of the stage's computation; share: slow-down of overlapped computation, as a fraction of the communication's
-    seconds.
-    """
-    waited = gather + (layers - 1) * np.maximum(0.0, gather - forward / layers)
-    both = gather + scatter
-    waited_back = scatter + (layers - 1) * np.maximum(0.0, both - back / layers)
-    taken = share * (layers * gather - waited), share * np.maximum(0.0, layers * both - waited_back)
-    return waited + taken[0], waited_back + taken[1]
+
+def at_most(value: Number, most: Number) -> Number:
+    """Return a number, or each element of an array, lowered to at most `most`."""
+    return np.minimum(value, most) if isinstance(value, np.ndarray) else min(value, most)
+
+
+def structure(layout: Layout, config: ModelConfig) -> tuple[object, ...]:
+    """Return what layouts must have in common to be computed as arrays: recompute, which axes are larger than 1, and if
+    query heads share key-value heads."""
+    at = MicroBatch.of(config, layout, 1, layout.cp)
+    return (
+        layout.recompute, layout.tp > 1, layout.tensor_sequence_parallel, layout.cp > 1 and layout.cp_method,
+        layout.ep > 1, layout.etp > 1, at.grouped,
+    )  # fmt: skip

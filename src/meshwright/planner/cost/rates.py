@@ -10,19 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.planner.cost.engines import AttentionKernel, Engine, Fusion
 from meshwright.planner.cost.measured_rates import MeasuredCost, MeasuredRates, measured_cost
-from meshwright.planner.cost.operations import Operation, in_eight_bits
+from meshwright.planner.cost.micro_batch import Number
+from meshwright.planner.cost.operators import Collective, Operation, in_eight_bits
 from meshwright.planner.hardware.cluster import Cluster, Link
 from meshwright.planner.hardware.devices import Device, architecture_share
 from meshwright.program.durations import Floats
 
-Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 Sizes = TypeVar("Sizes", float, Floats)
 
 BEFORE_HOPPER = ("Volta", "Ampere", "Ada", "Turing", "Pascal")
@@ -99,18 +99,19 @@ class Rates:
             own,
         )
 
-    def seconds(self, one: Operation, kernel: AttentionKernel = "flash-2") -> float:
-        """Return the seconds of all calls of an operation. kernel: attention kernel, such as "flash-2"."""
+    def seconds(self, one: Operation, kernel: AttentionKernel = "flash-2") -> Number:
+        """Return the seconds of all calls of an operation, of one layout or of an array of them. kernel: attention
+        kernel, such as "flash-2"."""
         known = None if self.measured is None else self.measured.seconds(one)
         if known is not None:
             return known
         moving = one.bytes / self.memory
         if one.kind == "product":
             rate = self.product if in_eight_bits(one.name) else self.wide_product
-            return one.count * (self.product_launch + math.hypot(one.flops / rate, moving))
+            return one.count * (self.product_launch + np.hypot(one.flops / rate, moving))
         if one.kind == "attention":
             share = attention_rates(kernel, self.architecture)[one.phase == "input"]
-            return one.count * (self.product_launch + math.hypot(one.flops / (share * self.wide_peak), moving))
+            return one.count * (self.product_launch + np.hypot(one.flops / (share * self.wide_peak), moving))
         return one.count * (self.memory_launch + moving)
 
 
@@ -168,12 +169,24 @@ class Cost:
 NOTHING = Cost(0.0, 0.0, 0.0)
 
 
+class Slowest(NamedTuple):
+    """Cost function of a collective that ends with the slower of two parts: inside nodes and across them."""
+
+    inside: Cost
+    across: Cost
+
+    def at(self, size: Sizes) -> Sizes:
+        """Return the seconds of the collective on a vector of `size` bytes (a number or an array)."""
+        seconds: Sizes = np.maximum(self.inside.at(size), self.across.at(size))
+        return seconds
+
+
 class Collectives:
     """Predictor of the seconds of collectives on a cluster, by operation and process group."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._costs: dict[tuple[Collective, Group], tuple[Cost | MeasuredCost, ...]] = {}
+        self._costs: dict[tuple[Collective, Group], Cost | Slowest | MeasuredCost] = {}
 
     def seconds(self, operation: Collective, group: Group, size: Sizes) -> Sizes:
         """Return the seconds of a collective on a vector of `size` bytes (a number or an array). operation: such as
@@ -181,20 +194,16 @@ class Collectives:
 
         size: bytes of the full vector of all ranks; of an all-to-all, one rank's input; of a send, the message.
         """
-        first, *more = self.costs(operation, group)
-        seconds = first.at(size)
-        for each in more:
-            seconds = np.maximum(seconds, each.at(size))
+        seconds: Sizes = self.cost(operation, group).at(size)
         return seconds
 
-    def costs(self, operation: Collective, group: Group) -> tuple[Cost | MeasuredCost, ...]:
-        """Return the cost functions of a collective in a group; the largest of their seconds applies. operation: such
-        as "all-reduce"."""
+    def cost(self, operation: Collective, group: Group) -> Cost | Slowest | MeasuredCost:
+        """Return the cost function of a collective in a group. operation: such as "all-reduce"."""
         if (operation, group) not in self._costs:
             measured, found = self.cluster.measured, None
             if measured is not None and group.ranks > 1:
                 found = measured_cost(measured, operation, group.ranks, group.nodes)
-            self._costs[operation, group] = _costs(self.cluster, operation, group) if found is None else (found,)
+            self._costs[operation, group] = _cost(self.cluster, operation, group) if found is None else found
         return self._costs[operation, group]
 
     def tax(self, group: Group) -> float:
@@ -207,9 +216,8 @@ class Collectives:
         return float(constants()["overlap"]["tax"]["inside" if group.nodes == 1 else "across"])
 
 
-def _costs(cluster: Cluster, operation: Collective, group: Group) -> tuple[Cost, ...]:
-    """Return the cost functions of a collective in a group, from published bandwidths; the largest of their seconds
-    applies.
+def _cost(cluster: Cluster, operation: Collective, group: Group) -> Cost | Slowest:
+    """Return the cost function of a collective in a group, from published bandwidths.
 
     For an all-reduce of s bytes over n ranks, a rank sends 2 s (n - 1) / n bytes, and s (n - 1) / n for the others: the
     least possible. Across nodes, the ranks of a node share the network and send over all their links at once; rings
@@ -217,22 +225,22 @@ def _costs(cluster: Cluster, operation: Collective, group: Group) -> tuple[Cost,
     """
     ranks = group.ranks
     if ranks <= 1:
-        return (NOTHING,)
+        return NOTHING
     found = constants()["collectives"]
     start = float(found["start_seconds"])
     if operation == "send":
         link = cluster.inside if group.nodes == 1 else cluster.across
         bandwidth = pair_bandwidth(cluster) if group.nodes == 1 else link.bandwidth * found["efficiency"]["across"]
-        return (Cost(float(found["pair_seconds"] + link.latency), 1 / bandwidth, 0.0),)
+        return Cost(float(found["pair_seconds"] + link.latency), 1 / bandwidth, 0.0)
     share = (ranks - 1) / ranks * (2 if operation == "all-reduce" else 1)
     if operation == "all-to-all" and group.nodes > 1:
         away, near = (ranks - group.in_node) / ranks, (group.in_node - 1) / ranks
-        return (
+        return Slowest(
             _ramped(start, near, _inside(cluster, operation, group.in_node), "inside"),
             _ramped(start, away, _across(cluster.across, 1), "across"),
         )
     if group.nodes == 1:
-        return (_ramped(start, share, _inside(cluster, operation, ranks), "inside"),)
+        return _ramped(start, share, _inside(cluster, operation, ranks), "inside")
     rings = 2 if operation == "all-reduce" else 1
     hops = rings * (group.nodes * cluster.across.latency + (ranks - group.nodes) * cluster.inside.latency)
     if operation == "all-reduce":  # a tree over nodes instead, where that is shorter
@@ -242,7 +250,7 @@ def _costs(cluster: Cluster, operation: Collective, group: Group) -> tuple[Cost,
     bandwidth = _across(cluster.across, group.in_node)
     if group.in_node > 1:  # the ring also runs inside of nodes
         bandwidth = min(bandwidth, _inside(cluster, "all-gather", ranks))
-    return (_ramped(start + hops, share, bandwidth, "across"),)
+    return _ramped(start + hops, share, bandwidth, "across")
 
 
 def _ramped(start: float, share: float, bandwidth: float, where: str) -> Cost:

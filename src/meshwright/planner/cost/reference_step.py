@@ -17,7 +17,7 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.cost.micro_batch import AS_ADDED, MICRO_BATCH_PARTS
+from meshwright.planner.cost.piece_times import AS_ADDED, MICRO_BATCH_PARTS
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.program.durations import Floats

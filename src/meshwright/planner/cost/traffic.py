@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.layout import Layout
+from meshwright.planner.cost.blocks import block, embedding, head
 from meshwright.planner.cost.data_calls import AXES_OF, DataCalls, Work, by_axis, by_site
+from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.cost.operators import Exchange
+from meshwright.planner.cost.tensor_parallel import hidden_bytes
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.chunks import loss_chunks
@@ -58,16 +62,17 @@ class _Step(DataCalls):
 
         self.rows = work.batch // (layout.dp * layout.micro_batches)
         self.tokens = self.rows * work.sequence // layout.cp  # of a micro-batch, on this rank of cp
-        self.hidden_bytes = self.tokens * config.hidden * work.parameter_bytes
+        dtype = {8: "float64", 4: "float32", 2: "bfloat16"}[work.parameter_bytes]
+        self.micro_batch = MicroBatch.of(
+            config, layout, self.rows, work.sequence, dtype=dtype, device=work.device, responses=work.responses
+        )
 
     def calls(self) -> Counter[tuple[str, str]]:
         """Count all calls of the step; return bytes sent by (call site, axis)."""
         self.reduce("data.targets", "data", 1, 8)
         passes = self.passes()
         for stage, count in passes.items():
-            self.tensor(self.stages[stage], count)
-            self.context(self.stages[stage], count)
-            self.experts(self.stages[stage], count)
+            self.operators(self.stages[stage], count)
         self.pipeline()
         units: Counter[str] = Counter()
         for stage, count in passes.items():
@@ -86,9 +91,7 @@ class _Step(DataCalls):
         """Count the calls of the step's forward passes without gradients, from which KTO estimates the KL divergence,
         and of its sum; return bytes sent by (call site, axis)."""
         for stage, count in self.passes().items():
-            self.tensor(self.stages[stage], count)
-            self.context(self.stages[stage], count)
-            self.experts(self.stages[stage], count)
+            self.operators(self.stages[stage], count)
         self.pipeline()
         self.gathers(forward_only=True)
         self.all_reduce("loss.kl", "world", self.layout.world_size, 16)
@@ -105,118 +108,41 @@ class _Step(DataCalls):
         """Return the number of micro-batches that this rank runs through each of its stages, by stage index."""
         return Counter(stage for kind, stage, _ in self.steps() if kind == Kind.FORWARD)
 
-    # --- activations: tensor parallelism, the loss, the pipeline
+    # --- activations: collectives of operators, the pipeline
 
-    def tensor(self, stage: Stage, count: int) -> None:
-        """Count the bytes sent by the tensor-parallel collectives in the forward and backward of `count` micro-batches
-        through a stage."""
-        if self.layout.tp == 1:
-            return
-        sequence_parallel = self.layout.tensor_sequence_parallel
-        again = self.layout.recompute
-        entries, exits = Counter[str](), Counter[str]()
-        if stage.first:
-            exits["embedding"] += 1
-        for layer in stage.layers:
-            entries["attention.input"] += 1
-            exits["attention.output"] += 1
-            if not self.spread(layer) or self.config.shared_intermediate:  # spread experts meet otherwise
-                entries["mlp.input"] += 1
-                exits["mlp.output"] += 1
-        if stage.last:
-            entries["head.input"] += 1
-        for site, times in entries.items():
-            # Forward each rank is given all tokens, if it has not got them; backward its gradients are summed.
-            repeated = times if again != "none" and site != "head.input" else 0
-            self.meet(site, count * (times + repeated) if sequence_parallel else 0)
-            self.meet(f"{site}.backward", count * times)
-        for site, times in exits.items():
-            # A block that is computed again stops before its last sum, which nobody needs.
-            repeated = times if again == "full" and site == "attention.output" else 0
-            self.meet(site, count * (times + repeated))
-            self.meet(f"{site}.backward", count * times if sequence_parallel else 0)
-        if stage.last:
-            widest = min(-(-self.config.vocabulary // self.layout.tp), self.config.vocabulary)
-            for chunk in loss_chunks(self.tokens, widest, self.work.device):
-                for site in ("loss.target_logit", "loss.maximum", "loss.sum"):
-                    self.all_reduce(site, "tp", self.layout.tp, chunk * max(4, self.work.parameter_bytes), count)
+    def operators(self, stage: Stage, count: int) -> None:
+        """Count the bytes sent by the collectives of a stage's operators in the forward and backward of `count`
+        micro-batches."""
+        at = self.micro_batch
+        layers = [operator for layer in stage.layers for operator in block(at, layer)]
+        first, last = embedding(at) if stage.first else (), head(at, True) if stage.last else ()
+        for operator in (*first, *layers, *last):
+            for one in operator.exchanges:
+                for site, size in one.sites:
+                    self.exchange(one, site, size, count * one.count * (1 + one.again))
+        if self.config.router_loss and not self.work.responses and any(map(self.config.has_experts, stage.layers)):
+            # Of responses with preferences every rank counts the targets itself.
+            self.all_reduce("router.targets", "cp", self.layout.cp, 8 * self.rows, count)
 
-    def meet(self, site: str, times: int) -> None:
-        """Count the bytes sent by `times` tp collectives on a micro-batch's hidden states: reduce-scatters or
-        all-gathers with sequence parallelism, else all-reduces. site: label of the call, such as "mlp.output"."""
-        if self.layout.tensor_sequence_parallel:
-            self.half(site, "tp", self.layout.tp, self.hidden_bytes, times)
+    def exchange(self, one: Exchange, site: str, size: int, times: int) -> None:
+        """Count the bytes sent by `times` calls of an operator's collective. site: label of the call; size: bytes of
+        the full vector."""
+        axis = "cp" if one.axis == "ring" else one.axis
+        ranks = getattr(self.layout, axis)
+        if one.operation == "send":
+            self.sent[site, axis] += times * size
+        elif one.operation != "all-reduce":
+            self.half(site, axis, ranks, size, times)
+        elif axis == "tp" and site.startswith("loss."):  # once for each chunk of the loss
+            at = self.micro_batch
+            for chunk in loss_chunks(self.tokens, min(at.vocabulary, self.config.vocabulary), self.work.device):
+                self.all_reduce(site, axis, ranks, chunk * at.wide, times)
         else:
-            self.all_reduce(site, "tp", self.layout.tp, self.hidden_bytes, times)
-
-    def context(self, stage: Stage, count: int) -> None:
-        """Count the bytes sent by the context-parallel calls for `count` micro-batches through a stage."""
-        config, layout, ranks = self.config, self.layout, self.layout.cp
-        if ranks == 1:
-            return
-        heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
-        one = self.tokens * config.head_dim * self.work.parameter_bytes  # a head's part of a micro-batch
-        wide = self.tokens * config.head_dim * max(4, self.work.parameter_bytes)
-        if stage.last:
-            self.all_reduce("loss.responses", "cp", ranks, 8 * self.rows * self.work.responses, count)
-        layers = count * len(stage.layers)
-        if layout.cp_method == "ring":  # keys and values go round, on the way back with their gradients
-            forward = layers * (2 if layout.recompute == "full" else 1)
-            self.sent["attention.ring", "cp"] += forward * (ranks - 1) * 2 * kv_heads * one
-            self.sent["attention.ring.backward", "cp"] += layers * (ranks - 1) * 2 * kv_heads * one
-            self.sent["attention.ring.gradients", "cp"] += layers * ranks * 2 * kv_heads * wide
-        else:
-            forward = layers * (1 if layout.recompute == "none" else 2)
-            traded = {"attention.heads": heads + 2 * kv_heads * max(1, ranks // kv_heads), "attention.tokens": heads}
-            for site, number in traded.items():
-                self.half(site, "cp", ranks, number * one, forward)
-                self.half(f"{site}.backward", "cp", ranks, number * one, layers)
-
-    def spread(self, layer: int) -> bool:
-        """Return True if a layer's experts are expert-parallel."""
-        return self.layout.expert_parallel and self.config.has_experts(layer)
-
-    def experts(self, stage: Stage, count: int) -> None:
-        """Count the bytes sent by the calls of mixtures of experts for `count` micro-batches through a stage: expert
-        loads, dispatch and combine."""
-        config, layout = self.config, self.layout
-        if not config.experts:
-            return
-        mixtures = count * sum(config.has_experts(layer) for layer in stage.layers)
-        again = 2 if layout.recompute == "full" else 1
-        if config.router_loss:
-            counted = mixtures and not self.work.responses  # these are counted by every rank
-            self.all_reduce("router.targets", "cp", layout.cp, 8 * self.rows, count if counted else 0)
-            load = 4 * self.rows * config.experts
-            self.all_reduce("router.load.cp", "cp", layout.cp, load, mixtures * again)
-            if layout.expert_parallel:
-                self.all_reduce("router.load.tp", "tp", layout.tp, load, mixtures * again)
-        if not layout.expert_parallel:
-            return
-        ep, etp = layout.ep, layout.etp
-        repeated = mixtures * (1 if layout.recompute == "none" else 2)  # what is not kept
-        self.sent["experts.counts", "ep"] += 8 * (ep - 1) * (config.experts // ep + 1) * repeated
-        self.sent["experts.counts", "etp"] += 8 * (etp - 1) * (config.experts + 1) * repeated
-        rows = self.tokens // layout.tp * config.experts_per_token
-        bytes_of_rows = rows * config.hidden * self.work.parameter_bytes
-        away, shared = bytes_of_rows * (ep - 1) // ep, bytes_of_rows * (etp - 1)
-        for what, axis, size, times in (
-            ("dispatch", "ep", away, mixtures * again),
-            ("gather", "etp", shared, repeated),
-            ("sum", "etp", shared, mixtures * again),
-            ("combine", "ep", away, mixtures * again),
-        ):
-            self.sent[f"experts.{what}", axis] += size * times
-            self.sent[f"experts.{what}.backward", axis] += size * mixtures
-        if not layout.tensor_sequence_parallel:
-            # Without a shared expert after it, a block that is computed again stops before its last gather.
-            last = mixtures if not config.shared_intermediate else repeated
-            self.half("experts.output", "tp", layout.tp, self.hidden_bytes, last)
-            self.half("experts.input.backward", "tp", layout.tp, self.hidden_bytes, mixtures)
+            self.all_reduce(site, axis, ranks, size, times)
 
     def pipeline(self) -> None:
         """Count the bytes sent by the messages of activations and gradients to other pipeline stages."""
-        size = self.hidden_bytes // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
+        size = hidden_bytes(self.micro_batch) // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
         kinds = Counter(kind for kind, *_ in self.steps())
         self.sent["pipeline.activations", "pp"] += kinds[Kind.SEND_FORWARD] * size
         self.sent["pipeline.gradients", "pp"] += kinds[Kind.SEND_BACKWARD] * size

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-Starts = tuple[tuple[int, ...], ...]
-"""Where documents begin, row by row, and row after row of all micro-batches that are priced; the first place is 0."""
+from meshwright.planner.cost.micro_batch import Starts
 
 LAST_TILES = 4
 """Of rows that are one document the last tiles have the most keys: these are looked at."""

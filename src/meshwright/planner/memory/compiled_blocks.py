@@ -14,16 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch
+from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory.kernels import Buffer, Kernel
-from meshwright.planner.memory.saved_blocks import INDEX, Entry, Local, dense_mask, repeats
 from meshwright.planner.memory.temporaries import ring_backward, tiled_backward
 
 GRADIENT, RESULT, INPUT, INPUT_GRADIENT = "gradient of the output", "result", "input", "gradient of the input"
-INT32 = 4
 REPEATED = "attention.keys_repeated", "attention.values_repeated"
 
 
-def known(at: Local, layer: int) -> bool:
+def known(at: MicroBatch, layer: int) -> bool:
     """Return True if the memory of this layer, compiled with torch.compile, is modelled: false for norms after
     sublayers.
 
@@ -41,7 +41,7 @@ class CompiledBlock:
     rank; window: most tokens that a query of this layer attends to, None for all; x: bytes of an activation's element.
     """
 
-    def __init__(self, at: Local, window: int | None = None, x: int = 4) -> None:
+    def __init__(self, at: MicroBatch, window: int | None = None, x: int = 4) -> None:
         self.at, self.window, self.x, self.wide = at, window, x, max(4, x)
         config, layout = at.config, at.layout
         self.again = layout.recompute
@@ -51,9 +51,9 @@ class CompiledBlock:
         self.turned = config.positions == "rope" or config.query_key_norm
         self.cuda = at.device == "cuda" and not at.ring
         """Whether it is PyTorch's kernels that attend: their backward reads what their forward gave."""
-        self.repeated = repeats(at, window)
+        self.repeated = at.repeats(window)
         """Whether keys and values are repeated for every query head."""
-        limited = self.cuda and dense_mask(at, window)
+        limited = self.cuda and at.dense_mask(window)
         self.made = ", ".join([*(REPEATED if self.repeated else ()), *(["attention.mask"] if limited else [])])
         """What is made for PyTorch's kernels alone."""
         self._shapes = dict(self._values())
@@ -97,7 +97,7 @@ class CompiledBlock:
             yield "attention.trading.gradient", ((at.rows, heads + 2 * kv_heads, length, size), "x")
         for name in ("attention.core", "attention.core.gradient"):
             yield name, ((at.rows, heads, length, size), "x")
-        lines = -(-length // 32) * 32 if self.cuda and (dense_mask(at, self.window) or not at.narrow) else length
+        lines = -(-length // 32) * 32 if self.cuda and (at.dense_mask(self.window) or not at.narrow) else length
         yield "attention.log_sum", ((at.rows, heads, lines), "wide")
         for name in ("attention.keys_repeated", "attention.values_repeated"):
             yield name, ((at.rows, heads, length, size), "x")
@@ -113,15 +113,18 @@ class CompiledBlock:
         for name, many in (("qkv", columns), ("output", at.heads * size), ("up", both[-1]), ("down", width)):
             yield f"weight gradient of {name}", ((many, config.hidden), "x")
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> SavedTensor:
         """Return name, shape and element type of the block's tensor with a name such as "attention.qkv.output"."""
         shape, kind = self._shapes[name]
-        return Entry(name, shape, kind)
+        return SavedTensor(name, shape, kind)
 
     def bytes(self, name: str) -> int:
         """Return the bytes of the block's tensor with a name such as "attention.qkv.output"."""
         shape, kind = self._shapes[name]
-        return math.prod(shape) * {"x": self.x, "wide": self.wide, "index": INDEX, "int32": INT32}[kind]
+        return (
+            math.prod(shape)
+            * {"x": self.x, "wide": self.wide, "index": ITEM_BYTES["int64"], "int32": ITEM_BYTES["int32"]}[kind]
+        )
 
     def kept(self) -> list[str]:
         """Return the names of the activations that the forward saves for the backward, without the block's input; under

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory.compiled_blocks import CompiledBlock
 from meshwright.planner.memory.compiled_encoder import CompiledEncoderBlock
 from meshwright.planner.memory.compiled_mixture import CompiledMixture
 from meshwright.planner.memory.compiled_spread import CompiledFront
-from meshwright.planner.memory.saved_blocks import Entry, Local
 
 
-def block_of(at: Local, layer: int, x: int = 4) -> CompiledBlock:
+def block_of(at: MicroBatch, layer: int, x: int = 4) -> CompiledBlock:
     """Return the model of a layer's block compiled by torch.compile: an encoder, dense or mixture-of-experts block, or
     the compiled part before an expert-parallel mixture.
 
@@ -26,11 +27,11 @@ def block_of(at: Local, layer: int, x: int = 4) -> CompiledBlock:
     return made(at, at.config.layer_window(layer), x)
 
 
-def kept(at: Local, layer: int) -> Iterator[Entry]:
+def kept(at: MicroBatch, layer: int) -> Iterator[SavedTensor]:
     """Yield the activations that a compiled layer's forward saves in addition to its input; none under full recompute.
 
-    at: sizes and settings of one micro-batch on one rank; layer: the layer's index N. Names begin with `layers.N.`.
+    at: sizes and settings of one micro-batch on one rank; layer: the layer's index. Names are relative to the layer.
     """
     block = block_of(at, layer)
     for title in [] if block.again == "full" else block.kept():
-        yield block.entry(title)._replace(name=f"layers.{layer}.{title}")
+        yield block.entry(title)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT
 from meshwright.planner.memory.compiled_layers import block_of
 from meshwright.planner.memory.kernels import Held, highest
-from meshwright.planner.memory.saved_blocks import Local
 from meshwright.planner.memory.temporaries import Extra, mixture_backward
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ COLLECTED = ".weight gradients"
 """When the compiled backward is over: it gives all weight gradients of the block at once."""
 
 
-def forward_extras(at: Local, layer: int, x: int) -> Iterator[Extra]:
+def forward_extras(at: MicroBatch, layer: int, x: int) -> Iterator[Extra]:
     """Yield the tensors allocated at the memory peak of a compiled layer's forward, including those that it saves.
 
     at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
@@ -30,7 +30,7 @@ def forward_extras(at: Local, layer: int, x: int) -> Iterator[Extra]:
 
 
 def backward_extras(
-    at: Local, layer: int, x: int, arrived: frozenset[str] = frozenset()
+    at: MicroBatch, layer: int, x: int, arrived: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, list[Extra]]]:
     """Yield (snapshot name, tensors other than saved activations) for the memory snapshots of a compiled layer's
     backward.
@@ -45,7 +45,7 @@ def backward_extras(
         yield name, list(extras_of(each, unit))
 
 
-def passing_bytes(at: Local, layer: int, x: int) -> int:
+def passing_bytes(at: MicroBatch, layer: int, x: int) -> int:
     """Return the peak bytes of a compiled layer's temporaries in forward and backward, without weight gradients, as
     these do not grow with the batch. at: sizes and settings of one micro-batch on one rank; layer: the layer's index;
     x: bytes of an activation's element."""
@@ -56,7 +56,7 @@ def passing_bytes(at: Local, layer: int, x: int) -> int:
 
 
 def spread_backward(
-    at: Local,
+    at: MicroBatch,
     layer: int,
     x: int,
     kept: tuple[Sequence[Saved], Sequence[Saved]],
@@ -86,7 +86,7 @@ def spread_backward(
         yield name, [*extras, Extra("activations", f"{mlp}: freed", -here)]
 
 
-def alike(at: Local, layer: int) -> int:
+def alike(at: MicroBatch, layer: int) -> int:
     """Return the index of the first layer that has the same kernels and sizes as `layer` (same attention window,
     experts or none), so that results are cached once for equal layers. at: sizes and settings of one micro-batch on one
     rank."""
@@ -106,7 +106,7 @@ def extras_of(held: Held, unit: str) -> Iterator[Extra]:
 
 
 @lru_cache(maxsize=64)
-def forward_held(at: Local, layer: int, x: int) -> Held:
+def forward_held(at: MicroBatch, layer: int, x: int) -> Held:
     """Return the memory during the kernel with the highest peak of a compiled layer's forward. at: sizes and settings
     of one micro-batch on one rank; layer: index of the first of all equal layers, as the result is cached; x: bytes of
     an activation's element."""
@@ -115,7 +115,7 @@ def forward_held(at: Local, layer: int, x: int) -> Held:
 
 
 @lru_cache(maxsize=64)
-def _backward(at: Local, layer: int, x: int, arrived: frozenset[str] = frozenset()) -> list[tuple[str, Held]]:
+def _backward(at: MicroBatch, layer: int, x: int, arrived: frozenset[str] = frozenset()) -> list[tuple[str, Held]]:
     """Return (snapshot name, memory) at the peak and at the end of a compiled layer's backward; under full recompute,
     these are preceded by the peak of the recomputed forward.
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
+from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.compiled_layers import block_of
 from meshwright.planner.memory.compiled_moments import COLLECTED, alike, extras_of, forward_held
 from meshwright.planner.memory.kernels import Held, Kernel, highest
-from meshwright.planner.memory.saved_blocks import Local
 from meshwright.planner.memory.temporaries import Extra
 
 PRODUCTS = "mlp.down", "mlp.up", "attention.output", "attention.qkv"
@@ -30,7 +30,7 @@ def pairs(block: CompiledBlock) -> dict[str, tuple[str, str]]:
     return {name: (f"{name}.input", made) for name, made in zip(PRODUCTS, gradients, strict=True)}
 
 
-def queued_bytes(at: Local, layer: int, x: int) -> int:
+def queued_bytes(at: MicroBatch, layer: int, x: int) -> int:
     """Return the bytes that the queued (deferred) weight gradients of a compiled layer keep allocated. at: sizes and
     settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's element."""
     block = block_of(at, layer, x)
@@ -38,7 +38,7 @@ def queued_bytes(at: Local, layer: int, x: int) -> int:
 
 
 def split_backward_extras(
-    at: Local, layer: int, x: int, arrived: frozenset[str], at_once: bool, fused: bool
+    at: MicroBatch, layer: int, x: int, arrived: frozenset[str], at_once: bool, fused: bool
 ) -> Iterator[tuple[str, list[Extra]]]:
     """Yield (snapshot name, temporary tensors) for a compiled layer's backward that queues its weight gradients.
 
@@ -52,7 +52,7 @@ def split_backward_extras(
 
 @lru_cache(maxsize=64)
 def _backward(
-    at: Local, layer: int, x: int, arrived: frozenset[str], at_once: bool, fused: bool
+    at: MicroBatch, layer: int, x: int, arrived: frozenset[str], at_once: bool, fused: bool
 ) -> list[tuple[str, Held]]:
     """Return (snapshot name, memory) for the memory snapshots of a compiled backward that queues its weight gradients.
 

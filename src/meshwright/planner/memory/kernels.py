@@ -101,7 +101,7 @@ def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[st
             live.pop(replaced, None)
         live |= {made.name: made for made in kernel.makes}
         found.append(Held(kernel.name, dict(live), gone, kernel.inside))
-        for name in {*kernel.reads, *(made.name for made in kernel.makes)}:
+        for name in dict.fromkeys((*kernel.reads, *(made.name for made in kernel.makes))):
             if last.get(name, now) != now or name in stay:
                 continue
             gone += given.get(name, 0)

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import unknown
-from meshwright.planner.memory.attention_tiles import Starts
+from meshwright.planner.cost.micro_batch import MicroBatch, Routed, Starts
 from meshwright.planner.memory.compiled_blocks import known
 from meshwright.planner.memory.moment import Moment, Reduction, Ways
 from meshwright.planner.memory.moments import StageMoments
-from meshwright.planner.memory.saved import Routed, Saved, local_sizes, position_tables, saved_activations
+from meshwright.planner.memory.saved import position_tables, saved_activations
 from meshwright.planner.memory.states import flats_of, gradient_buffers, states
 from meshwright.program.consumed_sends import (
     Row,
@@ -364,19 +364,17 @@ class _Step:
     def _stage(self, stage: Stage, at_once: bool) -> StageMoments:
         """Build the generator of a stage's memory snapshots. at_once: backwards directly follow their forwards."""
 
-        def saved(layout: Layout) -> list[Saved]:
-            """Return the activations that the stage saves under a layout (its own, or without recompute)."""
-            return saved_activations(
-                self.config, layout, self.rows, self.sequence, stage=stage, at_once=at_once, documents=self.documents,
-                parameter_dtype=self.dtype, device=self.device, tp_rank=self.place["tp"], routed=self.routed,
-                pairs=self.pairs, compiled=self.compiled,
-            )  # fmt: skip
-
-        sizes = local_sizes(self.config, self.layout, self.rows, self.sequence, self.starts, self.dtype, self.device)
+        at = MicroBatch.of(
+            self.config, self.layout, self.rows, self.sequence, packed=self.starts, dtype=self.dtype,
+            device=self.device, responses=int(self.pairs), routed=self.routed or {},
+        )  # fmt: skip
+        kept, whole = (
+            saved_activations(each, stage, at_once=at_once, tp_rank=self.place["tp"], compiled=self.compiled)
+            for each in (at, replace(at, layout=replace(self.layout, recompute="none")))
+        )
         flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
-        kept, whole = saved(self.layout), saved(replace(self.layout, recompute="none"))
         return StageMoments(
-            sizes, stage, self.partition.units(stage), kept, whole, flats,
+            at, stage, self.partition.units(stage), kept, whole, flats,
             self.dtype, self.master, gradient_buffers(self.flats), self.table.tied, self.compiled, self.split,
         )  # fmt: skip
 
@@ -385,7 +383,7 @@ class _Step:
         sizes = next(iter(self.stages.values()), None) or self.stage(
             self.partition.stages_on(self.place["pp"])[0].index, False
         )
-        return sizes.stream
+        return int(sizes.stream)
 
     def _followed_at_once(self) -> set[tuple[int, int, int]]:
         """Return (stage, replica, micro-batch) keys of forwards that their own backward directly follows."""

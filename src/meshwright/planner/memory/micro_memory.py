@@ -1,180 +1,149 @@
-"""Bytes that a rank keeps of one micro-batch, in the pieces that `micro_batch` times, and of each parameter: in closed
-form for a search. Of a layout that is looked at, the ledger says it tensor by tensor."""
+"""Bytes that a rank saves of one micro-batch, in the pieces that `cost/piece_times` times, and of each parameter: in
+closed form for a search. Of a layout that is priced exactly, the ledger lists them tensor by tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
-from meshwright.layout import Layout
-from meshwright.planner.cost.micro_batch import LayerKind, layer_examples
-from meshwright.planner.cost.rates import attention_kernel
+from meshwright.planner.cost.blocks import LayerKind
+from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, Number
+from meshwright.planner.cost.piece_times import alike, layer_examples, micro_batch_of
 from meshwright.planner.memory import compiled_split
 from meshwright.planner.memory.compiled_blocks import known
 from meshwright.planner.memory.compiled_moments import passing_bytes
 from meshwright.planner.memory.moments import SLICE_LOGITS, queued_bytes
 from meshwright.planner.memory.published import PUBLISHED, LayerShape, StateBytes
-from meshwright.planner.memory.saved import Saved, local_sizes, saved_activations
+from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.states import optimizer_kinds
-from meshwright.planner.search.space import Problem, Way
+from meshwright.planner.problem import Candidate, Problem
 from meshwright.program.durations import Floats
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.stages import Stage
 from meshwright.spec.work import count_predictions
 
-DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+_NOTHING = Stage(1, range(0), first=False, last=False)
+_FIRST, _LAST = Stage(0, range(0), first=True, last=False), Stage(1, range(0), first=False, last=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Bytes of saved activations of one micro-batch on a rank.
+class ActivationBytes:
+    """Bytes of the activations that a rank saves of one micro-batch, under candidate layouts; scaled from those of one
+    sequence.
 
     Attributes:
-        layers: Of a layer, by kind (attention window, has experts).
-        split: Of a layer whose weight gradients are queued and whose input gradients are done, by kind.
-        first: Of the first stage outside its layers.
-        last: Of the last stage outside its layers.
-        head: Gradient of the head's weight, saved for each micro-batch unless its backward directly follows its
-            forward.
-        passing: Temporaries while a layer or the loss is computed.
+        layer: Of a layer of each kind [candidates, kinds].
+        queued_layer: Of a layer whose weight gradients are queued and whose input gradients are done [candidates,
+            kinds].
+        first: Of the first stage outside its layers [candidates].
+        last: Of the last stage outside its layers [candidates].
+        head: Gradient of the head's weight, saved for each micro-batch unless its backward directly follows its forward
+            [candidates].
+        passing: Temporaries while a layer or the loss is computed [candidates].
     """
 
-    layers: dict[LayerKind, float]
-    split: dict[LayerKind, float]
-    first: float
-    last: float
-    head: float
-    passing: float
-
-
-class KeptBytes:
-    """Predictor of the saved-activation bytes of a micro-batch under candidate layouts, scaled from those of one
-    sequence. problem: model, cluster, sequence length and training engine."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.dtype = DTYPES[problem.precision]
-        self.x = 4 if self.dtype == "float32" else 2
-        self.examples = layer_examples(problem.config)
-        self.device = problem.cluster.kind
+    def __init__(self, problem: Problem, candidates: Sequence[Candidate], kinds: Sequence[LayerKind]) -> None:
+        self.problem, self.kinds = problem, kinds
         self.ours = problem.engine.name == "meshwright"
-        self._rows: dict[Layout, Kept] = {}
+        self.itemsize = 4 if DTYPES[problem.precision] == "float32" else 2
+        distinct: dict[object, int] = {}
+        which = np.array([distinct.setdefault(one.layout, len(distinct)) for one in candidates])
+        layouts = [Candidate(layout, 1) for layout in distinct]  # type: ignore[arg-type]
+        rows = np.array([one.rows for one in candidates])
+        one = np.zeros((len(layouts), 2 * len(kinds) + 3))
+        as_arrays = self.ours and not problem.compile
+        for group in alike(problem.config, layouts) if as_arrays else np.arange(len(layouts))[:, None]:
+            one[group] = self._one_sequence([layouts[at] for at in group.tolist()])
+        found = one[which] * rows[:, None]
+        self.layer, self.queued_layer = found[:, : len(kinds)], found[:, len(kinds) : -3]
+        self.first, self.last, passing = found[:, -3:].T
+        sizes = [(one.rows, one.layout.tp, one.layout.cp) for one in candidates]
+        losses = {size: self._loss(*size) for size in dict.fromkeys(sizes)}
+        self.head, logits = np.array([losses[size] for size in sizes]).T
+        # Of ours both may be there at once; of other engines the loss is through when a layer is recomputed.
+        self.passing = passing + logits if self.ours else np.maximum(passing, logits)
 
-    def of(self, way: Way) -> Kept:
-        """Return the saved-activation bytes of a micro-batch on a rank. way: layout of a stage, and number of sequences
-        of the micro-batch."""
-        if way.layout not in self._rows:
-            self._rows[way.layout] = self._row(way.layout)
-        row, rows = self._rows[way.layout], way.rows
-        layers, split = ({kind: rows * size for kind, size in each.items()} for each in (row.layers, row.split))
-        # Of ours both may be there at once; of other engines the loss is through when a layer is computed again.
-        logits = self.logits(way)
-        passing = rows * row.passing + logits if self.ours else max(rows * row.passing, logits)
-        head = self.head(way.layout, way.rows) if self.ours else 0.0
-        return Kept(layers, split, rows * row.first, rows * row.last, head, passing)
+    def _one_sequence(self, layouts: Sequence[Candidate]) -> Floats:
+        """Return the bytes of one sequence under layouts of equal structure: [layouts, columns], of which the columns
+        are each kind's layer, each kind's queued layer, first, last, temporaries."""
+        problem = self.problem
+        at = micro_batch_of(
+            problem, layouts, device=problem.cluster.kind, masked=problem.documents > 1, rows=1, responses=0
+        )
+        if len(layouts) == 1:
+            layout = layouts[0].layout
+            at = replace(at, tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
+        stream = at.tokens * problem.config.hidden * self.itemsize
+        stream = stream / (at.tp if at.layout.tensor_sequence_parallel else 1)
+        columns = self._ours(at, stream) if self.ours else self._published(at, stream)
+        return np.stack([np.broadcast_to(each, len(layouts)) for each in columns], axis=1).astype(np.float64)
 
-    def _row(self, layout: Layout) -> Kept:
-        """Return the saved-activation bytes of a micro-batch of one sequence on a rank; `head` and `logits` are not
-        included. layout: of a stage."""
-        sequence, config = self.problem.sequence, self.problem.config
-        stream = float(sequence // layout.cp * config.hidden * self.x)
-        stream /= layout.tp if layout.tensor_sequence_parallel else 1
-        if not self.ours:
-            engine = self.problem.engine
-            flash = attention_kernel(engine, self.problem.cluster) != "scores"
-            published = PUBLISHED.get(engine.name, PUBLISHED["megatron"])
+    def _published(self, at: MicroBatch, stream: Number) -> list[Number]:
+        """Return the columns of `_one_sequence` of another engine, by its published closed form."""
+        engine = self.problem.engine
+        published = PUBLISHED.get(engine.name, PUBLISHED["megatron"])
 
-            def kept(kind: LayerKind, of: Layout) -> float:
-                """Return the bytes that a layer of a kind saves under layout `of`, by the engine's published closed
-                form."""
-                shape = LayerShape(1, sequence, config, of, flash, engine.dropout, kind[1])
-                return sum(size for _, size in published.kept(shape)) * self.x / 2
+        def layer(kind: LayerKind, recompute: str) -> float:
+            """Return the bytes that a layer of a kind saves."""
+            layout = at.layout.with_(recompute=recompute)
+            shape = LayerShape(1, at.whole, at.config, layout, at.kernel != "scores", engine.dropout, kind[1])
+            return sum(size for _, size in published.kept(shape)) * self.itemsize / 2
 
-            every = {kind: kept(kind, layout) for kind in self.examples}
-            again = max(kept(kind, layout.with_(recompute="none")) - every[kind] for kind in self.examples)
-            return Kept(every, every, 0.0, stream, 0.0, again + 2 * stream)
-        masked = self.problem.documents > 1
-        sizes = local_sizes(config, layout, 1, sequence, masked, self.dtype, self.device)
+        layers = [layer(kind, at.layout.recompute) for kind in self.kinds]
+        again = max(layer(kind, "none") - own for kind, own in zip(self.kinds, layers, strict=True))
+        return [*layers, *layers, 0.0, stream, again + 2 * stream]
 
-        def tensors(of: Layout, stage: Stage) -> list[Saved]:
-            """Return the activations that a stage saves of one sequence under layout `of`."""
-            return saved_activations(
-                config, of, 1, sequence, stage=stage, parameter_dtype=self.dtype, device=self.device, documents=masked,
-                compiled=self.problem.compile,
-            )  # fmt: skip
+    def _ours(self, at: MicroBatch, stream: Number) -> list[Number]:
+        """Return the columns of `_one_sequence` of the engine `meshwright`. stream: bytes of the hidden states."""
+        compiled, recompute = self.problem.compile, at.layout.recompute
+        whole = replace(at, layout=at.layout.with_(recompute="none"))
 
-        def saved(of: Layout, stage: Stage) -> float:
-            """Return the bytes of the activations that a stage saves of one sequence under layout `of`."""
-            return sum(each.bytes for each in tensors(of, stage))
+        def saved(of: MicroBatch, stage: Stage) -> Number:
+            """Return the bytes of the activations that a stage saves."""
+            return sum(each.bytes for each in saved_activations(of, stage, compiled=compiled))
 
-        empty = saved(layout, Stage(1, range(0), first=False, last=False))
-        layers, split, most = {}, {}, 0.0
-        for kind, at in self.examples.items():
-            one = Stage(1, range(at, at + 1), first=False, last=False)
-            if self.problem.compile and known(sizes, at):
-                layers[kind] = saved(layout, one) - empty + stream
-                if config.has_experts(at):
-                    every_one = tensors(layout.with_(recompute="none"), one)
-                    split[kind] = float(queued_bytes(sizes, every_one, at, self.x))
-                else:
-                    split[kind] = float(compiled_split.queued_bytes(sizes, at, self.x))
-                most = max(most, passing_bytes(sizes, at, self.x) - 4 * stream)
-                if sizes.spread and config.has_experts(at):  # its mixture is not compiled
-                    most = max(most, saved(layout.with_(recompute="none"), one) - empty + stream - layers[kind])
-                continue
-            layers[kind] = saved(layout, one) - empty + (stream if layout.recompute != "none" else 0)
-            every_one = tensors(layout.with_(recompute="none"), one)
-            split[kind] = float(queued_bytes(sizes, every_one, at, self.x))
-            whole = sum(each.bytes for each in every_one) - empty
-            most = max(most, whole - layers[kind] if layout.recompute != "none" else 0.0)
-        first = saved(layout, Stage(0, range(0), first=True, last=False))
-        last = saved(layout, Stage(1, range(0), first=False, last=True)) - empty - self.head(layout)
-        return Kept(layers, split, first, last, 0.0, most + 4 * stream)
+        empty = saved(at, _NOTHING)
+        layers, queued, most = [], [], np.zeros(())
+        examples = layer_examples(at.config)
+        for kind in self.kinds:
+            layer = examples[kind]
+            stage = Stage(1, range(layer, layer + 1), first=False, last=False)
+            mixed = at.config.has_experts(layer)
+            every = saved_activations(whole, stage, compiled=compiled)
+            unrecomputed = sum(each.bytes for each in every) - empty
+            if compiled and known(at, layer):
+                own = saved(at, stage) - empty + stream
+                temporaries = passing_bytes(at, layer, self.itemsize) - 4 * stream
+                if at.spread and mixed:  # its mixture is not compiled
+                    temporaries = max(temporaries, unrecomputed + stream - own)
+                in_queue = queued_bytes(at, every, layer, self.itemsize) if mixed else None
+                queue = compiled_split.queued_bytes(at, layer, self.itemsize) if in_queue is None else in_queue
+            else:
+                own = saved(at, stage) - empty + (stream if recompute != "none" else 0)
+                queue = queued_bytes(at, every, layer, self.itemsize)
+                temporaries = unrecomputed - own if recompute != "none" else 0.0
+            layers.append(own)
+            queued.append(queue)
+            most = np.maximum(most, temporaries)
+        ends = saved_activations(at, _LAST, compiled=compiled)
+        last = sum(each.bytes for each in ends if each.name != "head.weight.gradient") - empty
+        return [*layers, *queued, saved(at, _FIRST), last, most + 4 * stream]
 
-    def head(self, layout: Layout, rows: int = 1) -> float:
-        """Return the bytes of the gradient of the head's weight. layout: of a stage; rows: sequences of the
-        micro-batch; with several chunks of the loss, the gradient is summed in float32."""
-        config = self.problem.config
+    def _loss(self, rows: int, tp: int, cp: int) -> tuple[float, float]:
+        """Return the bytes of (the gradient of the head's weight, all that the loss allocates with it) for `rows`
+        sequences."""
+        problem, config, device = self.problem, self.problem.config, self.problem.cluster.kind
         if config.head not in ("next", "masked"):
-            return 0.0
-        tokens = count_predictions(config, rows, self.problem.sequence) // layout.cp
-        width = -(-config.vocabulary // layout.tp)
-        chunks = loss_chunks(tokens, min(width, config.vocabulary), self.device)
-        return float(width * config.hidden * (self.x if len(chunks) == 1 else 4))
-
-    def logits(self, way: Way) -> float:
-        """Return the peak bytes of logits and of the head's gradient while the loss is computed. way: layout of a
-        stage, and number of sequences of a micro-batch."""
-        config, layout = self.problem.config, way.layout
-        tokens = count_predictions(config, way.rows, self.problem.sequence) // layout.cp
-        if config.head not in ("next", "masked"):
-            return 0.0
-        width = -(-config.vocabulary // layout.tp)
+            return 0.0, 0.0
+        tokens, width = count_predictions(config, rows, problem.sequence) // cp, -(-config.vocabulary // tp)
         if not self.ours:
-            return tokens * width * (self.x + self.problem.engine.loss_holds)
-        longest = max(loss_chunks(tokens, min(width, config.vocabulary), self.device))
-        at_once = longest if self.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
-        return longest * width * self.x + 2 * at_once * width * 4 + self.head(layout, way.rows)
-
-
-class KeptOfWays:
-    """Saved-activation bytes of many candidates, (stage layout, sequences of a micro-batch), as arrays: `layer` and
-    `queued_layer` (only weight gradients left) [candidates, kinds of layers]; `first`, `last`, `head` and `passing`
-    [candidates]: see `Kept`.
-
-    ways: the candidates; kinds: kinds of layers, (attention window, has experts).
-    """
-
-    def __init__(self, problem: Problem, ways: Sequence[Way], kinds: Sequence[LayerKind]) -> None:
-        of = KeptBytes(problem)
-        memory = [of.of(way) for way in ways]
-        self.layer = np.array([[each.layers[kind] for kind in kinds] for each in memory])
-        self.queued_layer = np.array([[each.split[kind] for kind in kinds] for each in memory])
-        self.first = np.array([each.first for each in memory])
-        self.last = np.array([each.last for each in memory])
-        self.head, self.passing = (np.array([getattr(each, name) for each in memory]) for name in ("head", "passing"))
+            return 0.0, tokens * width * (self.itemsize + problem.engine.loss_holds)
+        chunks = loss_chunks(tokens, min(width, config.vocabulary), device)
+        longest = max(chunks)
+        head = float(width * config.hidden * (self.itemsize if len(chunks) == 1 else 4))
+        at_once = longest if device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
+        return head, longest * width * self.itemsize + 2 * at_once * width * 4 + head
 
 
 def bytes_each(problem: Problem) -> StateBytes:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number
 from meshwright.planner.memory import compiled_split
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, known
 from meshwright.planner.memory.compiled_moments import COLLECTED, backward_extras, forward_extras, spread_backward
 from meshwright.planner.memory.compiled_split import split_backward_extras
 from meshwright.planner.memory.moment import FIRST_AND_LAST, Moment, Reduction, Ways
-from meshwright.planner.memory.saved import ITEM_BYTES, Saved
-from meshwright.planner.memory.saved_blocks import Local
+from meshwright.planner.memory.saved import Saved
 from meshwright.planner.memory.states import Flat
 from meshwright.planner.memory.temporaries import Extra, attention_backward, mixture_backward
 from meshwright.spec.chunks import loss_chunks
@@ -28,29 +28,27 @@ OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "
 """How the names of what the head's unit keeps begin."""
 
 
-def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int, attention: bool = True) -> int:
+def queued_bytes(at: MicroBatch, whole: Sequence[Saved], layer: int, x: int, attention: bool = True) -> Number:
     """Return the bytes that a layer's queued weight gradients keep: its products' inputs and output gradients.
 
     at: sizes; whole: saved activations without recompute; x: bytes of an element; attention: include its products.
     """
-    config, layout = at.config, at.layout
+    config = at.config
     names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
-    found = 0
+    found: Number = 0
     for each in whole:
         if each.name.startswith(f"layers.{layer}.") and each.name.endswith(names):
-            found += each.bytes
-    hidden, tokens = config.hidden, at.rows * at.tokens
+            found = found + each.bytes
+    hidden, tokens = config.hidden, at.all_tokens
     if attention:
-        found += tokens * (hidden + (at.heads + 2 * at.kv_heads) * config.head_dim) * x
+        found = found + tokens * (hidden + at.qkv_width) * x
     if config.has_experts(layer):
-        width = config.expert_intermediate // (layout.etp if at.spread else layout.tp)
-        rows = at.routed * config.experts_per_token * (layout.etp if at.spread else 1)
-        found += rows * (hidden + 2 * width) * x
+        found = found + at.copies * (at.etp if at.spread else 1) * (hidden + 2 * at.expert_width) * x
         if config.shared_intermediate:
-            found += tokens * (hidden + 2 * config.shared_intermediate // layout.tp) * x
+            found = found + tokens * (hidden + 2 * config.shared_intermediate // at.tp) * x
     else:
-        width = config.intermediate // layout.tp * (2 if config.gated else 1)
-        found += tokens * (hidden + width) * x
+        width = config.intermediate // at.tp * (2 if config.gated else 1)
+        found = found + tokens * (hidden + width) * x
     return found
 
 
@@ -65,7 +63,7 @@ class StageMoments:
 
     def __init__(
         self,
-        at: Local,
+        at: MicroBatch,
         stage: Stage,
         units: Sequence[str],
         saved: Sequence[Saved],
@@ -140,7 +138,7 @@ class StageMoments:
         yield Extra("activations", f"{unit} being computed", max(self.of_whole[place], self.of_unit[place]))
         yield Extra("workspace", f"{unit} product and sums", 2 * self.stream)
         if self.at.config.has_experts(int(unit.split(".")[1])):  # what is sent, what comes back, and that times weights
-            copies = self.at.routed * self.at.config.experts_per_token * self.at.config.hidden * self.x
+            copies = self.at.routed_tokens * self.at.config.experts_per_token * self.at.config.hidden * self.x
             yield Extra("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
 
     def _losses(self, again: bool = False) -> list[tuple[str, list[Extra]]]:
@@ -344,7 +342,7 @@ class StageMoments:
         layer = int(unit.split(".")[1])
         if self._known(unit):
             return compiled_split.queued_bytes(self.at, layer, self.x)
-        return queued_bytes(self.at, self._of(unit), layer, self.x)
+        return int(queued_bytes(self.at, self._of(unit), layer, self.x))
 
     def _gathered(self, place: int, step: int) -> list[Extra]:
         """Return ZeRO-3's gathered parameters of units `place` and `place + step` (1 in forward, -1 in backward)."""

@@ -16,15 +16,15 @@ from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.names import SCHEDULE_CHUNKS
 from meshwright.planner.cost.bubbles import in_flight, places_of
-from meshwright.planner.cost.communication import group_of, held
+from meshwright.planner.cost.communication import count_parameters, group_of
 from meshwright.planner.cost.data_time import level_in_time
-from meshwright.planner.cost.micro_batch import ITEMSIZE
+from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch
 from meshwright.planner.cost.rates import attention_kernel
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.ledger import CATEGORIES, CUDA_CONTEXT, STORED, Item, ledger
 from meshwright.planner.memory.micro_memory import bytes_each
 from meshwright.planner.memory.published import PUBLISHED, LayerShape, published_layer
-from meshwright.planner.search.space import Problem
+from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage, stages_of
 from meshwright.spec.work import count_predictions
@@ -170,9 +170,9 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     """Yield the memory of a pipeline rank under another engine (framework) than Meshwright, by its published closed
     forms, as items that add up to its peak."""
     config, engine, sequence = problem.config, problem.engine, problem.sequence
-    x = ITEMSIZE[problem.precision]
+    x = ITEM_BYTES[DTYPES[problem.precision]]
     place = stages_at(problem, layout)[pp_rank]
-    sizes = held(config, layout)
+    sizes = count_parameters(MicroBatch.of(config, layout, 1, sequence))
     dense, spread = (sum(part) for part in zip(*(sizes.of_stage(config, stage) for stage in place), strict=True))
     each = bytes_each(problem)
     for kind, numel, axis in (("dense", dense, "shard"), ("experts", spread, "expert_shard")):

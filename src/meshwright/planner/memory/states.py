@@ -13,6 +13,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import OPTIMIZERS, unknown
 from meshwright.planner.cost.data_calls import AXES_OF
+from meshwright.planner.cost.micro_batch import ITEM_BYTES
 from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
 from meshwright.spec.parameters import ParameterTable
 
@@ -89,8 +90,6 @@ def shard_count(layout: Layout, part: BufferKind) -> int:
 def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:
     """Yield the persistent tensors for a rank's flat buffers, as they are after the first step. parameter_dtype,
     master_dtype: torch's type names; optimizer: such as "adamw"."""
-    from meshwright.planner.memory.saved import ITEM_BYTES
-
     narrow, wide = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
     for flat in flats:
         here = flat.padded // (flat.shards if flat.zero == 3 else 1)

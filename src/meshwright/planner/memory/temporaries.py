@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.attention_tiles import Heads, Lies, backward_bytes
-from meshwright.planner.memory.saved_blocks import Local, dense_mask, masked, repeats, varlen, varlen_documents
 
 if TYPE_CHECKING:  # it prices compiled blocks, whose kernels need what is here
     from meshwright.planner.memory.saved import Saved
@@ -58,7 +58,7 @@ class _Tiles(NamedTuple):
         return self.length if self.several_groups else 0
 
 
-def _cut(at: Local, heads: int, kv_heads: int, length: int) -> _Tiles:
+def _cut(at: MicroBatch, heads: int, kv_heads: int, length: int) -> _Tiles:
     """Return the tiling of attention with `heads` query and `kv_heads` key-value heads over `length` tokens. at: sizes
     of the micro-batch."""
     most_queries, most = (TILE_QUERIES, TILE_SCORES) if at.device == "cpu" else ACCELERATOR_TILE
@@ -69,7 +69,7 @@ def _cut(at: Local, heads: int, kv_heads: int, length: int) -> _Tiles:
     return _Tiles(rows, together, group, queries, length, together < kv_heads or rows < at.rows)
 
 
-def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[str, list[Extra]]]:
+def attention_backward(at: MicroBatch, window: int | None, x: int) -> Iterator[tuple[str, list[Extra]]]:
     """Yield (snapshot name, temporary tensors) of attention's backward. at: sizes of the micro-batch; window: most
     tokens that a query attends to, None for all; x: bytes of an activation's element."""
     wide, size = max(4, x), at.config.head_dim
@@ -83,7 +83,7 @@ def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[
         copies = max(1, at.layout.cp // kv_heads)
         heads, kv_heads = heads // at.layout.cp, kv_heads * copies // at.layout.cp
         of_head *= at.layout.cp
-    if repeats(at, window):
+    if at.repeats(window):
         kv_heads = heads
     three = (heads + 2 * kv_heads) * of_head * x
     gradients = Extra("activations", "gradients of queries, keys and values", three)
@@ -101,7 +101,7 @@ def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[
         yield ".heads traded", [gradients, freed, Extra("communication", "gradients after the all-to-all", 3 * three)]
 
 
-def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int) -> Iterator[Extra]:
+def fused_backward(at: MicroBatch, heads: int, kv_heads: int, window: int | None, x: int) -> Iterator[Extra]:
     """Yield the workspaces of PyTorch's CUDA attention backward (aten/src/ATen/native/transformers/cuda).
 
     at: sizes of the micro-batch; heads, kv_heads: on this rank; window: most tokens that a query attends to, None for
@@ -111,10 +111,10 @@ def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
     """
     size, length = at.config.head_dim, at.whole
     narrow = x < 4
-    if narrow and not dense_mask(at, window):
+    if narrow and not at.dense_mask(window):
         lines = at.rows * heads * (-(-length // 128) * 128)
-        if varlen(at, window):
-            lines = heads * (at.rows * length + 128 * varlen_documents(at))
+        if at.varlen(window):
+            lines = heads * (at.rows * length + 128 * at.varlen_documents)
         yield Extra("workspace", "result times its gradient", lines * 4)
         yield Extra("workspace", "upcast gradient of queries", lines * (-(-size // 32) * 32) * 4)
         if kv_heads < heads:
@@ -126,7 +126,7 @@ def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
     yield Extra("workspace", wide, at.rows * heads * length * size * 4)
 
 
-def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int, wide: int) -> Iterator[Extra]:
+def tiled_backward(at: MicroBatch, heads: int, kv_heads: int, window: int | None, x: int, wide: int) -> Iterator[Extra]:
     """Yield the temporaries of tiled attention's backward on a CPU: masks, tiles, gradient sums of keys and values.
 
     at: sizes of the micro-batch; heads, kv_heads: on this rank; window: most tokens that a query attends to, None for
@@ -145,7 +145,7 @@ def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
     yield Extra("workspace", "tile keys and values", found.keys_and_values)
 
 
-def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[Extra]:
+def ring_backward(at: MicroBatch, window: int | None, x: int, wide: int) -> Iterator[Extra]:
     """Yield the temporaries of ring attention's backward: gradient sums, KV blocks in flight, a tile or kernel results.
 
     at: sizes of the micro-batch; window: most tokens that a query attends to, None for all; x, wide: bytes of an
@@ -158,7 +158,7 @@ def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[
     yield Extra("communication", "upcast gradients of keys and values", 6 * kv_heads * of_head * wide)
     passing = 2 * kv_heads * of_head * x * (1 + min(2, ranks - 1))
     results = (heads + 2 * kv_heads) * of_head * x  # once all have gone round
-    if at.device == "cuda" and x < wide and not masked(at, window) and size % 8 == 0 and size <= 256:
+    if at.device == "cuda" and x < wide and not at.limited(window) and size % 8 == 0 and size <= 256:
         work = results // 2  # of half of the tokens
     else:
         piece = at.tokens // 2
@@ -177,7 +177,7 @@ def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[
 
 
 def mixture_backward(
-    at: Local, name: str, whole: Sequence[Saved], x: int, split: bool
+    at: MicroBatch, name: str, whole: Sequence[Saved], x: int, split: bool
 ) -> Iterator[tuple[str, list[Extra]]]:
     """Yield (snapshot name, temporary tensors) of the backward of a mixture of experts: shared expert, then routing
     weights, matrix products and dispatch of the experts.
@@ -201,7 +201,7 @@ def mixture_backward(
         yield ".shared", [Extra("activations", "gradients of the shared expert's gate and up", (2 + split) * columns)]
         used = ("shared.",)
         beside = [Extra("activations", "gradient of the shared expert's input", at.rows * at.tokens * hidden)]
-    copies = at.routed * config.experts_per_token * hidden
+    copies = at.routed_tokens * config.experts_per_token * hidden
     yield ".weights", [freed(*used), *beside, Extra("activations", "gradients of the experts' results", 2 * copies)]
     rows = sizes["experts.up.input"].shape[0]
     columns = rows * (config.expert_intermediate // (layout.etp if at.spread else layout.tp)) * x

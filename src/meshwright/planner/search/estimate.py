@@ -24,7 +24,7 @@ from meshwright.planner.hardware.process_constants import find_process_items
 from meshwright.planner.memory.rank_memory import RankMemory, fullest
 from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.models import config_of, is_recipe, model_of, model_substitution_note, recipe_of
-from meshwright.planner.search.space import Problem
+from meshwright.planner.problem import Problem
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.refuse import refuse
@@ -219,17 +219,14 @@ def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estima
     refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
     if layout.offload is not None:
         raise UserError(f'layout "{layout}": offloading is not priced yet; remove offload:{layout.offload}')
-    time = (step or _step(problem, layout)).priced(problem.optimizer)
+    time = (step or _step(problem, layout)).price()
     memory = fullest(problem, layout)
     return Estimate(problem, layout, time, memory, tuple(_warnings(problem, layout, memory)))
 
 
 def _step(problem: Problem, layout: Layout) -> Step:
     """Return the `Step` (predictor of step time) of a layout for a planning problem."""
-    return Step(
-        problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
-        in_place(problem.cluster, problem.precision, problem.engine), pairs=problem.pairs,
-    )  # fmt: skip
+    return Step(problem, layout, in_place(problem.cluster, problem.precision, problem.engine))
 
 
 def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:

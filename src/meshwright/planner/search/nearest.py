@@ -13,10 +13,10 @@ from meshwright.layout import Layout
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.devices import find_device
 from meshwright.planner.memory.rank_memory import fullest
+from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, priced
 from meshwright.planner.search.screen import Priced, screen
 from meshwright.planner.search.search import DOUBT_ABOVE, Found, on_device
-from meshwright.planner.search.space import Problem, layout_of
 from meshwright.spec.refuse import refuse
 
 MOST_ASKED = 8
@@ -67,9 +67,7 @@ def _least(problem: Problem, every: Priced) -> Estimate | None:
     best: tuple[float, float, Layout] | None = None
     asked = 0
     for at in np.argsort(every.bytes, kind="stable"):
-        layout = layout_of(
-            problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]), int(every.hybrid[at])
-        )
+        layout = every.layout(at)
         try:
             refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
             size = fullest(problem, layout).device_bytes
@@ -96,7 +94,7 @@ def _enough(least: Estimate) -> Estimate | None:
             return None
         wanted = replace(problem, cluster=larger)
         every = screen(wanted)
-        near = len(every.way) and on_device(wanted, every.bytes).min() < DOUBT_ABOVE * room
+        near = len(every.candidate) and on_device(wanted, every.bytes).min() < DOUBT_ABOVE * room
         one = _least(wanted, every) if near else None
         if one is not None and one.fits:
             return one

@@ -19,12 +19,13 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE
+from meshwright.planner.cost.process_groups import Array
 from meshwright.planner.cost.step_time import Step
 from meshwright.planner.memory.rank_memory import context_bytes, memory_of, slack, unlike_ranks
+from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, priced
-from meshwright.planner.search.screen import Array, Priced, screen
+from meshwright.planner.search.screen import Priced, screen
 from meshwright.planner.search.selection import describe_losses, fastest_of_kinds
-from meshwright.planner.search.space import Problem, layout_of
 from meshwright.program.makespan import MakespanCache
 from meshwright.spec.refuse import refuse
 
@@ -92,14 +93,14 @@ def search(problem: Problem, top: int = 5) -> Found:
     # What no layout mends: more tokens than there are positions.
     refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
     every = screen(problem)
-    if not len(every.way):
+    if not len(every.candidate):
         raise UserError(_nothing(problem))
     decided = Decided(problem, every, max(top, FINAL))
     differences = tuple(decided.differences)
     best = fastest_of_kinds(decided, top)
     advice = sorted(_advice(decided, best[0].time.seconds if best else np.inf), key=lambda one: one.seconds)
     return Found(
-        problem, tuple(best), tuple(describe_losses(best)), len(every.way), time.perf_counter() - begun,
+        problem, tuple(best), tuple(describe_losses(best)), len(every.candidate), time.perf_counter() - begun,
         differences, tuple(advice), every, decided.undecided(best, top),
     )  # fmt: skip
 
@@ -201,7 +202,7 @@ class Decided:
         """Return an integer for each candidate, equal for equal pipelines and micro-batches per pipeline rank (rounded
         to a power of two): their closed-form times have similar errors."""
         every = self.every
-        inner = np.array([way.layout.tp * way.layout.cp * 1.0 / way.rows for way in every.ways])[every.way]
+        inner = np.array([one.layout.tp * one.layout.cp * 1.0 / one.rows for one in every.candidates])[every.candidate]
         ranks = np.array([pipe.ranks for pipe in every.pipes])[every.pipe]
         micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
         rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)
@@ -212,7 +213,9 @@ class Decided:
         similar errors."""
         schedules = list(dict.fromkeys(pipe.schedule for pipe in self.every.pipes))
         of_pipe = np.array([schedules.index(pipe.schedule) for pipe in self.every.pipes])[self.every.pipe]
-        of_way = np.array([RECOMPUTE.index(way.layout.recompute) for way in self.every.ways])[self.every.way]
+        of_way = np.array([RECOMPUTE.index(one.layout.recompute) for one in self.every.candidates])[
+            self.every.candidate
+        ]
         return np.asarray(of_pipe * len(RECOMPUTE) + of_way)
 
     def takes(self, layout: Layout) -> bool:
@@ -231,7 +234,7 @@ class Decided:
 
     def seconds(self, at: int, layout: Layout) -> float:
         """Return the simulated seconds of a step. at, layout: index of the candidate, and its layout."""
-        return self._step(at, layout).priced(self.problem.optimizer, parts=False).seconds
+        return self._step(at, layout).price(parts=False).seconds
 
     def expected(self) -> Array:
         """Return the closed-form seconds of all candidates, corrected by the simulator's results for similar ones."""
@@ -242,19 +245,12 @@ class Decided:
     def _step(self, at: int, layout: Layout) -> Step:
         """Return the step-time predictor of one candidate, which reuses results of earlier candidates. at: index of the
         candidate. layout: its layout."""
-        problem, work = self.problem, self.every.work[self.every.way[at]]
-        return Step(
-            problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
-            work=work, makespans=self.makespans,
-        )  # fmt: skip
+        pieces = self.every.pieces.take(int(self.every.candidate[at]))
+        return Step(self.problem, layout, pieces=pieces, makespans=self.makespans)
 
     def layout(self, at: int) -> Layout:
         """Return the layout of the candidate with index `at`."""
-        every = self.every
-        return layout_of(
-            self.problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]),
-            int(every.hybrid[at]),
-        )  # fmt: skip
+        return self.every.layout(at)
 
     def undecided(self, best: list[Estimate], top: int) -> int:
         """Return the number of candidates that may beat the last of `best` but were not decided when the search
@@ -382,7 +378,7 @@ def _columns(problem: Problem, every: Priced) -> dict[str, Array]:
 
     def of_way(get: Any) -> Array:
         """Return a property of each candidate's stage layout as an array."""
-        return np.array([get(way) for way in every.ways])[every.way]
+        return np.array([get(one) for one in every.candidates])[every.candidate]
 
     def of_pipe(get: Any) -> Array:
         """Return a property of each candidate's pipeline as an array."""

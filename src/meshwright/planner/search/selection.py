@@ -9,9 +9,10 @@ import numpy as np
 
 from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE
+from meshwright.planner.cost.process_groups import Array
 from meshwright.planner.cost.step_time import PARTS
 from meshwright.planner.search.estimate import Estimate
-from meshwright.planner.search.screen import Array, Priced
+from meshwright.planner.search.screen import Priced
 
 if TYPE_CHECKING:
     from meshwright.planner.search.search import Decided
@@ -51,14 +52,14 @@ def layout_kinds(every: Priced) -> Array:
     """Return an integer for each candidate layout that is equal for layouts of one kind: the same axes are larger than
     1, recompute is the same, and ZeRO shards the same of nothing, optimizer states or parameters. every: the
     candidates."""
-    ways = [
-        (way.layout.tp > 1) + 2 * (way.layout.cp > 1) + 4 * (way.layout.ep > 1)
-        + 8 * RECOMPUTE.index(way.layout.recompute)
-        for way in every.ways
+    kinds = [
+        (one.layout.tp > 1) + 2 * (one.layout.cp > 1) + 4 * (one.layout.ep > 1)
+        + 8 * RECOMPUTE.index(one.layout.recompute)
+        for one in every.candidates
     ]  # fmt: skip
     pipelined = np.array([pipe.ranks > 1 for pipe in every.pipes])[every.pipe]
     level = np.array([0, 1, 1, 2])[every.zero]
-    return np.asarray((np.array(ways)[every.way] * 2 + pipelined) * 3 + level)
+    return np.asarray((np.array(kinds)[every.candidate] * 2 + pipelined) * 3 + level)
 
 
 def describe_losses(best: Sequence[Estimate]) -> Iterator[str]:

@@ -6,17 +6,14 @@ many stages, replicas and micro-batches there are follows from the cluster and t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.limits import shorten_repr
 from meshwright.names import RECOMPUTE, SCHEDULE_CHUNKS
-from meshwright.planner.cost.engines import ENGINES, Engine
-from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.cost.engines import Engine
+from meshwright.planner.problem import Candidate, Problem
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.refuse import refuse
 
@@ -28,73 +25,6 @@ LEAST_TOKENS = 512
 
 CHUNKS = (2, 3, 4, 5, 6, 8)
 """Of interleaved schedules: stages a rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A planning problem: a training step of a model (`config`) on a cluster.
-
-    Attributes:
-        sequence: Tokens of a sequence.
-        batch: Sequences over all ranks.
-        engine: Training engine (framework) whose kernels and buffers are modelled.
-        compile: True for compiled blocks.
-        optimizer: Such as "adamw".
-        precision: Such as "bf16".
-        documents: Average number packed into a sequence.
-        pairs: True for training on response pairs, not next tokens.
-        assumed: Line on what was assumed about the model, if anything.
-        reserve: Bytes of a device to keep free.
-        process: (name, bytes) of what the process of a rank on a CPU holds in addition to tensors.
-    """
-
-    config: ModelConfig
-    cluster: Cluster
-    sequence: int
-    batch: int
-    engine: Engine = ENGINES["meshwright"]
-    compile: bool = False
-    optimizer: str = "adamw"
-    precision: str = "bf16"
-    documents: float = 1.0
-    pairs: bool = False
-    assumed: str | None = None
-    reserve: float = 0.0
-    process: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def room(self) -> float:
-        """Bytes of a device that a layout may use: its memory less the reserve."""
-        return self.cluster.device.memory_bytes - self.reserve
-
-    @property
-    def only_planned(self) -> bool:
-        """True if layouts that `train` cannot run are searched too: for plan-only models and engines,
-        and for encoders."""
-        config = self.config
-        return config.planning_only is not None or config.encoder or self.engine.name != "meshwright"
-
-
-def parse_reserve(value: str | float, device_bytes: float) -> float:
-    """Return the bytes of a device to keep free. value: a fraction of its memory, `0.1`, or a size, `"8GiB"`;
-    device_bytes: its memory. Raises `UserError` for anything else, and if nothing would be left."""
-    match = re.fullmatch(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(GiB|MiB)?\s*", str(value))
-    size = float(match[1]) * {"GiB": 2.0**30, "MiB": 2.0**20, None: device_bytes}[match[2]] if match else device_bytes
-    if not size < device_bytes:
-        raise UserError(
-            f"reserve: takes a fraction below 1, such as 0.1, or a size below the device's "
-            f'{device_bytes / 2**30:.1f} GiB in GiB or MiB, such as "8GiB", not '
-            f"{shorten_repr(value)}"
-        )
-    return size
-
-
-class Way(NamedTuple):
-    """A candidate for the work of one pipeline stage: its layout (with dp only as large as the experts need), and the
-    number of sequences of a micro-batch (`rows`)."""
-
-    layout: Layout
-    rows: int
 
 
 class Pipe(NamedTuple):
@@ -112,14 +42,14 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)})
 
 
-def ways(problem: Problem) -> list[Way]:
+def candidates(problem: Problem) -> list[Candidate]:
     """Return every (layout of a stage, sequences of a micro-batch) that the model and the engine admit, for any number
     of stages."""
     found = []
     for stage in _stages(problem):
         for recompute in RECOMPUTE:
             layout = stage.with_(recompute=recompute)
-            found += [Way(layout, rows) for rows in _rows(problem)]
+            found += [Candidate(layout, rows) for rows in _rows(problem)]
     return found
 
 
@@ -180,12 +110,12 @@ def pipes(problem: Problem) -> Iterator[Pipe]:
                     yield Pipe(ranks, schedule, chunks)
 
 
-def layout_of(problem: Problem, way: Way, pipe: Pipe, zero: int, hybrid: int) -> Layout:
-    """Return the whole layout that consists of a stage's candidate (`way`) and a pipeline (`pipe`). zero: ZeRO stage;
+def layout_of(problem: Problem, candidate: Candidate, pipe: Pipe, zero: int, hybrid: int) -> Layout:
+    """Return the whole layout that consists of a stage's candidate and a pipeline (`pipe`). zero: ZeRO stage;
     hybrid: ranks of a ZeRO sharding group, 0 for all data-parallel ranks."""
-    one = way.layout
+    one = candidate.layout
     dp = problem.cluster.devices // (one.tp * one.cp * pipe.ranks)
     return one.with_(
         dp=dp, zero=zero, hybrid=hybrid or None, pp=pipe.ranks, schedule=pipe.schedule, chunks=pipe.chunks,
-        micro_batches=problem.batch // (dp * way.rows), precision=problem.precision,
+        micro_batches=problem.batch // (dp * candidate.rows), precision=problem.precision,
     )  # fmt: skip

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
-from meshwright.planner.cost.micro_batch import ITEMSIZE, MICRO_BATCH_PARTS
-from meshwright.planner.cost.operations import Operation, operations
+from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
+from meshwright.planner.cost.operations import operations
+from meshwright.planner.cost.operators import Operation
+from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS
 from meshwright.planner.cost.rates import Rates, attention_kernel
 from meshwright.planner.cost.reference_step import in_place
 from meshwright.planner.cost.step_time import followed_at_once
 from meshwright.planner.memory.rank_memory import stages_at, unlike_ranks
-from meshwright.planner.search.space import Problem
+from meshwright.planner.problem import Problem
 
 _COMPUTE = MICRO_BATCH_PARTS.index("compute")
 
@@ -61,16 +63,16 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
     kernel = attention_kernel(problem.engine, problem.cluster)
     rows = problem.batch // (layout.dp * layout.micro_batches)
     longer = problem.cluster.time_factor * in_place(problem.cluster, problem.precision, problem.engine)[_COMPUTE]
+    at = MicroBatch.of(
+        problem.config, layout, rows, problem.sequence, dtype=DTYPES[problem.precision], engine=problem.engine,
+        kernel=kernel, documents=problem.documents, eight_bit=rates.eight_bit,
+    )  # fmt: skip
     found: dict[tuple[str, str], list[tuple[Operation, float]]] = {}
     place = stages_at(problem, layout)[pp_rank]
     if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch is of one replica
         place = place[:1]
     for stage in place:
-        for one in operations(
-            problem.config, layout, rows, problem.sequence, stage, problem.engine,
-            itemsize=ITEMSIZE[problem.precision], attention=kernel, documents=problem.documents,
-            at_once=followed_at_once(layout) and not problem.pairs, eight_bit=rates.eight_bit,
-        ):  # fmt: skip
+        for one in operations(at, stage, at_once=followed_at_once(layout) and not problem.pairs):
             found.setdefault((one.name, one.phase), []).append((one, longer * rates.seconds(one, kernel)))
     whole = sum(seconds for each in found.values() for _, seconds in each) or 1.0
     return sorted((_row(name, phase, each, whole, rates) for (name, phase), each in found.items()), key=_longest)

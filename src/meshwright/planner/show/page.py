@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from meshwright.draw import page as draw
 from meshwright.draw.gantt import draw_overview, draw_svg
@@ -11,12 +12,12 @@ from meshwright.draw.page import paragraph, table
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.reference_step import in_place
-from meshwright.planner.cost.step_time import PARTS, durations_of
+from meshwright.planner.cost.step_time import PARTS, pipeline_durations
 from meshwright.planner.memory.rank_memory import RankMemory, by_layers, memory_of, unlike_ranks
+from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.nearest import Nearest
 from meshwright.planner.search.search import Found
-from meshwright.planner.search.space import Problem
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
 from meshwright.planner.show.pictures import cloud, memory_bars, time_bar
 from meshwright.planner.show.text import (
@@ -187,17 +188,9 @@ def _pipeline(one: Estimate) -> Iterator[Markup]:
     """Yield the drawing of an estimate's simulated pipeline schedule."""
     problem, layout = one.problem, one.layout
     short = _shortened(one)
-    program, durations = durations_of(
-        problem.config,
-        short,
-        problem.cluster,
-        problem.sequence,
-        problem.batch // layout.micro_batches * short.micro_batches,
-        engine=problem.engine,
-        documents=problem.documents,
-        in_place=in_place(problem.cluster, problem.precision, problem.engine),
-        pairs=problem.pairs,
-    )
+    part = replace(problem, batch=problem.batch // layout.micro_batches * short.micro_batches)
+    factors = in_place(problem.cluster, problem.precision, problem.engine)
+    program, durations = pipeline_durations(part, short, factors)
     many = f", with {short.micro_batches} of its {layout.micro_batches} micro-batches" if short != layout else ""
     timeline = build_pipeline_timeline(program, simulate_pipeline(program, durations))
     yield paragraph(f"Seconds since the first forward{many}.", muted=True)

@@ -1,0 +1,181 @@
+"""The operators of attention, in order, each with its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.planner.cost import elementwise
+from meshwright.planner.cost.micro_batch import MicroBatch, Number
+from meshwright.planner.cost.operators import (
+    FLASH_BACKWARD,
+    Exchange,
+    Linear,
+    Operation,
+    Operator,
+    Phase,
+    SavedTensor,
+    linear,
+    pointwise,
+    scaled,
+)
+from meshwright.planner.cost.tensor_parallel import enter, leave, row_parallel
+from meshwright.spec.work import keys_per_token
+
+_ACTIVATIONS: tuple[tuple[Phase, int], ...] = (("forward", 1), ("input", 2))
+"""Products of two activations have two input gradients, and no weight gradient."""
+
+
+def attention(at: MicroBatch, window: int | None) -> Iterator[Operator]:
+    """Yield the operators of attention: projections, positions and softmax(q kᵀ) v. window: most tokens that a query
+    attends to, None for all."""
+    config, size, fusion = at.config, at.config.head_dim, at.engine.fusion
+    tokens = at.rows, at.tokens
+    turned = config.positions == "rope" or config.query_key_norm  # then queries and keys are copies of the product's
+    repeated = at.repeats(window)
+    fused = SavedTensor("attention.qkv.output", (*tokens, at.qkv_width), "x")
+    # Views of the product's result that live on: queries, keys, values; or what is normalised in place of a copy.
+    views = not at.ulysses and (not turned or not repeated)
+    read = views or (config.query_key_norm and not at.narrow)
+    saved = (SavedTensor("attention.qkv.input", (*tokens, config.hidden), "x"), *([fused] if read else []))
+    yield linear(
+        at, "attention.qkv", Linear(at.all_tokens, at.qkv_width, config.hidden, bias=config.qkv_bias), saved=saved,
+        kept=(fused,), exchanges=tuple(enter(at, "attention.input")),
+    )  # fmt: skip
+    yield Operator("attention.join", pointwise(at, "attention.join", at.all_tokens * at.qkv_width, elementwise.JOINED))
+    elements = at.all_tokens * (at.heads + at.kv_heads) * size
+    if config.query_key_norm:
+        yield Operator(
+            "attention.norms", pointwise(at, "attention.norms", elements, elementwise.norm("rmsnorm", fusion)),
+            tuple(_query_key_norms(at)), parameters=2 * size,
+        )  # fmt: skip
+    if config.positions == "rope":
+        yield Operator("attention.rotary", pointwise(at, "attention.rotary", elements, elementwise.rotary(fusion)))
+    if at.ulysses:
+        yield from _all_to_all(at)
+    elif turned:
+        query = SavedTensor("attention.query", (at.rows, at.heads, at.tokens, size), "x")
+        key = SavedTensor("attention.key", (at.rows, at.kv_heads, at.tokens, size), "x")
+        yield Operator("attention.turned", saved=(query,) if repeated else (query, key))
+    if at.ring:
+        yield Operator("attention.ring", exchanges=tuple(_ring(at)))
+    if at.kernel == "scores":
+        yield from _unfused_core(at)
+    else:
+        yield _core(at, window)
+    inner = at.heads * size
+    yield linear(
+        at, "attention.output", Linear(at.all_tokens, config.hidden, inner, bias=config.output_bias),
+        saved=(SavedTensor("attention.output.input", (*tokens, inner), "x"),),
+        kept=row_parallel(at, "attention.output"), exchanges=tuple(leave(at, "attention.output")),
+    )  # fmt: skip
+
+
+def _query_key_norms(at: MicroBatch) -> Iterator[SavedTensor]:
+    """Yield the tensors that the norms of queries and keys save; a copy of the input only for narrow types."""
+    for name, heads in (("attention.query_norm", at.heads), ("attention.key_norm", at.kv_heads)):
+        shape = at.rows, at.tokens, heads, at.config.head_dim
+        if at.narrow:
+            yield SavedTensor(f"{name}.input", shape, "wide")
+        yield from scaled(name, shape)
+
+
+def _all_to_all(at: MicroBatch) -> Iterator[Operator]:
+    """Yield the all-to-alls of Ulysses: each rank of cp gets all tokens of some heads before attention, and its tokens
+    of all heads after it."""
+    one = at.all_tokens * at.config.head_dim * at.itemsize
+    again = at.layout.recompute != "none"
+    sent = {"attention.heads": at.heads + 2 * at.kv_heads * at.key_value_copies, "attention.tokens": at.heads}
+    exchanges = []
+    for site, heads in sent.items():
+        exchanges.append(Exchange("context", "cp", "all-to-all", ((site, heads * one),), "forward", 1, again))
+        exchanges.append(Exchange("context", "cp", "all-to-all", ((f"{site}.backward", heads * one),), "input"))
+    heads, kv_heads = _kernel_heads(at)
+    shape = at.rows, heads + 2 * kv_heads, at.whole, at.config.head_dim
+    traded = SavedTensor("attention.traded", shape, "x")
+    yield Operator("attention.all_to_all", saved=(traded,), exchanges=tuple(exchanges))
+
+
+def _kernel_heads(at: MicroBatch) -> tuple[Number, Number]:
+    """Return the (query, key-value) heads over which a rank attends, after the all-to-all of Ulysses if there is
+    one."""
+    if not at.ulysses:
+        return at.heads, at.kv_heads
+    return at.heads // at.cp, at.kv_heads * at.key_value_copies // at.cp
+
+
+def _unfused_core(at: MicroBatch) -> Iterator[Operator]:
+    """Yield softmax(q kᵀ) v whose scores are written to memory: two products of activations, softmax and dropout."""
+    size, heads = at.config.head_dim, at.rows * at.heads
+    queries, keys = at.tokens, at.whole
+    flops = 2.0 * queries * keys * size
+    moved = at.itemsize * (queries * keys + (queries + keys) * size)
+    for name, shape in (("attention.scores", (queries, keys, size)), ("attention.values", (queries, size, keys))):
+        both = [Operation(name, "product", phase, flops, moved, shape, heads * times) for phase, times in _ACTIVATIONS]
+        yield Operator(name, tuple(both))
+    scores = heads * queries * keys
+    of = elementwise.softmax(at.engine.fusion)
+    yield Operator("attention.softmax", pointwise(at, "attention.softmax", scores, of))
+    if at.engine.dropout:
+        yield Operator("attention.dropout", pointwise(at, "attention.dropout", scores, elementwise.SCORES_DROPOUT))
+
+
+def _core(at: MicroBatch, window: int | None) -> Operator:
+    """Return softmax(q kᵀ) v of a flash kernel for this rank's tokens and heads; under cp its share, which ring
+    attention balances. window: most tokens that a query attends to, None for all."""
+    config, size = at.config, at.config.head_dim
+    # A decoder's kernel skips what is hidden, an encoder's goes through all keys with a mask.
+    seen = at.whole if config.encoder else max(1, round(at.whole / at.documents))
+    keys_seen = keys_per_token(seen, window, causal=not config.encoder)
+    flops = 4.0 * keys_seen * at.heads * size * at.all_tokens
+    moved = at.itemsize * at.all_tokens * (at.qkv_width + at.heads * size)
+    name = "attention.core.ring" if at.ring else "attention.core"
+    shape = at.whole / (2 * at.cp) if at.ring else at.whole, keys_seen, size  # a rank has pieces of each sequence
+    operations = (
+        Operation(name, "attention", "forward", flops, moved, shape),
+        Operation(name, "attention", "input", FLASH_BACKWARD * flops, 2 * moved, shape),
+    )
+    heads, _ = _kernel_heads(at)
+    length = at.whole if at.ulysses else at.tokens
+    log_sum = SavedTensor("attention.log_sum", (at.rows, heads, length), "wide")
+    if at.ring:
+        result = SavedTensor("attention.core", (at.rows, at.heads, at.tokens, size), "x")
+        return Operator("attention.core", operations, (log_sum,), (result, log_sum))
+    if at.device == "cuda":
+        return Operator("attention.core", operations, tuple(_cuda_kernel(at, heads, length, window)))
+    return Operator("attention.core", operations, (log_sum,) if config.encoder else ())
+
+
+def _ring(at: MicroBatch) -> Iterator[Exchange]:
+    """Yield the messages of ring attention, which overlap the attention of the KV block before: keys and values, in the
+    backward with their gradients, of which the last go home."""
+    one = 2 * at.kv_heads * at.all_tokens * at.config.head_dim
+    blocks, gradients = one * at.itemsize, one * at.wide
+    back = ("attention.ring.backward", blocks), ("attention.ring.gradients", gradients)
+    sent, again = (("attention.ring", blocks),), at.layout.recompute == "full"
+    yield Exchange("context", "ring", "send", sent, "forward", at.cp - 1, again, "attention")
+    yield Exchange("context", "ring", "send", back, "input", at.cp - 1, overlaps="attention")
+    yield Exchange("context", "ring", "send", back[1:], "input")
+
+
+def _cuda_kernel(at: MicroBatch, heads: Number, length: Number, window: int | None) -> Iterator[SavedTensor]:
+    """Yield the tensors that PyTorch's CUDA attention kernels save in addition to queries, keys, values and result, by
+    their sources (aten/src/ATen/native/transformers/cuda).
+
+    heads, length: query heads and tokens over which the rank attends; window: most tokens that a query attends to, None
+    for all. Flash attention saves the log-sum-exp and the state of its random numbers. The memory-efficient kernel, for
+    masks and float32, has a copy of keys and values for every query head, an additive mask, and the log-sum-exp for a
+    multiple of 32 queries.
+    """
+    limited, size = at.dense_mask(window), at.config.head_dim
+    if at.repeats(window):
+        for what in ("keys", "values"):
+            yield SavedTensor(f"attention.{what}_repeated", (at.rows, heads, length, size), "x")
+    # An encoder's additive mask is one for all layers.
+    if limited and not at.config.encoder:
+        yield SavedTensor("attention.mask", (at.rows if at.masked else 1, 1, length, length), "x")
+    queries = -(-length // 32) * 32 if limited or not at.narrow else length
+    yield SavedTensor("attention.log_sum", (at.rows, heads, queries), "wide")
+    if not at.varlen(window):
+        yield SavedTensor("attention.random_state", (2,), "index")
+    if at.ulysses:  # the kernel's own result, before the all-to-all
+        yield SavedTensor("attention.core", (at.rows, heads, length, size), "x")

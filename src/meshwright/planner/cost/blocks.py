@@ -1,0 +1,181 @@
+"""The operators of a transformer in order: of a layer, the embedding, and the head with its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.planner.cost import elementwise
+from meshwright.planner.cost.attention import attention
+from meshwright.planner.cost.micro_batch import MicroBatch, Number
+from meshwright.planner.cost.mlp import feed_forward, mixture
+from meshwright.planner.cost.operators import (
+    Exchange,
+    Linear,
+    Operation,
+    Operator,
+    Phase,
+    SavedTensor,
+    linear,
+    pointwise,
+    scaled,
+)
+from meshwright.planner.cost.tensor_parallel import enter, leave
+
+LayerKind = tuple[int | None, bool]
+"""(attention window in tokens or None, True for a mixture of experts): layers of a kind have equal operators."""
+
+
+def layer_kind(at: MicroBatch, layer: int) -> LayerKind:
+    """Return the kind of the layer with index `layer`."""
+    return at.config.layer_window(layer), at.config.has_experts(layer)
+
+
+def block(at: MicroBatch, layer: int) -> Iterator[Operator]:
+    """Yield the operators of the layer with index `layer`, in the order of its forward. Names of saved tensors are
+    relative to the layer.
+
+    Decoders normalise before attention and MLP, and with `post_norms` after them too; encoders only after the residual
+    addition.
+    """
+    window, mixed = layer_kind(at, layer)
+    config = at.config
+    before, after = not config.encoder, config.post_norms
+    inner = list(mixture(at, layer)) if mixed else list(feed_forward(at))
+    for name, operators in (("attention", list(attention(at, window))), ("mlp", inner)):
+        if before:
+            yield norm(at, f"{name}_norm")
+        yield from operators
+        if after:
+            yield norm(at, f"{name}_post_norm")
+        yield from residual(at)
+        if not before:
+            yield norm(at, f"{name}_norm")
+
+
+# --- norms and the residual stream
+
+
+def norm(at: MicroBatch, name: str, rows: Number | None = None) -> Operator:
+    """Return a norm over the hidden dimension. name: such as "mlp_norm"; rows: number of vectors normalised, if not all
+    tokens of this rank's residual stream."""
+    config = at.config
+    stream = at.rows * at.slice if rows is None else rows
+    shape = (at.rows, at.slice, config.hidden) if rows is None else (rows, config.hidden)
+    of = elementwise.norm(config.norm, at.engine.fusion)
+    return Operator(
+        name, pointwise(at, "norm", stream * config.hidden, of), tuple(_normed(at, name, shape)),
+        parameters=config.hidden * (1 + config.norm_bias),
+    )  # fmt: skip
+
+
+def _normed(at: MicroBatch, name: str, shape: tuple[Number, ...]) -> Iterator[SavedTensor]:
+    """Yield the tensors that a norm saves. shape: of its input."""
+    if at.config.norm == "layernorm":
+        yield SavedTensor(f"{name}.input", shape, "x")
+        for what in ("mean", "deviation"):  # PyTorch keeps them in the input's type on a CPU
+            yield SavedTensor(f"{name}.{what}", (*shape[:-1], 1), "x" if at.device == "cpu" else "wide")
+    else:
+        yield SavedTensor(f"{name}.input", shape, "wide")
+        yield from scaled(name, shape)
+
+
+def residual(at: MicroBatch) -> Iterator[Operator]:
+    """Yield a residual addition, and dropout before it where the engine's runs have it."""
+    elements = at.rows * at.slice * at.config.hidden
+    yield Operator("residual", pointwise(at, "residual", elements, elementwise.residual(at.engine.fusion)))
+    if at.engine.dropout:
+        yield Operator("dropout", pointwise(at, "dropout", elements, elementwise.RESIDUAL_DROPOUT))
+
+
+# --- both ends
+
+
+def embedding(at: MicroBatch) -> Iterator[Operator]:
+    """Yield the embedding of tokens, positions and token types, and the norm after it."""
+    config, size, hidden = at.config, at.itemsize, at.config.hidden
+    looked_up, table = at.all_tokens * hidden, at.vocabulary * hidden
+    # The gradient of the rows is accumulated into a zeroed float32 table.
+    back = looked_up * (size + 3 * elementwise.WIDE) + table * (2 * elementwise.WIDE + size)
+    saved = []
+    if at.layout.tp > 1:
+        saved.append(SavedTensor("embedding.places", (at.rows, at.tokens), "index"))
+        saved.append(SavedTensor("embedding.elsewhere", (at.rows, at.tokens), "bool"))
+    yield Operator(
+        "embedding",
+        (
+            Operation("embedding", "lookup", "forward", 0.0, 2.0 * size * looked_up),
+            Operation("embedding", "lookup", "input", 0.0, 1.0 * back),
+        ),
+        tuple(saved), exchanges=tuple(leave(at, "embedding", in_block=False)), parameters=table,
+    )  # fmt: skip
+    if config.embedding_norm:
+        yield norm(at, "embedding_norm")
+    stream, added = at.rows * at.slice * hidden, elementwise.residual("eager")
+    places = at.rows if at.masked else 1, at.tokens
+    if config.positions == "learned":
+        index = SavedTensor("positions.places", places, "index")
+        yield Operator(
+            "positions", pointwise(at, "positions", stream, added),
+            (index,) if at.masked or at.layout.cp == 1 else (), parameters=config.max_positions * hidden,
+        )  # fmt: skip
+    if config.token_types:
+        index = SavedTensor("token_types.places", places, "index")
+        yield Operator(
+            "token types", pointwise(at, "token types", stream, added),
+            (index,) if config.positions == "learned" else (), parameters=config.token_types * hidden,
+        )  # fmt: skip
+
+
+def head(at: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
+    """Yield the operators of the final norm, the vocabulary product and the loss. keeps_gradient: the forward computes
+    the head's gradients; else the backward computes the logits a second time."""
+    if at.config.encoder:
+        yield from encoder_head(at)
+        return
+    yield norm(at, "final_norm")
+    product = linear(
+        at, "head", Linear(at.all_tokens, at.vocabulary, at.config.hidden),
+        exchanges=tuple(enter(at, "head.input", in_block=False)),
+    )  # fmt: skip
+    if not keeps_gradient:
+        product = product._replace(operations=(*product.operations, product.operations[0]._replace(phase="again")))
+    yield product
+    yield _loss(at, at.all_tokens * at.vocabulary)._replace(exchanges=tuple(_loss_exchanges(at)))
+
+
+def _loss(at: MicroBatch, logits: Number) -> Operator:
+    """Return the loss over a number of logits."""
+    moved = logits * at.engine.loss_bytes / 2
+    both: tuple[Phase, Phase] = ("forward", "input")
+    return Operator("loss", tuple(Operation("loss", "loss", phase, 0.0, moved) for phase in both))
+
+
+def _loss_exchanges(at: MicroBatch) -> Iterator[Exchange]:
+    """Yield the all-reduces of a vocabulary-parallel loss: the highest logit, the sum of exponentials and the target's
+    logit of each token; and the loss of responses with preferences over cp."""
+    if at.layout.tp > 1:
+        for site in ("loss.target_logit", "loss.maximum", "loss.sum"):
+            yield Exchange("tensor", "tp", "all-reduce", ((site, at.all_tokens * at.wide),))
+    if at.responses and at.layout.cp > 1:
+        size = 8 * at.rows * at.responses
+        yield Exchange("context", "cp", "all-reduce", (("loss.responses", size),), timed=False)
+
+
+def encoder_head(at: MicroBatch) -> Iterator[Operator]:
+    """Yield the operators of an encoder's head: transform, norm, vocabulary product and loss of masked tokens; or
+    pooler and classifier."""
+    config, hidden = at.config, at.config.hidden
+    masked = config.head == "masked"
+    places = at.predictions
+    dense, out = ("transform", "head") if masked else ("pooler", "classifier")
+    outputs = config.vocabulary if masked else len(config.labels)
+    yield linear(at, dense, Linear(places, hidden, hidden, bias=True))
+    of = elementwise.activation(False, at.engine.fusion)
+    yield Operator(f"{dense}.activation", pointwise(at, f"{dense}.activation", places * hidden, of))
+    if masked:
+        yield norm(at, "transform_norm", places)
+    if outputs:
+        # The matrix over the vocabulary is the embedding's.
+        parameters = outputs if masked else outputs * (hidden + 1)
+        yield linear(at, out, Linear(places, outputs, hidden, bias=True), parameters=parameters)
+        yield _loss(at, places * outputs)

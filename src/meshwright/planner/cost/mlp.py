@@ -1,0 +1,223 @@
+"""The operators of a dense MLP and of a mixture of experts, in order, each with its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.planner.cost import elementwise
+from meshwright.planner.cost.micro_batch import MicroBatch, Number, Routed
+from meshwright.planner.cost.operators import Exchange, Linear, Operator, SavedTensor, linear, pointwise
+from meshwright.planner.cost.tensor_parallel import enter, hidden_bytes, leave, row_parallel
+
+
+def feed_forward(at: MicroBatch) -> Iterator[Operator]:
+    """Yield the operators of a dense MLP."""
+    yield Operator("mlp.input", exchanges=tuple(enter(at, "mlp.input")))
+    yield from _perceptron(at, "mlp", at.config.intermediate // at.tp, row_parallel(at, "mlp.down"))
+    yield Operator("mlp.output", exchanges=tuple(leave(at, "mlp.output")))
+
+
+def _perceptron(
+    at: MicroBatch, name: str, width: Number, kept: tuple[SavedTensor, ...], input_saved: bool = False
+) -> Iterator[Operator]:
+    """Yield up and gate product, activation and down product. name: prefix, such as "mlp"; width: hidden columns on
+    this rank; kept: what selective recompute keeps of the down product; input_saved: another operator saves the
+    input."""
+    config, gated, tokens = at.config, at.config.gated, (at.rows, at.tokens)
+    up = width * (2 if gated else 1)
+    x_input = SavedTensor(f"{name}.up.input", (*tokens, config.hidden), "x")
+    x_up = SavedTensor(f"{name}.up.output", (*tokens, up), "x")
+    reads_up = gated or config.activation != "relu"  # ReLU's backward reads its result alone
+    yield linear(
+        at, f"{name}.up", Linear(at.all_tokens, up, config.hidden, bias=config.mlp_bias),
+        saved=(*([] if input_saved else [x_input]), *([x_up] if reads_up else [])), kept=(x_up,),
+    )  # fmt: skip
+    columns = *tokens, width
+    yield Operator(
+        f"{name}.activation",
+        pointwise(
+            at, f"{name}.activation", at.all_tokens * width, elementwise.activation(gated, at.engine.fusion)
+        ),
+        (SavedTensor(f"{name}.activation", columns, "x"),) if gated else (),
+    )  # fmt: skip
+    yield linear(
+        at, f"{name}.down", Linear(at.all_tokens, config.hidden, width, bias=config.mlp_bias),
+        saved=(SavedTensor(f"{name}.down.input", columns, "x"),), kept=kept,
+    )  # fmt: skip
+
+
+# --- mixtures of experts
+
+
+def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
+    """Yield the operators of a mixture of experts: router, dispatch, the experts of this rank, combination, and the
+    shared expert. layer: index of the layer, whose load may be known."""
+    config, layout, fusion = at.config, at.layout, at.engine.fusion
+    load, held = at.load(layer), config.experts // at.ep
+    arriving = at.copies * (at.etp if at.spread else 1)  # of equal load, by which times are predicted
+    width, hidden = at.expert_width, config.hidden
+    meets = layout.tp > 1 and (not at.spread or config.shared_intermediate > 0)  # else only dispatch and combine
+    if meets:
+        yield Operator("mlp.input", exchanges=tuple(enter(at, "mlp.input")))
+    yield from _router(at)
+    yield Operator("mlp.copies", pointwise(at, "mlp.copies", at.copies * hidden, elementwise.COPIES))
+    if at.spread:
+        yield from _dispatch(at, load, arriving)
+    matrices = Linear(arriving / held, 2 * width, hidden, held), Linear(arriving / held, hidden, width, held)
+    owned = "expert_parameters" if at.spread else "parameters"
+    computed = load.computed
+    x_up = SavedTensor("mlp.experts.up.output", (computed, 2 * width), "x")
+    x_input = SavedTensor("mlp.experts.up.input", (computed, hidden), "x")
+    ends = SavedTensor("mlp.experts.ends", (held,), "int32")
+    found = linear(
+        at, "mlp.experts.up", matrices[0], saved=(ends, x_input, x_up), kept=(x_up,), parameters=0,
+    )  # fmt: skip
+    yield found._replace(**{owned: matrices[0].parameters})
+    yield Operator(
+        "mlp.experts.activation",
+        pointwise(at, "mlp.experts.activation", arriving * width, elementwise.activation(True, fusion)),
+        (SavedTensor("mlp.experts.activation", (computed, width), "x"),),
+    )
+    down = SavedTensor("mlp.experts.down.input", (computed, width), "x")
+    found = linear(
+        at, "mlp.experts.down", matrices[1], saved=(down,),
+        kept=(SavedTensor("mlp.experts.down.output", (computed, hidden), "x"),), parameters=0,
+    )  # fmt: skip
+    yield found._replace(**{owned: matrices[1].parameters})
+    yield from _combine(at, load)
+    if config.shared_intermediate:
+        yield from _shared_expert(at)
+    if meets:
+        output = SavedTensor("mlp.output", (at.rows, at.slice, hidden), "x")
+        yield Operator("mlp.output", kept=(output,), exchanges=tuple(leave(at, "mlp.output")))
+
+
+def _router(at: MicroBatch) -> Iterator[Operator]:
+    """Yield the router: its product, the choice of experts with their weights, and the load-balancing loss."""
+    config, routed = at.config, at.routed_tokens
+    chosen, experts = config.experts_per_token, config.experts
+    wide = config.router == "sigmoid" and at.narrow  # it multiplies copies in the type of sums
+    apart = at.spread and at.layout.tp > 1  # the shared expert reads all tokens, the router a slice of them
+    saved = []
+    if not wide or (config.shared_intermediate and not apart):
+        saved.append(SavedTensor("mlp.input", (routed, config.hidden), "x"))
+    if wide:
+        saved.append(SavedTensor("mlp.router.input", (routed, config.hidden), "wide"))
+        saved.append(SavedTensor("mlp.router.weight", (experts, config.hidden), "wide"))
+    logits = SavedTensor("mlp.router.logits", (routed, experts), "wide" if config.router == "sigmoid" else "x")
+    product = Linear(routed, experts, config.hidden)
+    yield linear(
+        at, "mlp.router", product, saved=tuple(saved), kept=(logits,),
+        parameters=experts * (config.hidden + config.router_bias),
+    )  # fmt: skip
+    saved = [
+        SavedTensor("mlp.router.scores", (routed, experts), "wide"),
+        SavedTensor("mlp.router.chosen", (routed, chosen), "index"),
+    ]
+    if config.normalise_choice:
+        saved.append(SavedTensor("mlp.router.unnormalised", (routed, chosen), "wide"))
+        saved.append(SavedTensor("mlp.router.sum", (routed, 1), "wide"))
+    saved.append(SavedTensor("mlp.router.weights", (routed, chosen), "x"))
+    yield Operator("mlp.routing", pointwise(at, "mlp.routing", routed * experts, elementwise.ROUTED), tuple(saved))
+    yield _balance(at)
+
+
+def _balance(at: MicroBatch) -> Operator:
+    """Return the load-balancing loss and the update of the router's biases."""
+    config, layout = at.config, at.layout
+    saved, kept, exchanges = [], [], []
+    shape = at.rows, config.experts
+    if config.router_loss:
+        saved.append(SavedTensor("mlp.router.load", shape, "wide"))
+        axes = ["cp"] * (layout.cp > 1) + ["tp"] * (at.spread and layout.tp > 1)
+        kept = [SavedTensor(f"mlp.router.load.{number}", shape, "wide") for number in range(len(axes))]
+        again, load = layout.recompute == "full", 4 * at.rows * config.experts
+        exchanges = [
+            Exchange("expert", axis, "all-reduce", ((f"router.load.{axis}", load),), again=again, timed=False)
+            for axis in axes
+        ]
+    if config.router_bias:
+        saved.append(SavedTensor("mlp.router.above_mean", (config.experts,), "wide"))
+    return Operator("mlp.balance", (), tuple(saved), tuple(kept), tuple(exchanges))
+
+
+def _dispatch(at: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operator]:
+    """Yield the dispatch of token copies to expert-parallel ranks: an all-to-all over ep, an all-gather over etp, and
+    the copies' order by expert."""
+    config, hidden = at.config, at.config.hidden
+    full, repeated = at.layout.recompute == "full", at.layout.recompute != "none"
+    rows = at.copies * hidden * at.itemsize
+    saved = tuple(
+        SavedTensor(f"mlp.experts.{name}", (load.computed,), "index") for name in ("order_here", "inverse_here")
+    )
+    kept = (SavedTensor("mlp.experts.dispatched", (load.arrived, hidden), "x"),) if at.layout.ep > 1 else ()
+    counts = 8 * (config.experts // at.ep + 1), 8 * (config.experts + 1)
+    exchanges = [
+        *_both("ep", "all-to-all", "experts.dispatch", rows, full),
+        *_both("etp", "all-gather", "experts.gather", rows * at.etp, full),
+        # The time model leaves out what selective recompute gathers again.
+        *([_untimed("etp", "experts.gather", rows, at.etp - 1)] if repeated and not full else []),
+        _untimed("ep", "experts.counts", counts[0], at.ep - 1, repeated),
+        _untimed("etp", "experts.counts", counts[1], at.etp - 1, repeated),
+    ]
+    if not at.layout.tensor_sequence_parallel and at.layout.tp > 1:
+        back = (("experts.input.backward", hidden_bytes(at)),)
+        exchanges.append(Exchange("expert", "tp", "all-gather", back, "input"))
+    of = pointwise(at, "mlp.exchange", arriving * hidden, elementwise.EXCHANGED)
+    yield Operator("mlp.exchange", of, saved, kept, tuple(exchanges))
+
+
+def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
+    """Yield the way of the experts' results back to their tokens, weighted and summed: a reduce-scatter over etp and an
+    all-to-all over ep where experts are expert-parallel."""
+    config, layout, hidden = at.config, at.layout, at.config.hidden
+    full, repeated = layout.recompute == "full", layout.recompute != "none"
+    rows = at.copies * hidden * at.itemsize
+    saved = (
+        SavedTensor("mlp.experts.inverse", (at.copies,), "index"),
+        SavedTensor("mlp.experts.order", (at.copies,), "index"),
+        SavedTensor("mlp.experts.output", (at.routed_tokens, config.experts_per_token, hidden), "x"),
+    )
+    kept, exchanges = [], []
+    if layout.ep > 1:
+        kept.append(SavedTensor("mlp.experts.combined", (at.copies, hidden), "x"))
+    if layout.etp > 1:
+        kept.append(SavedTensor("mlp.experts.sum", (load.arrived, hidden), "x"))
+    if at.spread:
+        exchanges += _both("etp", "reduce-scatter", "experts.sum", rows * at.etp, full)
+        exchanges += _both("ep", "all-to-all", "experts.combine", rows, full)
+        if not layout.tensor_sequence_parallel and layout.tp > 1:
+            size = hidden_bytes(at)
+            exchanges.append(Exchange("expert", "tp", "all-gather", (("experts.output", size),)))
+            if repeated and config.shared_intermediate:  # else a recomputed block stops before its last gather
+                exchanges.append(Exchange("expert", "tp", "all-gather", (("experts.output", size),), timed=False))
+    yield Operator("mlp.combine", (), saved, tuple(kept), tuple(exchanges))
+
+
+def _both(axis: str, operation: str, site: str, size: Number, again: bool) -> list[Exchange]:
+    """Return the collective of a call site in the forward and its counterpart in the backward. size: bytes of the full
+    vector; again: it is recomputed."""
+    opposite = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(operation, operation)
+    return [
+        Exchange("expert", axis, operation, ((site, size),), "forward", 1, again),  # type: ignore[arg-type]
+        Exchange("expert", axis, opposite, ((f"{site}.backward", size),), "input"),  # type: ignore[arg-type]
+    ]
+
+
+def _untimed(axis: str, site: str, size: Number, count: Number, again: bool = False) -> Exchange:
+    """Return messages that the time model leaves out. size, count: bytes of each, and number."""
+    return Exchange("expert", axis, "send", ((site, size),), "forward", count, again, timed=False)
+
+
+def _shared_expert(at: MicroBatch) -> Iterator[Operator]:
+    """Yield the operators of the expert that computes every token; its input is the mixture's, unless that is only a
+    slice of the tokens."""
+    config, tokens = at.config, (at.rows, at.tokens)
+    name, width = "mlp.shared", config.shared_intermediate // at.tp
+    down = SavedTensor(f"{name}.down.output", (*tokens, config.hidden), "x")
+    apart = at.spread and at.layout.tp > 1
+    yield from _perceptron(at, name, width, (down,), input_saved=not apart)
+    if config.shared_gate:
+        gate = SavedTensor(f"{name}.gate", (*tokens, 1), "x")
+        output = SavedTensor(f"{name}.output", (*tokens, config.hidden), "x")
+        yield linear(at, f"{name}.gate", Linear(at.all_tokens, 1, config.hidden), saved=(gate, output), kept=(gate,))

@@ -1,0 +1,186 @@
+"""Operators of a transformer: what each computes, moves, sends, saves for the backward and holds as parameters.
+
+`blocks` lists the operators of a layer, of the embedding and of the head, each once. FLOPs, times, memory, bytes on the
+wire and parameter counts are read from these lists: `operations`, `communication`, `traffic`, `memory/saved`,
+`parameter_counts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from meshwright.planner.cost import elementwise
+from meshwright.planner.cost.elementwise import Traffic
+from meshwright.planner.cost.micro_batch import MicroBatch, Number
+
+Phase = Literal["forward", "again", "input", "weight"]
+"""Forward; recomputed forward; gradients of inputs; gradients of weights."""
+
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+
+FLASH_BACKWARD = 2.5
+"""Products of a flash kernel's backward for each of its forward: five for two, because it forms the scores again (Dao
+et al. 2022, arXiv:2205.14135, algorithm 4)."""
+
+
+class Operation(NamedTuple):
+    """A kernel of an operator in one phase, called `count` times; the numbers are of one call.
+
+    name: such as "attention.qkv". kind: product (matrix product), attention (a flash kernel), elementwise, lookup or
+    loss. flops: of matrix products alone, 2 per multiply-add. bytes: read and written. shape: M, N, K of a product; of
+    a flash kernel the queries, the keys that each sees on average and a head's size; None for others.
+    """
+
+    name: str
+    kind: Literal["product", "attention", "elementwise", "lookup", "loss"]
+    phase: Phase
+    flops: Number
+    bytes: Number
+    shape: tuple[Number, Number, Number] | None = None
+    count: Number = 1.0
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that the engine `meshwright` saves for the backward. kind: element type, "x" (the model's), "wide" (at
+    least float32), "index" (int64), "int32" or "bool"."""
+
+    name: str
+    shape: tuple[Number, ...]
+    kind: str
+
+
+class Exchange(NamedTuple):
+    """Equal collective calls of an operator in one phase.
+
+    Attributes:
+        part: Part of a step's time that they count as: "tensor", "context" or "expert".
+        axis: Axis of the layout whose ranks take part; "ring": two neighbours in cp.
+        operation: Collective, or "send".
+        sites: (call site in `comm/`, bytes of the full vector); several sites of one message are added up.
+        phase: "forward" or "input".
+        count: Number of calls.
+        again: True if activation checkpointing repeats them.
+        overlaps: Computation that hides them: "attention" of the same layer, "weight" gradients, or the matrix
+            "product" that they feed or follow, in slices; None if exposed.
+        timed: False for messages of a few bytes a token that the time model leaves out.
+    """
+
+    part: str
+    axis: str
+    operation: Collective
+    sites: tuple[tuple[str, Number], ...]
+    phase: Literal["forward", "input"] = "forward"
+    count: Number = 1
+    again: bool = False
+    overlaps: Literal["attention", "weight", "product"] | None = None
+    timed: bool = True
+
+    @property
+    def size(self) -> Number:
+        """Bytes of the full vector of one call, of all sites together."""
+        return sum(size for _, size in self.sites)
+
+
+class Operator(NamedTuple):
+    """An operator of a transformer on one rank.
+
+    Attributes:
+        name: Such as "attention.qkv".
+        operations: Its kernels, in forward and backward, without recomputation.
+        saved: Tensors that its forward saves for the backward if nothing is recomputed.
+        kept: Tensors that its forward saves under selective recompute.
+        exchanges: Its collective calls.
+        parameters: Number of its dense parameters on this rank.
+        expert_parameters: Number of its expert-parallel parameters on this rank.
+    """
+
+    name: str
+    operations: tuple[Operation, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
+    kept: tuple[SavedTensor, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+    parameters: Number = 0
+    expert_parameters: Number = 0
+
+
+def in_eight_bits(name: str) -> bool:
+    """Return True if fp8 training computes a matrix product in 8 bits: those of the linear layers of blocks. name: of
+    an operation, such as "attention.qkv".
+
+    Attention's products, routers and the head stay in 16 bits (as in Transformer Engine, and in torchao as torchtitan
+    uses it).
+    """
+    return name in ("attention.qkv", "attention.output") or name.endswith((".up", ".down"))
+
+
+class Linear(NamedTuple):
+    """Shape of a linear layer y = x Wᵀ on one rank. rows: tokens; count: number of equal layers; bias: it has a
+    bias."""
+
+    rows: Number
+    outputs: Number
+    inputs: Number
+    count: Number = 1
+    bias: bool = False
+
+    @property
+    def parameters(self) -> Number:
+        """Number of parameters of all the layers."""
+        return self.count * self.outputs * (self.inputs + self.bias)
+
+
+def products(at: MicroBatch, name: str, of: Linear) -> tuple[Operation, ...]:
+    """Return a linear layer's matrix products y = x Wᵀ, dx = dy W and dW = dyᵀ x, and the kernels that go with them:
+    accumulation into the gradient's sum, bias gradient, fp8 casts. name: such as "mlp.up"."""
+    rows, out, inner, count, bias = of
+    size, engine = at.itemsize, at.engine
+    flops = 2.0 * rows * out * inner
+    moved = size * (rows * out + rows * inner + out * inner)
+    fused, sums = engine.accumulates == "fused", engine.gradient_bytes
+    into_sum = moved + out * inner * (2 * sums - size) if fused else moved
+    found = [
+        Operation(name, "product", "forward", flops, moved, (rows, out, inner), count),
+        Operation(name, "product", "input", flops, moved, (rows, inner, out), count),
+        Operation(name, "product", "weight", flops, into_sum, (out, inner, rows), count),
+    ]
+    if not fused:
+        added = (size + (2 * sums if engine.accumulates == "added" else sums)) * out * inner
+        found.append(Operation(f"{name}.sum", "elementwise", "weight", 0.0, added, None, count))
+    if bias:
+        found.append(Operation(f"{name}.bias", "elementwise", "input", 0.0, size * rows * out, None, count))
+    if at.eight_bit and in_eight_bits(name):
+        # Transformer Engine, whose kernels the fused ones are, casts weights once a step: not counted.
+        weights = 0 if engine.fusion == "kernels" else out * inner
+        cast = elementwise.cast(engine.fusion)
+        kinds: tuple[tuple[Phase, Number], ...] = (("forward", rows * inner + weights), ("input", rows * out))
+        for phase, elements in kinds:
+            each = cast.bytes(size) * elements / cast.kernels
+            found.append(Operation(f"{name}.cast", "elementwise", phase, 0.0, each, None, count * cast.kernels))
+    return tuple(found)
+
+
+def linear(at: MicroBatch, name: str, of: Linear, **more: object) -> Operator:
+    """Return the operator of a linear layer. name: such as "mlp.up"; more: further fields of `Operator`."""
+    return Operator(name, products(at, name, of), parameters=of.parameters)._replace(**more)  # type: ignore[arg-type]
+
+
+def pointwise(at: MicroBatch, name: str, elements: Number, of: Traffic, times: int = 1) -> tuple[Operation, ...]:
+    """Return the kernels of an elementwise operation on `elements` elements, forward and backward. name: such as
+    "norm"; of: bytes read and written per element; times: number of equal operations."""
+    found = []
+    phases: tuple[Phase, Phase] = ("forward", "input")
+    for phase, each in zip(phases, of, strict=True):
+        per_element = each.bytes(at.itemsize)
+        if per_element:
+            kernels = max(each.kernels, 1.0)
+            moved = per_element * elements / kernels
+            found.append(Operation(name, "elementwise", phase, 0.0, moved, None, kernels * times))
+    return tuple(found)
+
+
+def scaled(name: str, shape: tuple[Number, ...]) -> Iterator[SavedTensor]:
+    """Yield what an RMS norm saves beside its input: the scale of each vector, and the scaled vectors. name: prefix,
+    such as "mlp_norm"; shape: of the norm's input."""
+    yield SavedTensor(f"{name}.scale", (*shape[:-1], 1), "wide")
+    yield SavedTensor(f"{name}.scaled", shape, "wide")

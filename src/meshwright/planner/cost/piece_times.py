@@ -1,0 +1,236 @@
+"""Seconds of one micro-batch on one rank, for many candidate layouts at once, in pieces that add up to any stage: a
+layer of each kind, the embedding, the head with its loss."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.planner.cost.blocks import LayerKind, block, embedding, head
+from meshwright.planner.cost.communication import Call, ParameterCounts, count_parameters, timed_calls
+from meshwright.planner.cost.engines import Engine
+from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, structure
+from meshwright.planner.cost.operations import computed, layer_operations
+from meshwright.planner.cost.operators import Operation
+from meshwright.planner.cost.process_groups import Array, ProcessGroups
+from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
+from meshwright.planner.problem import Candidate, Problem
+from meshwright.program.durations import Floats
+from meshwright.spec.chunks import keeps_head_gradient
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.stages import Stage
+
+MICRO_BATCH_PARTS = ("compute", "tensor", "context", "expert", "data")
+PHASES = ("forward", "input", "weight")
+"""Forward; gradients of inputs, with what is recomputed; gradients of weights."""
+
+AS_ADDED = np.ones(len(MICRO_BATCH_PARTS))
+"""Each part takes as long as its operations take alone."""
+
+_PART = {part: number for number, part in enumerate(MICRO_BATCH_PARTS)}
+_PHASE = {"forward": 0, "again": 1, "input": 1, "weight": 2}
+_CORE = ("attention.core", "attention.scores", "attention.values")
+
+
+def layer_kinds(config: ModelConfig, stage: Stage) -> Counter[LayerKind]:
+    """Return the number of layers of each kind in a stage."""
+    return Counter((config.layer_window(layer), config.has_experts(layer)) for layer in stage.layers)
+
+
+@lru_cache(maxsize=64)
+def layer_examples(config: ModelConfig) -> dict[LayerKind, int]:
+    """Return the index of the first layer of each kind."""
+    return {(config.layer_window(at), config.has_experts(at)): at for at in reversed(range(config.layers))}
+
+
+def gradient_bytes(engine: Engine, itemsize: int) -> int:
+    """Return the bytes of an element of gradients. itemsize: bytes of a parameter; wide ones have wide gradients."""
+    return engine.gradient_bytes if itemsize == 2 else 4
+
+
+def alike(config: ModelConfig, candidates: Sequence[Candidate]) -> Iterator[Array]:
+    """Yield the indices of candidates whose layouts have the same structure, and can be computed as arrays."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for number, one in enumerate(candidates):
+        found.setdefault(structure(one.layout, config), []).append(number)
+    yield from map(np.array, found.values())
+
+
+def micro_batch_of(problem: Problem, candidates: Sequence[Candidate], **options: Any) -> MicroBatch:
+    """Return the micro-batch of candidates of equal structure. options: further fields of `MicroBatch`."""
+    layouts = [one.layout for one in candidates]
+    axes = {axis: np.array([getattr(layout, axis) for layout in layouts]) for axis in ("tp", "cp", "ep", "etp")}
+    sizes: dict[str, Any] = {"rows": np.array([one.rows for one in candidates]), "responses": int(problem.pairs)} | axes
+    return MicroBatch(
+        problem.config, layouts[0], whole=problem.sequence, dtype=DTYPES[problem.precision], engine=problem.engine,
+        kernel=attention_kernel(problem.engine, problem.cluster), documents=problem.documents,
+        eight_bit=problem.precision == "fp8", **(sizes | options),
+    )  # fmt: skip
+
+
+class PieceTimes:
+    """Seconds of the pieces of a micro-batch under candidate layouts. Phases: forward, input gradients (with
+    recompute), weight gradients. Parts: compute, and exposed communication of tp (tensor), cp (context), ep (expert)
+    and dp (data).
+
+    Attributes:
+        kinds: Kinds of layers.
+        layer: Seconds of a layer of each kind [candidates, kinds, phases, parts].
+        first: Seconds of the embedding [candidates, phases, parts].
+        last: Seconds of final norm, head and loss [candidates, 2, phases, parts], without and with the head's gradients
+            in the forward.
+        parameters: Numbers of parameters on a rank.
+    """
+
+    def __init__(self, problem: Problem, candidates: Sequence[Candidate], in_place: Floats = AS_ADDED) -> None:
+        """Price candidates. in_place [parts]: factor by which each part takes longer in a step than operations timed
+        alone."""
+        self.problem, self.candidates = problem, list(candidates)
+        self.collectives = Collectives(problem.cluster)
+        self.rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
+        self.examples = layer_examples(problem.config)
+        self.kinds = list(self.examples)
+        number, shape = len(self.candidates), (len(PHASES), len(MICRO_BATCH_PARTS))
+        self.layer = np.zeros((number, len(self.kinds), *shape))
+        self.first, self.last = np.zeros((number, *shape)), np.zeros((number, 2, *shape))
+        self.parameters = np.zeros((6, number))  # of a dense layer, a mixture: (dense, experts) each; embedding; head
+        self._index()
+        for which in alike(problem.config, self.candidates):
+            self._price(which)
+        for each in (self.layer, self.first, self.last):
+            each *= in_place
+
+    def _index(self) -> None:
+        """Note down the candidates' sizes as arrays."""
+        layouts = [one.layout for one in self.candidates]
+        self.rows = np.array([one.rows for one in self.candidates])
+        self.tp, self.cp = (np.array([getattr(layout, axis) for layout in layouts]) for axis in ("tp", "cp"))
+        self.experts = np.array([layout.ep * layout.etp for layout in layouts])
+        self.full = np.array([layout.recompute == "full" for layout in layouts])
+        sequence_parallel = np.array([layout.tensor_sequence_parallel for layout in layouts])
+        self.cuts = np.where(sequence_parallel | self.problem.engine.scatters, self.tp, 1)
+        """Parts into which ranks of tp cut the message to the next stage."""
+        numbers: dict[tuple[int, int, int, int], int] = {}
+        sizes = [(layout.tp, layout.cp, layout.ep, layout.etp) for layout in layouts]
+        self.mesh = np.array([numbers.setdefault(each, len(numbers)) for each in sizes])
+        """Index into `meshes`: layouts with different sizes of tp, cp, ep, etp."""
+        self.meshes = [layouts[sizes.index(each)] for each in numbers]
+
+    def take(self, index: int) -> PieceTimes:
+        """Return the times of one candidate."""
+        found = object.__new__(PieceTimes)
+        found.__dict__.update(self.__dict__, candidates=[self.candidates[index]])
+        at = slice(index, index + 1)
+        found.layer, found.first, found.last = self.layer[at], self.first[at], self.last[at]
+        found.parameters = self.parameters[:, at]
+        found._index()
+        return found
+
+    def summed(self) -> PieceTimes:
+        """Return the times with all parts added up: [..., 1]."""
+        found = object.__new__(PieceTimes)
+        found.__dict__.update(self.__dict__)
+        found.layer, found.first, found.last = (
+            each.sum(axis=-1, keepdims=True) for each in (self.layer, self.first, self.last)
+        )
+        return found
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of activations and parameters."""
+        return 4 if DTYPES[self.problem.precision] == "float32" else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of gradients."""
+        return gradient_bytes(self.problem.engine, self.itemsize)
+
+    def counts(self, index: Array) -> ParameterCounts:
+        """Return the numbers of parameters of candidates `index` (array)."""
+        found = self.parameters[:, index]
+        return ParameterCounts((found[0], found[1]), (found[2], found[3]), found[4], found[5])
+
+    def keeps_gradient(self, index: Array, layers: int, at_once: bool) -> Array:
+        """Return for each of the candidates `index` if the forward of the last stage computes the head's gradients and
+        saves them. layers: number in the stage; at_once: its backward directly follows its forward."""
+        if self.problem.pairs:
+            return np.zeros(len(index), dtype=bool)
+        vocabulary = self.problem.config.vocabulary
+        tokens = self.rows[index] * self.problem.sequence // self.cp[index]
+        widest = np.minimum(-(-vocabulary // self.tp[index]), vocabulary)
+        kept = keeps_head_gradient(tokens, widest, layers, "none", at_once)
+        return np.where(self.full[index], at_once, kept)
+
+    def messages(self, index: Array) -> Floats:
+        """Return the bytes of the activations that pass to the next stage, of candidates `index`."""
+        problem = self.problem
+        whole = self.rows[index] * problem.sequence / self.cp[index] * problem.config.hidden * self.itemsize
+        return np.asarray(whole / self.cuts[index])
+
+    def _price(self, which: Array) -> None:
+        """Fill in the candidates with the indices `which`, whose layouts have the same structure."""
+        chosen = [self.candidates[number] for number in which]
+        at = micro_batch_of(self.problem, chosen)
+        numbers, mesh = np.unique(self.mesh[which], return_inverse=True)
+        groups = ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
+        price = _Pricing(at, self.rates, groups)
+        for number, layer in enumerate(self.examples.values()):
+            self.layer[which, number] = price.seconds(layer_operations(at, layer), timed_calls(block(at, layer)))
+        operators = list(embedding(at))
+        self.first[which] = price.seconds(computed(operators), timed_calls(operators))
+        for kept in (False, True):
+            operators = list(head(at, kept or self.problem.engine.name != "meshwright"))
+            self.last[which, int(kept)] = price.seconds(computed(operators), timed_calls(operators))
+        counts = count_parameters(at)
+        for number, each in enumerate((*counts.layer, *counts.mixture, counts.first, counts.last)):
+            self.parameters[number, which] = each
+
+
+class _Pricing(NamedTuple):
+    """Time model of a micro-batch: speeds of operations and of collectives."""
+
+    at: MicroBatch
+    rates: Rates
+    groups: ProcessGroups
+
+    def seconds(self, operations: Iterable[Operation], calls: Iterable[Call]) -> Floats:
+        """Return the seconds of operations and of the exposed communication beside them: [candidates, phases,
+        parts]."""
+        found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS), len(self.groups.which)))
+        covers: dict[str, Any] = defaultdict(float)  # seconds of attention in each phase, and of weight gradients
+        products: dict[str, Any] = defaultdict(float)
+        for one in operations:
+            taken = self.rates.seconds(one, self.at.kernel)
+            found[_PHASE[one.phase], 0] += taken
+            if one.phase == "weight" or one.name.startswith(_CORE):
+                covers[one.phase] = covers[one.phase] + taken
+            elif one.kind == "product":
+                products[one.phase] = products[one.phase] + taken
+        hidden: dict[tuple[str, str], Any] = defaultdict(float)
+        sliced: dict[tuple[str, str], Any] = defaultdict(float)
+        for exchange, phase, count in calls:
+            taken = count * self.groups.seconds(exchange.operation, exchange.axis, exchange.size)
+            if exchange.overlaps is None:
+                found[_PHASE[phase], _PART[exchange.part]] += taken
+            elif exchange.overlaps == "product":
+                sliced[phase, exchange.part] = sliced[phase, exchange.part] + taken
+            else:
+                key = "weight" if exchange.overlaps == "weight" else phase, exchange.part
+                hidden[key] = hidden[key] + taken
+        for (name, part), taken in sliced.items():
+            # In as many slices as ranks: the first that is gathered, or the last that is reduced, is exposed.
+            slices = self.at.tp
+            exposed = np.maximum(taken / slices, taken - products[name] * (slices - 1) / slices)
+            found[_PHASE[name], _PART[part]] += exposed + self.groups.tax("tp") * (taken - exposed)
+        for (cover, part), taken in hidden.items():
+            # In a ring all but the last KV block's attention have a message beside them.
+            covered = covers[cover] * ((self.at.cp - 1) / self.at.cp if part == "context" else 1)
+            exposed = np.maximum(0.0, taken - covered)
+            name = "input" if cover == "weight" else cover
+            tax = self.groups.tax("cp" if part == "context" else "tp")
+            found[_PHASE[name], _PART[part]] += exposed + tax * (taken - exposed)
+        return np.moveaxis(found, -1, 0)

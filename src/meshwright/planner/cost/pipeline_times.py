@@ -1,0 +1,150 @@
+"""Seconds of a training step's parts on each pipeline rank, for many candidate layouts at once: micro-batches in the
+stages, ZeRO's communication, gradient reductions and the optimizer step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from meshwright.planner.cost.data_time import (
+    gradient_waits,
+    level_in_time,
+    update_bytes,
+    updated,
+    zero_calls,
+    zero_waits,
+)
+from meshwright.planner.cost.piece_times import PieceTimes, layer_kinds
+from meshwright.planner.cost.process_groups import Array, ProcessGroups
+from meshwright.program.durations import Floats
+from meshwright.spec.stages import Stage
+
+
+class PipelineTimes:
+    """Predictor of the seconds of a step on the ranks of a pipeline, under candidate layouts that share it.
+
+    Equal stages, and ranks with equal stages, are computed once. Arrays: candidates [n], distinct stages [s], distinct
+    ranks [r], phases (forward, input gradients, weight gradients), parts [p] (one if `pieces` are summed).
+
+    Attributes:
+        index: Indices of the candidates in `pieces` [n].
+        count: Number of stages of the pipeline.
+        which: Index of the distinct stage, by stage.
+        of_rank: Number of each distinct stage on a distinct rank [r, s].
+        members: Pipeline ranks of each distinct rank.
+        replicas: Copies of the model that the ranks together hold: 2 under bidirectional schedules.
+        dense, spread: Numbers of dense and expert-parallel parameters of a stage [n, s].
+    """
+
+    def __init__(
+        self, pieces: PieceTimes, index: Array, stages: Sequence[Stage], places: Sequence[Sequence[int]]
+    ) -> None:
+        """Prepare the predictions. stages: all stages of the pipeline; places: stage indices of each pipeline rank."""
+        config = pieces.problem.config
+        self.pieces, self.index, self.count, self.ranks = pieces, index, len(stages), len(places)
+        self.replicas = sum(map(len, places)) // len(stages)
+        numbers: dict[object, int] = {}
+        self.examples, self.which = list[Stage](), []
+        for stage in stages:
+            key = frozenset(layer_kinds(config, stage).items()), stage.first, stage.last
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                self.examples.append(stage)
+            self.which.append(numbers[key])
+        equal: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for rank, place in enumerate(places):
+            held = Counter(self.which[number] for number in place)
+            equal.setdefault(tuple(sorted(held.items())), []).append(rank)
+        self.members = list(equal.values())
+        self.counts = np.array([len(each) for each in self.members], dtype=np.float64)
+        self.of_rank = np.zeros((len(equal), len(self.examples)))
+        for number, kinds in enumerate(equal):
+            for stage_number, times in kinds:
+                self.of_rank[number, stage_number] = times
+        kinds_of = [layer_kinds(config, each) for each in self.examples]
+        self.of_kind = np.array([[each[kind] for kind in pieces.kinds] for each in kinds_of])
+        self.layers = self.of_kind.sum(axis=1)
+        self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
+        counts = pieces.counts(index)
+        sizes = [counts.of_stage(config, stage) for stage in self.examples]
+        self.dense, self.spread = (
+            np.stack([np.broadcast_to(each[part], len(index)) for each in sizes], axis=1) for part in (0, 1)
+        )
+        self.rank_dense, self.rank_spread = self.dense @ self.of_rank.T, self.spread @ self.of_rank.T
+        self._times: dict[tuple[bool, int, int], Floats] = {}
+
+    def times(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
+        """Return the seconds of a micro-batch in each distinct stage, exposed communication of ZeRO-2 and 3 included
+        [n, s, phases, p]. at_once: backwards directly follow forwards; zero: ZeRO stage; groups: process groups."""
+        key = (at_once, zero, id(groups)) if zero >= 2 else (at_once, 0, 0)
+        if key not in self._times:
+            self._times[key] = self._sharded(at_once, zero, groups) if zero >= 2 else self._unsharded(at_once)
+        return self._times[key]
+
+    def keeps_gradient(self, at_once: bool) -> Array:
+        """Return if the forward of the last stage computes the head's gradients [n]."""
+        layers = next(int(number) for number, last in zip(self.layers, self.last, strict=True) if last)
+        return self.pieces.keeps_gradient(self.index, layers, at_once)
+
+    def _unsharded(self, at_once: bool) -> Floats:
+        """Return `times` without communication of ZeRO-2 and 3."""
+        pieces, index = self.pieces, self.index
+        found: Floats = np.einsum("nkhp,sk->nshp", pieces.layer[index], self.of_kind)
+        found[:, self.first] += pieces.first[index][:, None]
+        kept = self.keeps_gradient(at_once)
+        found[:, self.last] += pieces.last[index, kept.astype(np.int64)][:, None]
+        return found
+
+    def _sharded(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
+        """Return `times` with communication of ZeRO-2 and 3, which counts as the last part."""
+        found = self.times(at_once, 0, groups).copy()
+        gather, scatter = self.zero_calls(zero, groups, self.dense / self.layers, self.spread / self.layers)
+        forward, *back = np.moveaxis(found.sum(axis=-1), -1, 0)
+        waits = zero_waits(gather, scatter, self.layers, forward, back[0] + back[1], groups.gradient_tax(True)[:, None])
+        found[:, :, 0, -1] += waits[0]
+        found[:, :, 1, -1] += waits[1]
+        return found
+
+    def zero_calls(self, zero: int, groups: ProcessGroups, dense: Floats, spread: Floats) -> tuple[Floats, Floats]:
+        """Return the seconds of the (all-gathers, reduce-scatters) of a micro-batch under ZeRO-2 and 3 for parameters
+        dense, spread [n, ...]."""
+        pieces = self.pieces
+        gather, scatter = zero_calls(zero, groups.seconds, dense.T, spread.T, pieces.itemsize, pieces.gradient_bytes)
+        return np.broadcast_to(gather, dense.T.shape).T, np.broadcast_to(scatter, dense.T.shape).T
+
+    def of_ranks(self, times: Floats) -> Floats:
+        """Return the seconds of a micro-batch in all stages of each distinct rank [n, r, phases, p]. times: of each
+        distinct stage."""
+        found: Floats = np.einsum("nshp,rs->nrhp", times, self.of_rank)
+        return found
+
+    def gradients(
+        self, zero: int, groups: ProcessGroups, ranks: Floats, passes: Floats, *, overlaps: bool = True
+    ) -> Floats:
+        """Return the exposed seconds, once a step, of gradient reductions and parameter all-gathers on each distinct
+        rank [r, n].
+
+        ranks: seconds of a micro-batch [n, r, phases, p]; passes: number of micro-batches beside them; overlaps: False
+        for all their seconds, as if nothing were computed beside them.
+        """
+        pieces, engine = self.pieces, self.pieces.problem.engine
+        busy = ranks.sum(axis=-1)
+        forward, backward = (passes * each.max(axis=1) for each in (busy[..., 0], busy[..., 1:].sum(axis=-1)))
+        return gradient_waits(
+            zero, groups.seconds, self.rank_dense.T, self.rank_spread.T, *groups.shards,
+            (self.of_rank @ self.layers)[:, None], forward, backward, groups.gradient_tax(zero > 0),
+            engine if overlaps else replace(engine, overlaps_data=False), pieces.itemsize, pieces.gradient_bytes,
+        )  # fmt: skip
+
+    def update(self, zero: int, groups: ProcessGroups) -> Floats:
+        """Return the seconds of the optimizer step on the rank that updates most parameters [n]."""
+        pieces, problem = self.pieces, self.pieces.problem
+        most = updated(zero, self.rank_dense.T, self.rank_spread.T, *groups.shards).max(axis=0)
+        return np.asarray(most * update_bytes(problem.optimizer, problem.engine, pieces.itemsize) / pieces.rates.memory)
+
+    def level(self, zero: int) -> int:
+        """Return the ZeRO stage whose communication a step makes. zero: of the layout."""
+        return level_in_time(zero, self.ranks, self.pieces.problem.engine)

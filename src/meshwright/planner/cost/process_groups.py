@@ -1,0 +1,72 @@
+"""Process groups of many layouts, and the seconds of collectives in them, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from meshwright.layout import Layout
+from meshwright.planner.cost.communication import group_of
+from meshwright.planner.cost.measured_rates import Chosen
+from meshwright.planner.cost.operators import Collective
+from meshwright.planner.cost.rates import Collectives, Cost, Group
+from meshwright.program.durations import Floats
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class ProcessGroups:
+    """Process groups of layouts by axis, and the cost of collectives in them.
+
+    layouts: distinct layouts; which [candidates]: index into `layouts` of each candidate. Results are arrays
+    [..., candidates].
+    """
+
+    def __init__(self, collectives: Collectives, layouts: Sequence[Layout], which: Array | None = None) -> None:
+        self.collectives, self.layouts = collectives, layouts
+        self.which = np.arange(len(layouts)) if which is None else which
+        self._costs: dict[tuple[str, str], Cost | Chosen] = {}
+        self._groups: dict[str, list[Group]] = {}
+        self._slowdown: dict[bool, Floats] = {}
+
+    def groups(self, axis: str) -> list[Group]:
+        """Return the process group of an axis such as "data" under each distinct layout (`group_of`)."""
+        if axis not in self._groups:
+            self._groups[axis] = [group_of(layout, axis, self.collectives.cluster) for layout in self.layouts]
+        return self._groups[axis]
+
+    def ranks(self, axis: str) -> Floats:
+        """Return the number of ranks in a process group of an axis such as "data"."""
+        return np.array([group.ranks for group in self.groups(axis)], dtype=np.float64)[self.which]
+
+    def seconds(self, operation: Collective, axis: str, size: Floats) -> Floats:
+        """Return the seconds of a collective over an axis such as "data", on `size` bytes."""
+        if (operation, axis) not in self._costs:
+            costs = [self.collectives.cost(operation, group) for group in self.groups(axis)]
+            if all(isinstance(each, Cost) for each in costs):
+                parts = (np.array([getattr(each, name) for each in costs]) for name in ("start", "byte", "root"))
+                self._costs[operation, axis] = Cost(*(part[self.which] for part in parts))
+            else:
+                self._costs[operation, axis] = Chosen(costs, self.which)
+        return self._costs[operation, axis].at(size)
+
+    def tax(self, axis: str) -> Floats:
+        """Return the seconds by which computation slows for each second of communication over an axis beside it."""
+        return np.array([self.collectives.tax(group) for group in self.groups(axis)])[self.which]
+
+    @cached_property
+    def shards(self) -> tuple[Floats, Floats]:
+        """Number of ranks over which ZeRO shards (dense, expert-parallel) parameters."""
+        return self.ranks("shard"), self.ranks("expert_shard")
+
+    def gradient_tax(self, sharded: bool) -> Floats:
+        """Return the seconds by which computation slows for each second of gradient communication beside it. sharded:
+        ZeRO shards gradients, so that only the ranks of a shard communicate."""
+        if sharded not in self._slowdown:
+            dense, experts = ("shard", "expert_shard") if sharded else ("data", "expert_data")
+            spread = np.array([layout.expert_parallel for layout in self.layouts])[self.which]
+            self._slowdown[sharded] = np.maximum(self.tax(dense), np.where(spread, self.tax(experts), 0.0))
+        return self._slowdown[sharded]

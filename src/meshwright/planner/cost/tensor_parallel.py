@@ -1,0 +1,69 @@
+"""Tensor parallelism's collectives around a column-parallel and a row-parallel matrix product, and what the latter
+keeps (Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from meshwright.planner.cost.micro_batch import MicroBatch, Number
+from meshwright.planner.cost.operators import Exchange, SavedTensor
+
+
+def hidden_bytes(at: MicroBatch) -> Number:
+    """Return the bytes of the hidden states of all tokens on a rank of cp."""
+    return at.all_tokens * at.config.hidden * at.itemsize
+
+
+def enter(at: MicroBatch, site: str, in_block: bool = True) -> Iterator[Exchange]:
+    """Yield the collectives before a column-parallel product: with sequence parallelism its input is all-gathered and
+    the input's gradient reduce-scattered; else only the gradient is all-reduced.
+
+    site: name of the call site, such as "mlp.input"; in_block: the product is part of a layer, which may be recomputed
+    and whose products may overlap.
+    """
+    if at.layout.tp == 1:
+        return
+    forward, back = ((site, hidden_bytes(at)),), ((f"{site}.backward", hidden_bytes(at)),)
+    behind: Literal["weight"] | None = "weight" if at.engine.overlaps_tensor else None
+    if not at.layout.tensor_sequence_parallel:
+        yield Exchange("tensor", "tp", "all-reduce", back, "input", overlaps=behind)
+        return
+    # Engines that recompute only the attention core keep what was gathered.
+    recompute = at.layout.recompute
+    again = in_block and (recompute == "full" or (recompute == "selective" and at.engine.selective != "core"))
+    yield Exchange("tensor", "tp", "all-gather", forward, "forward", 1, again, _sliced(at, in_block))
+    yield Exchange("tensor", "tp", "reduce-scatter", back, "input", overlaps=behind)
+
+
+def leave(at: MicroBatch, site: str, in_block: bool = True) -> Iterator[Exchange]:
+    """Yield the collectives after a row-parallel product: its result is reduce-scattered and the result's gradient
+    all-gathered with sequence parallelism; else only the result is all-reduced. Arguments: as of `enter`.
+
+    An engine that stops early does not recompute a block's last reduction, whose result nobody reads.
+    """
+    if at.layout.tp == 1:
+        return
+    forward, back = ((site, hidden_bytes(at)),), ((f"{site}.backward", hidden_bytes(at)),)
+    last = site != "attention.output"
+    again = in_block and at.layout.recompute == "full" and not (last and at.engine.stops_early)
+    if not at.layout.tensor_sequence_parallel:
+        yield Exchange("tensor", "tp", "all-reduce", forward, "forward", 1, again)
+        return
+    sliced = _sliced(at, in_block)
+    yield Exchange("tensor", "tp", "reduce-scatter", forward, "forward", 1, again, sliced)
+    yield Exchange("tensor", "tp", "all-gather", back, "input", overlaps=sliced)
+
+
+def _sliced(at: MicroBatch, in_block: bool) -> Literal["product"] | None:
+    """Return "product" if the engine overlaps a collective, in slices, with the product that it feeds or follows."""
+    return "product" if in_block and at.engine.overlaps_tensor == "products" else None
+
+
+def row_parallel(at: MicroBatch, name: str) -> tuple[SavedTensor, ...]:
+    """Return the result of a row-parallel product and, under tp, its sum over the ranks: what selective recompute
+    keeps. name: such as "attention.output"."""
+    product = SavedTensor(f"{name}.product", (at.rows, at.tokens, at.config.hidden), "x")
+    if at.layout.tp == 1:
+        return (product,)
+    return product, SavedTensor(f"{name}.sum", (at.rows, at.slice, at.config.hidden), "x")

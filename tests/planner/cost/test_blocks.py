@@ -1,0 +1,97 @@
+"""Lists of operators: an operator written once is in every figure, and layouts computed as arrays equal single ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from meshwright.layout import Layout
+from meshwright.planner.cost import blocks
+from meshwright.planner.cost.communication import count_parameters
+from meshwright.planner.cost.data_calls import Work
+from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.cost.operations import operations, total_flops
+from meshwright.planner.cost.operators import Exchange, Linear, Operator, SavedTensor, linear
+from meshwright.planner.cost.piece_times import PieceTimes
+from meshwright.planner.cost.step_time import Step
+from meshwright.planner.cost.traffic import predicted_traffic
+from meshwright.planner.hardware.cluster import cluster
+from meshwright.planner.memory.ledger import ledger
+from meshwright.planner.memory.saved import saved_activations
+from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.show.explain import explain
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+from meshwright.spec.stages import whole_model
+
+CONFIG = dataclasses.replace(preset("llama-3-8b"), layers=2, vocabulary=1024)
+LAYOUT = Layout.parse("tp2 bf16")
+SEQUENCE = 2048
+PROBLEM = Problem(CONFIG, cluster("2xh100-sxm"), SEQUENCE, 1)
+
+
+def figures() -> dict[str, float]:
+    """Every figure that a new operator must change."""
+    at = MicroBatch.of(CONFIG, LAYOUT, 1, SEQUENCE)
+    whole = whole_model(CONFIG)
+    step = Step(PROBLEM, LAYOUT).price().breakdown
+    sent = predicted_traffic(CONFIG, LAYOUT, Work(1, SEQUENCE, parameter_bytes=2))
+    return {
+        "flops": total_flops(operations(at, whole)),
+        "saved": sum(each.bytes for each in saved_activations(at, whole)),
+        "peak": ledger(CONFIG, LAYOUT, batch=1, sequence=SEQUENCE, device="cuda").peak_bytes,
+        "parameters": count_parameters(at).layer[0],
+        "sent": sum(sent.values()),
+        "compute": step["compute"],
+        "tensor": step["tensor"],
+        "explained": sum(row.flops for row in explain(PROBLEM, LAYOUT)),
+    }
+
+
+def test_operator_added_to_a_layer_is_in_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate of one number a head and token, computed by each rank of tp for its heads and all-gathered."""
+    before, mlp = figures(), blocks.feed_forward
+
+    def gated(at: MicroBatch) -> Iterator[Operator]:
+        yield from mlp(at)
+        gate = SavedTensor("mlp.head_gate.output", (at.rows, at.tokens, at.heads), "x")
+        size = at.all_tokens * at.config.heads * at.itemsize
+        yield linear(
+            at, "mlp.head_gate", Linear(at.all_tokens, at.heads, at.config.hidden), saved=(gate,),
+            exchanges=(Exchange("tensor", "tp", "all-gather", (("mlp.head_gate", size),)),),
+        )  # fmt: skip
+
+    monkeypatch.setattr(blocks, "feed_forward", gated)
+    after = figures()
+    heads, layers = CONFIG.heads // 2, CONFIG.layers
+    grown = {name: after[name] - before[name] for name in before}
+    assert grown["flops"] == grown["explained"] == 3 * layers * 2 * SEQUENCE * heads * CONFIG.hidden
+    assert grown["saved"] == layers * 2 * SEQUENCE * heads
+    assert grown["parameters"] == heads * CONFIG.hidden
+    assert grown["sent"] == layers * 2 * SEQUENCE * CONFIG.heads // 2
+    assert grown["peak"] > 0 and grown["compute"] > 0 and grown["tensor"] > 0
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "qwen3-tiny", "mixtral-tiny", "qwen2-moe-tiny"])
+def test_parameters_of_operators_are_those_of_the_parameter_table(name: str) -> None:
+    config = preset(name)
+    counts = count_parameters(MicroBatch.of(config, Layout(), 1, 64))
+    assert sum(counts.of_stage(config, whole_model(config))) == parameter_table(config).numel
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gemma-2-9b", "mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b"])
+def test_layouts_priced_together_equal_layouts_priced_alone(name: str) -> None:
+    problem = Problem(preset(name), cluster("64xh100-sxm"), 4096, 64)
+    notations = ["dp1", "tp2", "tp4", "tp2:nosp ac:full", "cp2 tp2", "cp4:ulysses ac:selective", "cp2:ulysses"]
+    notations += ["dp8 ep4", "dp8 ep8", "dp8 ep4:etp2 tp2 ac:full"] if problem.config.experts else []
+    layouts = [Layout.parse(each) for each in notations]
+    candidates = [Candidate(layout, rows) for layout in layouts for rows in (1, 2)]
+    together = PieceTimes(problem, candidates)
+    for number, one in enumerate(candidates):
+        alone = PieceTimes(problem, [one])
+        for part in ("layer", "first", "last"):
+            np.testing.assert_allclose(getattr(alone, part)[0], getattr(together, part)[number], rtol=1e-12)
+        np.testing.assert_array_equal(alone.parameters[:, 0], together.parameters[:, number])
