@@ -33,9 +33,9 @@ RECORD_KEYS: dict[str, tuple[str, ...]] = {
 }
 # Further keys that records of each kind may have.
 MORE_RECORD_KEYS: dict[str, tuple[str, ...]] = {
-    "instruction": ("system", "history", "prompt", "completion", "tools"),
-    "chat": ("conversations", "system", "tools", "functions"),
-    "preference": ("conversations", "system", "tools"),
+    "instruction": ("system", "history", "prompt", "completion", "tools", "chat_template_kwargs"),
+    "chat": ("conversations", "system", "tools", "functions", "chat_template_kwargs"),
+    "preference": ("conversations", "system", "tools", "chat_template_kwargs"),
     "unpaired": (
         "instruction",
         "input",
@@ -46,7 +46,8 @@ MORE_RECORD_KEYS: dict[str, tuple[str, ...]] = {
         "kto_tag",
         "system",
         "tools",
-    ),
+        "chat_template_kwargs",
+    ),  # fmt: skip
 }
 # Keys that do not apply to text.
 _OF_RECORDS = (

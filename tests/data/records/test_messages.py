@@ -335,3 +335,63 @@ def test_texts_with_turns_and_a_prompt_are_split_alike():
     )
     assert found.prompt == (Message("user", "Q1"),)
     assert [[message.content.strip() for message in branch] for branch in found.branches] == [["good"], ["bad"]]
+
+
+def test_openai_preferences_are_read_as_preferences():
+    given = {"messages": [ASK], "tools": [TOOL], "parallel_tool_calls": True}
+    other = {"role": "assistant", "content": "No."}
+    record = {"input": given, "preferred_output": [TELL], "non_preferred_output": [other]}
+    (found,) = RecordFormat("preference").parse_examples(record)
+    plain = {"prompt": [ASK], "chosen": [TELL], "rejected": [other], "tools": [TOOL]}
+    assert found == RecordFormat("preference").parse_examples(plain)[0]._replace(
+        unused=frozenset({"input.parallel_tool_calls"})
+    )
+    for wrong, problem in (
+        ({**record, "input": 3}, r'has the number 3 under the key "input"; it should be {"messages"'),
+        ({**record, "non_preferred_output": None}, r'"non_preferred_output" is null, not a list of messages'),
+        ({**record, "input": {"messages": [{"role": "usr"}]}}, r"input.messages\[0\].role is \"usr\""),
+    ):
+        with pytest.raises(MalformedRecord, match=problem):
+            RecordFormat("preference").parse_examples(wrong)
+
+
+def test_parts_of_an_answer_may_have_marks_as_in_axolotl():
+    parts = [
+        {"text": "A "},
+        {"content": "b", "train": False},
+        {"type": "text", "text": "c", "weight": 0},
+        {"value": "d"},
+    ]
+    turn = chat(ASK, {"role": "assistant", "content": parts}).branches[0][1]
+    assert (turn.content, turn.context) == ("A bcd", ((2, 4),))
+    doubled = turn.rewrite_texts(lambda text: text * 2)
+    assert (doubled.content, doubled.context) == ("A A bcbcdd", ((4, 8),))
+    assert turn.cut_content(3)[-1] == ((0, 1),) and turn.cut_content(4)[-1] == ()
+    assert chat({"role": "user", "content": [{"text": "Q", "train": False}]}, TELL).branches[0][0].context == ()
+    for role, content, problem in (
+        ("user", [{"text": "Q", "train": True}], r'content has parts to be trained, but only .* not of "user"'),
+        ("user", [{"text": "Q", "weight": 0}, {"text": "R"}], "has parts to be trained"),
+        ("assistant", [{"text": "A", "train": "no"}], r"content\[0\].train is the string 'no'; it should be 0 or 1"),
+        ("assistant", [{"type": "thinking", "thinking": "A", "train": False}], "is reasoning with a mark"),
+    ):
+        with pytest.raises(MalformedRecord, match=problem):
+            chat({"role": role, "content": content})
+    with pytest.raises(MalformedRecord, match=r"messages\[0\].train is true, but only messages of the assistant"):
+        chat(ASK | {"train": True}, TELL)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (3, "is the number 3, not an object of template variables"),
+        ({"messages": []}, 'has "messages", which is not a variable that a record may set'),
+        ({"eos_token": "x"}, 'has "eos_token", which is not'),
+        ({"a b": 1}, 'has "a b", which is not'),
+        ("{", "is not JSON"),
+    ],
+)
+def test_template_variables_of_a_record_are_checked(given, problem: str):
+    good = chat(ASK, TELL, chat_template_kwargs='{"enable_thinking": false, "depth": null}')
+    assert good.variables == {"enable_thinking": False} and not good.unused
+    with pytest.raises(MalformedRecord, match=problem):
+        chat(ASK, TELL, chat_template_kwargs=given)

@@ -9,8 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.packing.token_marks import AUTHORS, TRAINED_BIT
+from meshwright.data.records import conversation_turns, message_regions
 from meshwright.data.records.chat_template import ChatTemplate
-from meshwright.data.records.conversations import Example
+from meshwright.data.records.conversations import Example, RecordFormat
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.records.message_regions import is_kept
 from meshwright.data.records.messages import Message
@@ -43,6 +44,11 @@ STRUCTURES = {
         "<|end_turn|>" + END + "{% if add_generation_prompt %}<|turn|>assistant|{% endif %}",
         ("<|turn|>", "<|end_turn|>", "<|end_response|>"), "A<|end_response|><|end_turn|>",
         "B<|end_response|><|end_turn|>",
+    ),
+    "the next header ends every conversation": (  # Command A
+        LOOP + "<|turn|><|{{ m.role }}|>{{ m.content }}<|end_turn|>" + END + "<|turn|><|assistant|>"
+        "{% if add_generation_prompt %}{% endif %}",
+        ("<|turn|>", "<|end_turn|>", "<|user|>", "<|assistant|>", "<|system|>"), "A<|end_turn|>", "B<|end_turn|>",
     ),
     "plain headers and an end token that is none": (  # Vicuna
         LOOP + "{% if m.role == 'assistant' %}ASSISTANT: {{ m.content }}</s>\n{% else %}{{ m.role | upper }}: "
@@ -248,3 +254,137 @@ def test_template_without_a_place_for_reasoning_is_a_warning(tmp_path):
     assert [warning.partition(" leaves out ")[2] for warning in encoder.list_warnings()] == [
         "the reasoning of 1 conversation: it is not trained"
     ]
+
+
+def make_call_template(prefix: str = "") -> ChatTemplate:
+    """A template as gpt-oss's, in which the header of a tool's result has the name of the called function."""
+    source = (
+        LOOP + "{% if m.tool_calls %}<|start|>assistant" + prefix + " to={{ m.tool_calls[0].function.name }}<|message|>"
+        "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% elif m.role == 'tool' %}<|start|>functions."
+        "{{ messages[loop.index0 - 1].tool_calls[0].function.name }}<|message|>{{ m.content }}<|end|>{% else %}"
+        "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}" + END
+        + "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )  # fmt: skip
+    return ChatTemplate(source, {}, frozenset({"<|start|>", "<|message|>", "<|call|>", "<|end|>"}), "it")
+
+
+def make_calls(count: int) -> list[Message]:
+    """A conversation in which the assistant calls a function `count` times, with arguments that end in a number."""
+    turns = [Message("user", "Ask.")]
+    for number in range(count):
+        call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo", "days": number}}}
+        turns += [Message("assistant", "", fields={"tool_calls": [call]}), Message("tool", f"Sunny {number}.")]
+    return [*turns, Message("assistant", "Fine.")]
+
+
+def test_name_of_a_call_in_the_header_of_its_result_is_not_part_of_the_call():
+    template, turns = make_call_template(), make_calls(12)
+    found = template.render_with_spans(turns)
+    calls = [f' to=weather<|message|>{{"city": "Oslo", "days": {number}}}<|call|>' for number in range(12)]
+    assert [found.text[begin:end] for begin, end in found.responses] == [*calls, "<|message|>Fine.<|end|>"]
+    tools = [found.text[begin:end] for begin, end, role in found.turns if role == "tool"]
+    assert tools == [f"Sunny {number}." for number in range(12)]
+
+
+def test_long_conversations_are_rendered_a_few_times_whatever_is_around_their_texts(monkeypatch: pytest.MonkeyPatch):
+    count = 0
+
+    def render(self, *given):
+        nonlocal count
+        count += 1
+        return unchanged(self, *given)
+
+    unchanged = ChatTemplate._render_marked
+    monkeypatch.setattr(ChatTemplate, "_render_marked", render)
+    source, special, *_ = STRUCTURES["empty thoughts before the last answer"]
+    spaces = ["", " ", "\n", "  \n", '"', "\\", "\n\n", "\t"]
+    turns = [
+        Message("assistant" if number % 2 else "user", spaces[number % 8] + f"It {number}" + spaces[number // 8 % 8])
+        for number in range(256)
+    ]  # fmt: skip
+    found = spans_of(ChatTemplate(source, {}, frozenset(special), "it"), turns)
+    answers = [turn.content for turn in turns[1::2]]
+    assert found == [*(f"{text}<|e|>" for text in answers[:-1]), f"<think>\n\n</think>\n\n{answers[-1]}<|e|>"]
+    plain, count = count, 0
+    assert plain < 30
+    spans_of(make_call_template(" now"), make_calls(100))
+    assert count < 30
+
+
+def test_messages_with_more_letters_than_stand_ins_are_found_in_several_renderings(monkeypatch: pytest.MonkeyPatch):
+    source, special, *_ = STRUCTURES["another token ends the last answer"]
+    turns = [*TURNS * 9, Message("assistant", "So.")]
+    whole = ChatTemplate(source, {}, frozenset(special), "it").render_with_spans(turns)
+    monkeypatch.setattr(message_regions, "_LAST", 0xF0000 + 60)
+    assert ChatTemplate(source, {}, frozenset(special), "it").render_with_spans(turns) == whole
+    monkeypatch.setattr(message_regions, "_LAST", 0xF0000 + 5)  # not enough for one message
+    with pytest.raises(TemplateError, match="looks into the messages' text"):
+        ChatTemplate(source, {}, frozenset(special), "it").render_with_spans(turns)
+
+
+def test_conversation_that_would_be_rendered_without_end_is_refused(monkeypatch: pytest.MonkeyPatch):
+    source = LOOP + "{{ m.role }}:{{ m.content }}{% if m.content | lower != m.content %}!{% endif %};" + END
+    template = ChatTemplate(source, {}, frozenset(), "it")
+    assert len(spans_of(template, TURNS * 5)) == 10
+    monkeypatch.setattr(conversation_turns, "_MOST_RENDERED", 200)
+    with pytest.raises(TemplateError, match=r"a conversation of 20 messages, which takes too long: split"):
+        spans_of(template, TURNS * 5)
+
+
+@pytest.mark.parametrize("trim", ["", " | trim"])
+def test_parts_that_are_marked_as_context_are_not_trained_nor_are_tokens_across_their_edges(tmp_path, trim: str):
+    style = STYLES["chatml"]._replace(
+        template=STYLES["chatml"].template.replace("['content']", f"['content']{trim}", 2)
+    )
+    encoder = ExampleEncoder.of_directory(write_tokenizer(tmp_path, style, "byte-level"))
+
+    def find_trained(*parts: tuple[str, bool]) -> tuple[str, str]:
+        content = [{"text": text, "train": trained} for text, trained in parts]
+        record = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": content}]}
+        (example,) = RecordFormat("chat").parse_examples(record)
+        [[piece]] = encoder.encode_documents([Document("d", "", None, example)])
+        decode, trained = encoder.tokenizer.tokenizer.decode, piece.trained & TRAINED_BIT != 0
+        rest = decode(piece.tokens[~trained].tolist(), skip_special_tokens=False)
+        return decode(piece.tokens[trained].tolist(), skip_special_tokens=False), rest.partition("assistant\n")[2]
+
+    assert find_trained(("the fox", True), (" over the dog", False), (" asks.", True)) == (
+        "the fox asks.<|im_end|>", " over the dog\n",
+    )  # fmt: skip
+    assert find_trained(("the fox", False), (" asks", True)) == (" asks<|im_end|>", "the fox\n")
+    assert find_trained(("the fox", True), (" asks", False)) == ("the fox<|im_end|>", " asks\n")
+    assert find_trained(("the f", True), ("ox asks", False)) == ("the<|im_end|>", " fox asks\n")
+    assert find_trained(("the fo", False), ("x asks", True)) == (" asks<|im_end|>", "the fox\n")
+
+
+def test_parts_that_cannot_be_found_in_the_text_are_refused():
+    template = ChatTemplate(LOOP + "{{ m.role }}:{{ m.content | upper }};" + END, {}, frozenset(), "it")
+    marked = Message("assistant", "ONE, TWO", context=((0, 3),))
+    assert template.render_with_spans([Message("user", "Q"), marked]).context == [(17, 20)]
+    looks = ChatTemplate(
+        LOOP + "{{ m.role }}:{{ m.content }}{{ '!' if 'O' in m.content }};" + END, {}, frozenset(), "it"
+    )
+    with pytest.raises(TemplateError, match="looks into the text of message 2 .* mark whole messages instead"):
+        looks.render_with_spans([Message("user", "Q"), marked])
+
+
+def test_variables_of_a_record_are_those_of_apply_chat_template(tmp_path):
+    from transformers import AutoTokenizer
+
+    source = (
+        LOOP + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n" + END + "{{ extra | tojson if extra else '' }}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    )
+    style = STYLES["chatml"]._replace(template=source)
+    encoder = ExampleEncoder.of_directory(write_tokenizer(tmp_path, style, "byte-level"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True, "extra": {"a": [1, "b"]}}):
+        (example,) = RecordFormat("chat").parse_examples({"messages": messages, "chat_template_kwargs": variables})
+        [[piece]] = encoder.encode_documents([Document("d", "", None, example)])
+        expected = theirs.apply_chat_template(messages, return_dict=False, **variables)
+        assert piece.tokens.tolist() == expected
+        prompt = theirs.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False, **variables)
+        assert encoder.encode_prompt(example.branches[0][:1], variables=example.variables) == prompt
+    with pytest.raises(TemplateError, match="contains the special token"):
+        encoder.template.render_with_spans(TURNS, variables={"extra": "<|im_end|>"})

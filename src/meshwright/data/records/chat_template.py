@@ -4,13 +4,16 @@ of the special tokens that the template itself writes.
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
+from meshwright.data.records.conversation_turns import ConversationTurns, locate_context, make_turn_finder
 from meshwright.data.records.message_regions import (
     PARTS,
     MessageRegions,
@@ -20,7 +23,7 @@ from meshwright.data.records.message_regions import (
     locate_messages,
 )
 from meshwright.data.records.messages import THOUGHT, Message, list_strings
-from meshwright.data.records.response_spans import Edges, TurnFinder, assign_marked_spans, find_turn_end_token
+from meshwright.data.records.response_spans import TurnFinder, assign_marked_spans
 from meshwright.data.records.template_process import RenderProcess
 from meshwright.data.records.template_rendering import BEGIN, END, LimitReached, NotATemplate, Renderer, TemplateError
 from meshwright.data.records.template_sources import load_own_sources
@@ -30,13 +33,26 @@ from meshwright.errors import UserError
 _LITERAL = re.compile(r"'([^'\\\n]{2,64})'|\"([^\"\\\n]{2,64})\"")
 _MOST_LITERALS = 500
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
+Variables: TypeAlias = Mapping[str, Any]
+
+
+class TemplateInputs(NamedTuple):
+    """What a template is given beside the messages. tools, variables: as in `ChatTemplate.render`."""
+
+    tools: Tools = ()
+    variables: Variables = {}
+
+    def to_key(self) -> str:
+        """Return a text that is the same for the same inputs, by which text around turns is remembered."""
+        return json.dumps([bool(self.tools), self.variables], sort_keys=True)
 
 
 class RenderedConversation(NamedTuple):
     """A conversation rendered to text by a chat template.
 
     text: the rendered conversation. responses: character ranges [begin, end) in `text` of the assistant's turns to be
-    trained on, end token included; a turn may have several. own: character ranges [begin, end) in `text` of the special
+    trained on, end token included; a turn may have several. context: ranges within these that are not trained, nor is a
+    token that has a character of one. own: character ranges [begin, end) in `text` of the special
     tokens that the template itself wrote; a special token spelled out in a message is ordinary text. turns: (begin,
     end, role) of each message's text, in order; empty if the template looks into texts, so that they cannot be found.
     lost_reasoning: the template left out the reasoning of the last turn that has some.
@@ -47,6 +63,7 @@ class RenderedConversation(NamedTuple):
     own: list[tuple[int, int]]
     turns: list[tuple[int, int, str]]
     lost_reasoning: bool = False
+    context: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True)
@@ -103,31 +120,41 @@ class ChatTemplate:
         """Compile the template. Raises `UserError` if the source is not valid Jinja."""
         _ = self._renderer
 
-    def render(self, messages: Sequence[Message], *, tools: Tools = (), prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], *, tools: Tools = (), variables: Variables | None = None,
+        prompt: bool = False,
+    ) -> str:  # fmt: skip
         """Render the conversation `messages` to plain text, as `transformers.apply_chat_template(tokenize=False)` does.
 
-        tools: JSON schemas of the functions that the assistant may call. prompt: append the header of the assistant's
-        next turn. Raises `TemplateError` if the template refuses the messages.
+        tools: JSON schemas of the functions that the assistant may call. variables: further variables of the template
+        (`chat_template_kwargs`), such as {"enable_thinking": False}. prompt: append the header of the assistant's next
+        turn. Raises `TemplateError` if the template refuses the messages.
         """
-        return self._render_marked([message.template_variables() for message in messages], tools, prompt)[0]
+        given = TemplateInputs(tools, variables or {})
+        return self._render_marked([message.template_variables() for message in messages], given, prompt)[0]
 
     def render_with_spans(
-        self, messages: Sequence[Message], trained_from: int = 0, *, tools: Tools = (), prompt: bool = False
-    ) -> RenderedConversation:
+        self, messages: Sequence[Message], trained_from: int = 0, *, tools: Tools = (),
+        variables: Variables | None = None, prompt: bool = False,
+    ) -> RenderedConversation:  # fmt: skip
         """Render a conversation, and find the character ranges of the assistant's turns to be trained on: those that
         are not blank, whose index in `messages` is at least `trained_from`, and that are not marked as context.
 
-        tools, prompt: as in `render`; with a prompt there are no ranges. Raises `TemplateError` if the template refuses
-        the messages, leaves out the text of one, or the ranges cannot be determined.
+        tools, variables, prompt: as in `render`; with a prompt there are no ranges. Raises `TemplateError` if the
+        template refuses the messages, leaves out the text of one, or the ranges cannot be determined.
         """
-        seen = [message.template_variables() for message in messages]
+        seen, given = [message.template_variables() for message in messages], TemplateInputs(tools, variables or {})
         if any(BEGIN in text or END in text for message in messages for text in message.list_texts()):
             raise TemplateError(f"cannot render U+{ord(BEGIN):X} and U+{ord(END):X}: remove them from the record")
-        text, marked = self._render_marked(seen, tools, prompt)
+        text, marked = self._render_marked(seen, given, prompt)
         if prompt or trained_from >= len(messages):
-            return RenderedConversation(text, [], self._find_own_tokens(seen, tools, text, None, prompt), [])
-        regions = locate_messages(seen, text, lambda some: self._render_marked(some, tools, False)[0], self._literals)
-        own = self._find_own_tokens(seen, tools, text, regions)
+            return RenderedConversation(text, [], self._find_own_tokens(seen, given, text, None, prompt), [])
+
+        def render(some: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
+            return self._render_marked(some, given, prompt)[0]
+
+        regions = locate_messages(seen, text, render, self._literals)
+        own = self._find_own_tokens(seen, given, text, regions)
         turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
         wanted = [number for number in turns if number >= trained_from and messages[number].trained is not False]
         wanted = [number for number in wanted if has_text(seen[number])]
@@ -135,36 +162,40 @@ class ChatTemplate:
             _check_all_rendered(seen, regions)
         else:
             _check_contents_verbatim(seen, text)
+        search = ConversationTurns(self._turn_finder, seen, text, render, self._literals, given.to_key())
+        if regions is not None:
+            regions = search.end_turns(regions, turns)
         if self.marks_responses:
             spans = self._assign_marked(marked, turns, wanted, regions)
         else:
-            spans = [self._find_turn(messages, seen, number, text, tools, regions) for number in wanted]
+            spans = search.find(regions, wanted)
+        context = locate_context(messages, wanted, regions)
         found = [] if regions is None else _list_turns(messages, regions, spans)
         lost = regions is not None and _leaves_out_reasoning(seen, regions)
-        return RenderedConversation(text, spans, own, found, lost)
+        return RenderedConversation(text, spans, own, found, lost, context)
 
     def _render_marked(
-        self, messages: Sequence[Mapping[str, Any]], tools: Tools, prompt: bool
+        self, messages: Sequence[Mapping[str, Any]], given: TemplateInputs, prompt: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation; returns (text, character ranges [begin, end) that {% generation %} marks). messages:
-        the template's variables for each message (`role`, `content` ...). tools, prompt: as in `render`.
+        the template's variables for each message (`role`, `content` ...). prompt: as in `render`.
         """
         if self._takes_parts:
             messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
         try:
-            marked = self._renderer.render_marked(messages, prompt, tools)
+            marked = self._renderer.render_marked(messages, prompt, given.tools, given.variables)
         except LimitReached as error:
             raise UserError(f"{self.where} {error}: no template needs that for a conversation") from None
-        parts = re.split(f"([{BEGIN}{END}])", marked)
-        text, spans, begin = "", [], 0
-        for part in parts:
+        texts, spans, begin, size = [], [], 0, 0
+        for part in re.split(f"([{BEGIN}{END}])", marked):
             if part == BEGIN:
-                begin = len(text)
+                begin = size
             elif part == END:
-                spans.append((begin, len(text)))
+                spans.append((begin, size))
             else:
-                text += part
-        return text, [(begin, end) for begin, end in spans if begin < end]
+                texts.append(part)
+                size += len(part)
+        return "".join(texts), [(begin, end) for begin, end in spans if begin < end]
 
     def _assign_marked(
         self, marked: list[tuple[int, int]], turns: list[int], wanted: list[int], regions: MessageRegions | None
@@ -172,10 +203,11 @@ class ChatTemplate:
         """Return the spans among `marked`, those of {% generation %}, that belong to the turns `wanted`. turns: indices
         of the assistant's turns. Raises `TemplateError` if it cannot be determined whose they are.
         """
+        trained = set(wanted)
         if regions is not None:
-            return [span for turn, span in assign_marked_spans(marked, regions.ranges, turns) if turn in wanted]
+            return [span for turn, span in assign_marked_spans(marked, regions.ranges, turns) if turn in trained]
         if len(marked) == len(turns):
-            return [span for turn, span in zip(turns, marked, strict=True) if turn in wanted]
+            return [span for turn, span in zip(turns, marked, strict=True) if turn in trained]
         if len(wanted) == len(turns):
             return marked
         raise TemplateError(
@@ -183,93 +215,20 @@ class ChatTemplate:
             "part is of which turn cannot be determined, as the template looks into the messages' text"
         )
 
-    def _find_turn(
-        self, messages: Sequence[Message], seen: Sequence[Mapping[str, Any]], number: int, text: str, tools: Tools,
-        regions: MessageRegions | None,
-    ) -> tuple[int, int]:  # fmt: skip
-        """Return the character range [begin, end) in the rendered `text` of the assistant's turn with index `number`:
-        from after its header to the special token that ends it. seen: the template's variables of `messages`. Raises
-        `TemplateError` if it cannot be determined.
-        """
-        if regions is not None and regions.ranges[number] is not None:
-            found = self._turn_finder.find(regions, number, lambda: self._look_up_edges(seen, number, tools))
-            if found is not None:
-                return found
-        return self._find_turn_by_prefix(messages, number, text, tools)
-
-    def _look_up_edges(self, seen: Sequence[Mapping[str, Any]], number: int, tools: Tools) -> Edges:
-        """Render the conversation up to the turn `number` for the text around it. seen: the template's variables of the
-        messages.
-        """
-
-        def render_end(some: Sequence[Mapping[str, Any]], prompt: bool) -> str | None:
-            """Return what the template writes after the text of the last of `some` messages."""
-            try:
-                text = self._render_marked(some, tools, prompt)[0]
-                regions = locate_messages(
-                    some, text, lambda hidden: self._render_marked(hidden, tools, prompt)[0], self._literals
-                )
-            except TemplateError:
-                return None
-            return (
-                None
-                if regions is None
-                else regions.hidden[max((e for _, e in filter(None, regions.ranges)), default=0) :]
-            )
-
-        return Edges(render_end(seen[:number], True) if number else None, render_end(seen[: number + 1], False))
-
     @cached_property
     def _turn_finder(self) -> TurnFinder:
         """Finder of the assistant's turns, with what the template writes around the turn of a simple conversation."""
-        header, end, other = "", None, None
-        with suppress(TemplateError):
-            user, answer = Message("user", "A?").template_variables(), Message("assistant", "B.").template_variables()
-            plain, asked = (self._render_marked([user], (), prompt)[0] for prompt in (False, True))
-            header = asked.removeprefix(plain) if asked.startswith(plain) else ""
-            edges = self._look_up_edges([user, answer], 1, ())
-            end = None if edges.closing is None else find_turn_end_token(self._special_pattern, edges.closing)
-            other = self._find_other_end(edges.header or "", header, plain.partition("A?")[0])
-        return TurnFinder(self._special_pattern, header, end, other)
-
-    def _find_other_end(self, after: str, header: str, before: str) -> str | None:
-        """Return the special token that ends turns of others than the assistant; None if there is none, or it begins a
-        turn. after: what follows a user turn in a prompt. header: what the template appends to it as a header. before:
-        what comes before the first user turn.
-        """
-        first, own = self._special_pattern.match(after), self._special_pattern.findall(header)
-        if first is None or first[0] in own[-1:] or (first[0] in own and first[0] in before):
-            return None
-        return first[0]
+        return make_turn_finder(
+            self._special_pattern,
+            lambda some, prompt=False: self._render_marked(some, TemplateInputs(), prompt)[0],
+            self._literals,
+        )
 
     @cached_property
     def _literals(self) -> list[str]:
         """Strings in the template's source that it may look for in messages, such as "</think>"; no special tokens."""
         found = {match[1] if match[1] is not None else match[2] for match in _LITERAL.finditer(self.source)}
         return sorted(each for each in found if each.strip() and not self._may_spell(each))[:_MOST_LITERALS]
-
-    def _find_turn_by_prefix(
-        self, messages: Sequence[Message], number: int, text: str, tools: Tools
-    ) -> tuple[int, int]:
-        """Return the character range [begin, end) of the assistant's turn messages[number] in the rendered `text` of a
-        template whose text for the first messages is the beginning of its text for all. Raises `TemplateError` if it is
-        not.
-        """
-        before = self.render(messages[:number], tools=tools, prompt=True) if number else ""
-        plain = self.render(messages[:number], tools=tools) if number else ""
-        after = text if number == len(messages) - 1 else self.render(messages[: number + 1], tools=tools)
-        differ = (at for at, (one, other) in enumerate(zip(before, text, strict=False)) if one != other)
-        begin = next(differ, min(len(before), len(text)))
-        if begin < len(plain) or not text.startswith(after) or len(after) < begin:
-            raise TemplateError(
-                f"does not mark the assistant's turns with {{% generation %}}, and message {number + 1} (assistant) "
-                "cannot be found in its text, as the template looks into the messages' text; put {% generation %} and "
-                "{% endgeneration %} around the assistant's turns in a .jinja file"
-            )
-        content = messages[number].content.strip()
-        found = text.find(content, begin, len(after))
-        ends = self._special_pattern.search(text, found + len(content) if found >= 0 else begin, len(after))
-        return begin, ends.end() if ends else len(after)
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
@@ -310,29 +269,28 @@ class ChatTemplate:
     def _find_own_tokens(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Tools,
+        given: TemplateInputs,
         text: str,
         regions: MessageRegions | None,
         prompt: bool = False,
     ) -> list[tuple[int, int]]:
         """Return the character ranges [begin, end) in the rendered `text` of the special tokens that the template
         itself wrote, not a message. messages: the template's variables for each message (`role`, `content` ...).
-        regions: where the messages are, if that was looked for. tools, prompt: as in `render`.
+        regions: where the messages are, if that was looked for. prompt: as in `render`.
 
         If a message contains anything like a special token, the template is rendered again with stand-ins for the
         letters of all messages; the special tokens that remain are the template's own. Raises `TemplateError` if the
         two kinds cannot be distinguished.
         """
-        texts, unhidden = list_strings(list(messages)), list_unhidden(messages, tools)
+        texts, unhidden = list_strings(list(messages)), list_unhidden(messages, given.tools, given.variables)
         spelled = any(self._special_pattern.search(each) or self._may_border(each) for each in unhidden)
         if not spelled and not any(map(self._may_spell, texts)):
             return [match.span() for match in self._special_pattern.finditer(text)]
         if regions is None and not spelled:
-            regions = locate_messages(messages, text, lambda some: self._render_marked(some, tools, prompt)[0])
+            regions = locate_messages(messages, text, lambda some: self._render_marked(some, given, prompt)[0])
         if regions is not None and not spelled:
             return [match.span() for match in self._special_pattern.finditer(regions.hidden)]
-        described = unhidden
-        match = next(filter(None, map(self._special_pattern.search, texts + described)), None)
+        match = next(filter(None, map(self._special_pattern.search, texts + unhidden)), None)
         what = f"the special token {match[0]}" if match else "a part of a special token"
         raise TemplateError(
             f"inspects the text of messages, and one contains {what}, which cannot be distinguished from the "
@@ -362,10 +320,13 @@ def _check_contents_verbatim(messages: Sequence[Mapping[str, Any]], text: str) -
     """Raise `TemplateError` if the content of a message, white space and reasoning aside, is not in the rendered `text`
     as it is. For templates that look into texts. messages: the template's variables for each message.
     """
+    at = 0
     for number, message in enumerate(messages):
         thought = THOUGHT.match(message["content"])
         content = message["content"][thought.end() if thought else 0 :].strip()
-        if content not in text and message["role"] != "system":
+        place = text.find(content, at)  # after the message before it, or else anywhere
+        at = at if place < 0 else place + len(content)
+        if place < 0 and content not in text and message["role"] != "system":
             raise TemplateError(
                 f"leaves out a part of the content of message {number + 1} ({message['role']}), or changes it: take "
                 "another template, or remove them from the record"
@@ -383,10 +344,12 @@ def _list_turns(
     messages: Sequence[Message], regions: MessageRegions, spans: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, str]]:
     """Return (begin, end, role) of each message in the text, in its order; an assistant's turn includes its spans."""
-    turns = []
+    turns, ordered = [], sorted(spans)
+    stops = list(itertools.accumulate((end for _, end in ordered), max))
     for message, held in zip(messages, regions.ranges, strict=True):
         if held is not None:
-            own = [span for span in spans if span[0] < held[1] and held[0] < span[1]]
+            near = range(bisect.bisect_right(stops, held[0]), bisect.bisect_left(ordered, (held[1],)))
+            own = [ordered[at] for at in near if held[0] < ordered[at][1]]
             begins, ends = zip(held, *(own if message.role == "assistant" else ()), strict=True)
             turns.append((min(begins), max(ends), message.role))
     return sorted(turns)

@@ -15,12 +15,13 @@ from meshwright.data.records.messages import (
     check_tool_results,
     describe_value,
     join_texts,
-    parse_tools,
 )
+from meshwright.data.records.template_inputs import parse_tools, parse_variables
 from meshwright.data.records.trees import is_tree, list_conversations
 from meshwright.names import nearest
 from meshwright.recipe.data import MORE_RECORD_KEYS, RECORD_KEYS
 
+_OPENAI_PREFERENCE = {"chosen": "preferred_output", "rejected": "non_preferred_output"}  # OpenAI's names of the sides
 _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")  # Anthropic's helpful and harmless data
 
 
@@ -31,7 +32,7 @@ class Example(NamedTuple):
     are responses to be trained on; those in the prompt are context. label: of an unpaired record, True if its response
     is desirable; None for other records. tools: JSON schemas of the functions that
     the assistant may call, as chat templates expect them. unused: keys of the record and its messages that are not
-    used, such as "source" and "messages.id".
+    used, such as "source" and "messages.id". variables: further variables of the chat template.
     """
 
     prompt: tuple[Message, ...]
@@ -39,6 +40,7 @@ class Example(NamedTuple):
     tools: tuple[Mapping[str, Any], ...] = ()
     unused: frozenset[str] = frozenset()
     label: bool | None = None
+    variables: Mapping[str, Any] = {}
 
     def join_texts(self) -> str:
         """Join the texts of all messages by blank lines, for cleaning rules and counts."""
@@ -76,7 +78,7 @@ class RecordFormat(NamedTuple):
     def columns(self) -> list[str]:
         """Names of the columns to read from files with columns, such as Parquet: the keys that this format may have."""
         tree = ("message_tree_id", "message_id", "parent_id", "text", "role", "rank", "deleted", "review_result")
-        more = tree if self.kind == "chat" else ()
+        more = {"chat": tree, "preference": ("input", *_OPENAI_PREFERENCE.values())}.get(self.kind, ())
         return [*map(self.get_file_key, (*RECORD_KEYS[self.kind], *MORE_RECORD_KEYS[self.kind])), *more]
 
     def parse_examples(self, record: Any) -> list[Example]:
@@ -97,6 +99,9 @@ class RecordFormat(NamedTuple):
 
     def parse_example(self, record: dict[str, Any]) -> Example:
         """Parse a record that is one example. Raises `MalformedRecord` as `parse_examples` does."""
+        own = self.kind == "preference" and "chosen" not in {*self.renamed, *record}
+        if own and not record.keys().isdisjoint(_OPENAI_PREFERENCE.values()):
+            return self._parse_openai_preference(record)
         unused: set[str] = set()
         parse = {"instruction": self._parse_instruction, "chat": self._parse_chat, "unpaired": self._parse_unpaired}
         prompt, branches = parse.get(self.kind, self._parse_preference)(record, unused)
@@ -116,7 +121,8 @@ class RecordFormat(NamedTuple):
             check_tool_results((*prompt, *branch), self.get_file_key(RECORD_KEYS[self.kind][0]))
         used = {*map(self.get_file_key, self._list_used_keys(record))}
         unused.update(str(key) for key, value in record.items() if key not in used and value is not None)
-        return Example(prompt, branches, tools, frozenset(unused), label)
+        variables = parse_variables(record.get(key := self.get_file_key("chat_template_kwargs")), key)
+        return Example(prompt, branches, tools, frozenset(unused), label, variables)
 
     def _list_used_keys(self, record: Mapping[str, Any]) -> list[str]:
         """Return the standard keys that are used of a record, by the schema that it follows."""
@@ -308,6 +314,20 @@ class RecordFormat(NamedTuple):
             raise MalformedRecord(f'"{key}" is {describe_value(value)}, not true (desirable) or false (undesirable)')
         return bool(value)
 
+    def _parse_openai_preference(self, record: dict[str, Any]) -> Example:
+        """Parse a preference of OpenAI's schema, {"input": {"messages", "tools"}, "preferred_output",
+        "non_preferred_output"}: the values of `input` are given their path as a key. Raises `MalformedRecord` as
+        `parse_examples` does.
+        """
+        given = record.get("input")
+        if not isinstance(given, dict):
+            held = "no key" if given is None else f"{describe_value(given)} under the key"
+            raise MalformedRecord(f'has {held} "input"; it should be {{"messages": [...]}}')
+        flat = {key: value for key, value in record.items() if key != "input"}
+        flat |= {f"input.{key}": value for key, value in given.items()}
+        keys = {"prompt": "input.messages", "tools": "input.tools", **_OPENAI_PREFERENCE}
+        return self._replace(renamed={**self.renamed, **keys}).parse_example(flat)
+
     def _parse_side(
         self, record: dict[str, Any], part: str, role: str, unused: set[str], split: bool = False
     ) -> tuple[Message, ...]:
@@ -388,4 +408,4 @@ def _drop_reasoning(message: Message) -> Message:
         return message
     fields = {key: value for key, value in message.fields.items() if key != "reasoning_content"}
     thought = THOUGHT.match(message.content)
-    return message._replace(content=message.content[thought.end() if thought else 0 :], fields=fields)
+    return message._replace(fields=fields).cut_content(thought.end() if thought else 0)

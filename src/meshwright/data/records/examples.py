@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.packing.shards import EncodedDocument
 from meshwright.data.packing.token_marks import TRAINED_BIT, UNDESIRABLE_BIT, author_bits
-from meshwright.data.records.chat_template import ChatTemplate, RenderedConversation, Tools
+from meshwright.data.records.chat_template import ChatTemplate, RenderedConversation, Tools, Variables
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.sources.reading import LONGEST_DOCUMENT, Document
@@ -75,12 +75,13 @@ class ExampleEncoder:
                     f"tokenized in one piece; shorten it, or set data.clean.maximum_characters = {LONGEST_DOCUMENT} "
                     "to drop such records"
                 )
-            prompt, of_it, tools, _, label = document.example
+            prompt, of_it, tools, _, label, variables = document.example
             self._system_messages += any(message.role == "system" for message in (*prompt, *of_it[0]))
             branches.append((len(of_it), (document.text or "").encode(), label is False))
             try:
                 rendered += [
-                    self.template.render_with_spans((*prompt, *branch), len(prompt), tools=tools) for branch in of_it
+                    self.template.render_with_spans((*prompt, *each), len(prompt), tools=tools, variables=variables)
+                    for each in of_it
                 ]
             except TemplateError as error:
                 raise UserError(f"{document.name}: {self.template.where} {error}") from None
@@ -96,13 +97,16 @@ class ExampleEncoder:
                 for number, (tokens, trained) in enumerate(pieces)
             ]
 
-    def encode_prompt(self, messages: Sequence[Message], header: bool = True, tools: Tools = ()) -> list[int]:
+    def encode_prompt(
+        self, messages: Sequence[Message], header: bool = True, tools: Tools = (), variables: Variables | None = None
+    ) -> list[int]:
         """Tokenize a conversation that the assistant is to continue; returns token ids. Raises `UserError` if the
         template refuses the messages. header: True: append the header of the assistant's next turn. tools: JSON schemas
-        of functions.
+        of functions. variables: further variables of the template.
         """
+        given: dict[str, Any] = {"tools": tools, "variables": variables}
         try:
-            rendered = self.template.render_with_spans(messages, len(messages), tools=tools, prompt=header)
+            rendered = self.template.render_with_spans(messages, len(messages), prompt=header, **given)
         except TemplateError as error:
             raise UserError(f"{self.template.where} {error}") from None
         ((tokens, _),) = self._encode([rendered])
@@ -151,12 +155,16 @@ class ExampleEncoder:
                 places = np.array(encoding.offsets, np.int64)
                 marked = [(begin, end, author_bits(role)) for begin, end, role in one.turns]
                 marked += [(begin, end, TRAINED_BIT) for begin, end in one.responses]
-                for begin, end, bits in marked:
+                begins, ends = np.maximum.accumulate(places).T
+                begins = np.where(places[:, 0] == places[:, 1], ends, begins)  # without characters: after that before
+                for begin, end, bits in [*marked, *((begin, end, 0) for begin, end in one.context)]:
                     # A token is in a range if it has a character of it; one without characters, if it is between such
                     # tokens. A token of two turns belongs to the first one.
-                    inside = np.flatnonzero((places[:, 0] < shift(end)) & (places[:, 1] > shift(begin)))
-                    if len(inside):
-                        held = marks[inside[0] : inside[-1] + 1]
+                    first = np.searchsorted(ends, shift(begin), side="right")
+                    held = marks[first : np.searchsorted(begins, shift(end))]
+                    if bits == 0:
+                        held &= ~np.uint8(TRAINED_BIT)
+                    else:
                         held |= np.where((held == 0) | (bits == TRAINED_BIT), bits, 0).astype(np.uint8)
                 marks[0] &= ~np.uint8(TRAINED_BIT)  # nothing comes before it that could predict it
             result.append((tokens, marks))

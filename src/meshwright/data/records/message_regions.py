@@ -25,11 +25,12 @@ _PART_OF_KEY = {
 _KEPT_KEYS = ("role", "id", "tool_call_id", "type")  # of messages and tool calls: templates compare them
 _KEPT = re.compile(r'[\s\x00-\x1f"\\]')
 _FIRST, _LAST = 0xF0000, 0x10FFEF  # private-use planes, without the marks of {% generation %} blocks
+STAND_INS = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]+")
 _UNUSABLE = (0xFFFFE, 0xFFFFF)
 
 
 class TooManyLetters(Exception):
-    """Error: a conversation has more different letters than there are private-use characters."""
+    """Error: messages have more different letters than there are private-use characters."""
 
 
 class MessageRegions(NamedTuple):
@@ -38,23 +39,54 @@ class MessageRegions(NamedTuple):
     hidden: the rendered text with private-use characters in place of the messages' letters. ranges: for each message
     the characters [begin, end) from its first to its last letter in the text; None: it has none there. letters: for
     each message and each of `PARTS` the number of its letters in the text, int64 [messages, parts]. given: the same of
-    the messages themselves.
+    the messages themselves. places: positions of all messages' letters in the text, ascending, int64 [letters].
+    owners: what each belongs to, (index of the message, index in `PARTS`), int64 [letters, 2].
     """
 
     hidden: str
     ranges: list[tuple[int, int] | None]
     letters: NDArray[np.int64]
     given: NDArray[np.int64]
+    places: NDArray[np.int64]
+    owners: NDArray[np.int64]
+
+    def is_repeated(self, number: int) -> bool:
+        """Return True if the text has more letters of the message `number` than the message itself."""
+        return bool(self.letters[number, :-1].sum() > self.given[number, :-1].sum())
+
+    def list_places(self, number: int, part: int | None = None) -> NDArray[np.int64]:
+        """Return the positions of the letters of the message `number`, ascending. part: only of this one of `PARTS`."""
+        first, last = np.searchsorted(self.places, self.ranges[number] or (0, 0))
+        messages, parts = self.owners[first:last].T
+        own = (messages == number) & ((parts == part) | (part is None))
+        places: NDArray[np.int64] = self.places[first:last][own]
+        return places
+
+    def list_surroundings(self) -> list[tuple[int, int] | None]:
+        """Return for each message (end of the message before it in the text, beginning of the one after it); None if it
+        is not in the text, or mixed with another one.
+        """
+        found: list[tuple[int, int] | None] = [None] * len(self.ranges)
+        placed = sorted((held, number) for number, held in enumerate(self.ranges) if held is not None)
+        before = 0
+        for at, (held, number) in enumerate(placed):
+            after = placed[at + 1][0][0] if at + 1 < len(placed) else len(self.hidden)
+            if before <= held[0] and held[1] <= after:
+                found[number] = before, after
+            before = max(before, held[1])
+        return found
 
 
-def list_unhidden(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[str]:
+def list_unhidden(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> list[str]:
     """Return the strings that a template may render and that have no stand-ins: keys inside messages, ids, and all that
-    tools have.
+    tools and further variables have.
     """
     found, waiting = list[str](), [*(value for message in messages for value in message.values())]
     found += [str(message[key]) for message in messages for key in _KEPT_KEYS if key in message]
-    found += list_strings(list(tools))
-    waiting += tools
+    found += list_strings([*tools, variables])
+    waiting += [*tools, variables]
     while waiting:
         value = waiting.pop()
         if isinstance(value, Mapping):
@@ -87,47 +119,42 @@ def has_text(message: Mapping[str, Any]) -> bool:
 class StandIns:
     """Private-use characters that stand for the letters of messages, each for one letter of one part of a message."""
 
-    def __init__(self, messages: int) -> None:
-        self.given = np.zeros((messages, len(PARTS)), np.int64)
+    def __init__(self) -> None:
         self._letters: list[str] = []
         self._owners: list[tuple[int, int]] = []  # (index of the message, index in `PARTS`) of each character
 
-    def hide(self, messages: Sequence[Mapping[str, Any]], kept: re.Pattern[str] | None = None) -> list[dict[str, Any]]:
-        """Return copies of the messages with stand-ins for their letters. kept: what stays unchanged in texts, with one
-        group around all of it. Raises `TooManyLetters` if there are not enough private-use characters.
+    def hide(
+        self, messages: Sequence[Mapping[str, Any]], first: int = 0, kept: re.Pattern[str] | None = None
+    ) -> tuple[list[Mapping[str, Any]], int]:
+        """Return (messages, end): copies with stand-ins for the letters of messages [first, end), as many as there are
+        private-use characters for. kept: what stays unchanged in texts, with one group around all of it. Raises
+        `TooManyLetters` if they do not suffice for one message.
         """
-        hidden = []
-        for number, message in enumerate(messages):
+        shown = list(messages)
+        for number in range(first, len(messages)):
             tables = [_StandInTable(self, number, part) for part in range(len(PARTS))]
-            for key in ("content", "tool_calls", "reasoning_content"):  # others have the same texts again
-                texts = list_strings(message.get(key), _KEPT_KEYS)
-                shown = (part for text in texts for part in (kept.split(text)[::2] if kept else (text,)))
-                self.given[number, PARTS.index(_PART_OF_KEY[key])] = sum(map(count_letters, shown))
-            hidden.append(
-                {
+            try:
+                shown[number] = {
                     key: value if key in _KEPT_KEYS else map_strings(value, _translator(tables, key, kept), _KEPT_KEYS)
-                    for key, value in message.items()
+                    for key, value in messages[number].items()
                 }
-            )
-        return hidden
+            except TooManyLetters:
+                if number == first:
+                    raise
+                return shown, number
+        return shown, len(messages)
 
     def show(self, text: str) -> str:
         """Return `text` with the letters in place of their stand-ins."""
         return text.translate({_FIRST + number: letter for number, letter in enumerate(self._letters)})
 
-    def locate(self, text: str) -> MessageRegions:
-        """Return where the messages are in their hidden `text`."""
-        messages = len(self.given)
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.int64) - _FIRST
+    def locate(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (positions of the stand-ins in a hidden `text` [letters], their owners (index of the message, index in
+        `PARTS`) [letters, 2]), int64.
+        """
+        codes = _to_codes(text).astype(np.int64) - _FIRST
         places = np.flatnonzero((codes >= 0) & (codes < len(self._owners)))
-        owners = np.array(self._owners, np.int64).reshape(-1, 2)[codes[places]]
-        begins, ends = np.full(messages, len(text)), np.zeros(messages, np.int64)
-        np.minimum.at(begins, owners[:, 0], places)
-        np.maximum.at(ends, owners[:, 0], places + 1)
-        letters = np.zeros_like(self.given)
-        np.add.at(letters, (owners[:, 0], owners[:, 1]), 1)
-        spans = zip(begins.tolist(), ends.tolist(), strict=True)
-        return MessageRegions(text, [(begin, end) if end else None for begin, end in spans], letters, self.given)
+        return places, np.array(self._owners, np.int64).reshape(-1, 2)[codes[places]]
 
     def add(self, letter: str, owner: tuple[int, int]) -> int:
         """Return the code of a new stand-in for `letter`. owner: (index of the message, index in `PARTS`)."""
@@ -187,12 +214,58 @@ def locate_messages(
     texts = list_strings(list(messages)) if literals else []
     found = sorted({each for each in literals if any(each in text for text in texts)}, key=len, reverse=True)
     for kept in ([], found) if found else ([],):
-        stand_ins = StandIns(len(messages))
         pattern = re.compile(f"({'|'.join(map(re.escape, kept))})") if kept else None
         try:
-            hidden = render(stand_ins.hide(messages, pattern))
+            hidden, places, owners = _find_letters(messages, text, render, pattern)
         except (TooManyLetters, TemplateError):
             continue
-        if stand_ins.show(hidden) == text:
-            return stand_ins.locate(hidden)
+        begins, ends = np.full(len(messages), len(text)), np.zeros(len(messages), np.int64)
+        np.minimum.at(begins, owners[:, 0], places)
+        np.maximum.at(ends, owners[:, 0], places + 1)
+        given = np.array([_count_given(message, pattern) for message in messages], np.int64).reshape(-1, len(PARTS))
+        letters = np.zeros_like(given)
+        np.add.at(letters, (owners[:, 0], owners[:, 1]), 1)
+        ranges = [(begin, end) if end else None for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        return MessageRegions(hidden, ranges, letters, given, places, owners)
     return None
+
+
+def _find_letters(
+    messages: Sequence[Mapping[str, Any]],
+    text: str,
+    render: Callable[[Sequence[Mapping[str, Any]]], str],
+    kept: re.Pattern[str] | None,
+) -> tuple[str, NDArray[np.int64], NDArray[np.int64]]:
+    """Return (text with private-use characters for the messages' letters, positions of these [letters], their owners
+    [letters, 2]). It is rendered once for as many messages as there are private-use characters for. render: as in
+    `locate_messages`. kept: as in `StandIns.hide`. Raises `TemplateError` if the template looks into texts.
+    """
+    whole, first = _to_codes(text).copy(), 0
+    found: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    while first < len(messages) or not found:
+        stand_ins = StandIns()
+        shown, first = stand_ins.hide(messages, first, kept)
+        hidden = render(shown)
+        if stand_ins.show(hidden) != text:
+            raise TemplateError("looks into texts")
+        places, owners = stand_ins.locate(hidden)
+        whole[places] = _to_codes(hidden)[places]
+        found.append((places, owners))
+    places, owners = (np.concatenate(each) for each in zip(*found, strict=True))
+    order = np.argsort(places, kind="stable")
+    return whole.tobytes().decode("utf-32-le", "surrogatepass"), places[order], owners[order]
+
+
+def _to_codes(text: str) -> NDArray[np.uint32]:
+    """Return the code points of a text, uint32 [characters]."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+
+
+def _count_given(message: Mapping[str, Any], kept: re.Pattern[str] | None) -> list[int]:
+    """Return the number of letters in each of `PARTS` of a message. kept: as in `StandIns.hide`."""
+    counts = [0] * len(PARTS)
+    for key in ("content", "tool_calls", "reasoning_content"):  # others have the same texts again
+        for text in list_strings(message.get(key), _KEPT_KEYS):
+            pieces = kept.split(text)[::2] if kept else (text,)
+            counts[PARTS.index(_PART_OF_KEY[key])] += sum(map(count_letters, pieces))
+    return counts

@@ -6,6 +6,7 @@ schema defines is reported as not used, and what cannot be represented, such as 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ _SYNONYMS = {
     "content": ("content", "value", "text"),
     "reasoning_content": ("reasoning_content", "reasoning", "thinking"),
     "trained": ("train", "weight"),
+    "part": ("text", "content", "value"),  # of a content in parts without `type`
 }
 _KEPT = ("name", "tool_call_id")
 _DEEPEST = 64  # levels of a tool's schema or a call's arguments
@@ -53,7 +55,8 @@ class Message(NamedTuple):
     """One turn of a conversation. role: "system", "user", "assistant", "tool" or "developer". content: the message's
     text. input: the text that an instruction applies to (Alpaca's `input`), or "". fields: what else the message has
     under the names of OpenAI's schema and of chat templates (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`
-    ...), as JSON values. trained: whether an assistant turn is trained on; None: by its place in the example.
+    ...), as JSON values. trained: whether an assistant turn is trained on; None: by its place in the example. context:
+    character ranges [begin, end) of the content that are not trained on, ascending.
     """
 
     role: str
@@ -61,6 +64,7 @@ class Message(NamedTuple):
     input: str = ""
     fields: Mapping[str, Any] = {}
     trained: bool | None = None
+    context: tuple[tuple[int, int], ...] = ()
 
     def template_variables(self) -> dict[str, Any]:
         """Return the message as variables of a chat template: `role`, `content` (content and input joined),
@@ -86,7 +90,16 @@ class Message(NamedTuple):
             changed = [{**one, "arguments": map_strings(one["arguments"], rewrite)} for one in functions]
             calls = zip(fields["tool_calls"], changed, strict=True)
             fields["tool_calls"] = [{**call, "function": function} for call, function in calls]
-        return self._replace(content=rewrite(self.content), input=rewrite(self.input), fields=fields)
+        cuts = [0, *(at for each in self.context for at in each), len(self.content)]
+        pieces = [rewrite(self.content[begin:end]) for begin, end in itertools.pairwise(cuts)]
+        ends = list(itertools.accumulate(map(len, pieces)))
+        context = tuple(zip(ends[:-1:2], ends[1::2], strict=True)) if self.context else ()
+        return self._replace(content="".join(pieces), input=rewrite(self.input), fields=fields, context=context)
+
+    def cut_content(self, begin: int) -> Message:
+        """Return a copy without the first `begin` characters of the content."""
+        context = ((max(first - begin, 0), end - begin) for first, end in self.context if end > begin)
+        return self._replace(content=self.content[begin:], context=tuple(context))
 
 
 class MessageFormat(NamedTuple):
@@ -130,8 +143,9 @@ class MessageFormat(NamedTuple):
         if reasoning_key and turn[reasoning_key] is not None:
             thought = _get_string(turn, reasoning_key, where)
         content = ""
+        context: tuple[tuple[int, int], ...] | None = None
         if content_key and turn[content_key] is not None:
-            content, more = _parse_content(turn[content_key], f"{where}.{content_key}")
+            content, more, context = _parse_content(turn[content_key], f"{where}.{content_key}")
             thought += more
         elif turn.get("refusal") is not None:
             content = _get_string(turn, "refusal", where)
@@ -148,7 +162,13 @@ class MessageFormat(NamedTuple):
         fields |= {name: turn[name] for name in _KEPT if turn.get(name) is not None}
         used = {role_key, content_key, reasoning_key, *_KEPT, *_CALLS, *_SYNONYMS["trained"]}
         unused.update(f"{key}.{name}" for name in turn if name not in used and turn[name] is not None)
-        return Message(role, content, fields=fields, trained=_parse_trained(turn, where))
+        trained = _parse_trained(turn, where)
+        if role != "assistant" and (turn.get("train") or context not in (None, ((0, len(content)),))):
+            marked = f"{where}.train is true" if context is None else f"{where}.{content_key} has parts to be trained"
+            raise MalformedRecord(f'{marked}, but only messages of the assistant are trained on, not of "{role}"')
+        return Message(
+            role, content, fields=fields, trained=trained, context=context if role == "assistant" and context else ()
+        )
 
     def _find_key(self, turn: Mapping[str, Any], part: str, where: str) -> str:
         """Return the key of `turn` for the standard key `part`; if it has none, "" or, with `where`, raise
@@ -222,28 +242,6 @@ def list_strings(value: Any, kept: Sequence[str] = ()) -> list[str]:
     return found
 
 
-def parse_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Return JSON schemas of functions as chat templates expect them, {"type": "function", "function": {...}}. value: a
-    list of them, or of the functions alone, or either as JSON text. Raises `MalformedRecord` otherwise.
-    """
-    if value is None or value == "":
-        return ()
-    value = _load_json(value, where) if isinstance(value, str) else value
-    if not isinstance(value, list):
-        raise MalformedRecord(f'"{where}" is {describe_value(value)}, not a list of functions')
-    tools = []
-    _check_depth(value, where)
-    for number, tool in enumerate(value):
-        tool = _load_json(tool, f"{where}[{number}]") if isinstance(tool, str) else tool
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise MalformedRecord(
-                f'{where}[{number}] is {describe_value(tool)}, not {{"type": "function", "function": {{"name": ...}}}}'
-            )
-        tools.append({"type": "function", "function": function} if tool is function else tool)
-    return tuple(tools)
-
-
 def _parse_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Return a message's tool calls as {"type": "function", "function": {"name", "arguments": object}}, with "id" if
     given. Raises `MalformedRecord` for one of another form.
@@ -265,8 +263,8 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
         raise MalformedRecord(f'{where} is {describe_value(call)}, not {{"name": "...", "arguments": {{...}}}}')
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _load_json(arguments or "{}", f"{where}.arguments")
-    _check_depth(arguments, f"{where}.arguments")
+        arguments = load_json(arguments or "{}", f"{where}.arguments")
+    check_depth(arguments, f"{where}.arguments")
     if arguments is not None and not isinstance(arguments, dict):
         raise MalformedRecord(f"{where}.arguments is {describe_value(arguments)}, not an object")
     parsed = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
@@ -275,36 +273,51 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
 
 def _parse_call_text(text: str, where: str) -> list[dict[str, Any]]:
     """Parse the text of a ShareGPT turn `function_call`: one call, or a list of calls, as JSON."""
-    value = _load_json(text, where)
+    value = load_json(text, where)
     if value == []:
         raise MalformedRecord(f"{where} is an empty list of calls")
     return [_parse_call(call, where) for call in (value if isinstance(value, list) else [value])]
 
 
-def _parse_content(content: Any, where: str) -> tuple[str, str]:
-    """Return (text, reasoning) of a message's content: a string or a list of parts. Raises `MalformedRecord` for
-    anything else, such as an image.
+def _parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int, int], ...] | None]:
+    """Return (text, reasoning, ranges of the text that are not trained on) of a message's content: a string or a list
+    of parts, which may have marks (`train`, `weight`) and be without `type`, as in axolotl; the ranges are None if no
+    part has a mark. Raises `MalformedRecord` for anything else, such as an image.
     """
     if isinstance(content, str):
-        return content, ""
+        return content, "", None
     if not isinstance(content, list) or not content:
         raise MalformedRecord(f"{where} is {describe_value(content)}, not a string")
     texts: dict[str, list[str]] = {"text": [], "thinking": []}
+    context: list[tuple[int, int]] | None = None
+    size = 0
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else ""
-        kind = kind if isinstance(kind, str) else ""
+        kind = part.get("type", "") if isinstance(part, dict) else ""
+        kind = kind if isinstance(kind, str) else "-"
         if kind in _MEDIA:
             raise MalformedRecord(f'{where}[{number}] is {_MEDIA[kind]} ("type": "{kind}"): only text is supported')
         name, of = _TEXT_PARTS.get(kind, ("", ""))
+        if not kind and isinstance(part, dict):
+            name, of = next((key for key in _SYNONYMS["part"] if key in part), ""), "text"
         if not name or not isinstance(part.get(name), str):
             raise MalformedRecord(f'{where}[{number}] is {describe_value(part)}, not {{"type": "text", "text": "..."}}')
         texts[of].append(part[name])
-    return "".join(texts["text"]), "".join(texts["thinking"])
+        trained = _parse_trained(part, f"{where}[{number}]")
+        if of != "text" and trained is not None:
+            raise MalformedRecord(f"{where}[{number}] is reasoning with a mark: only parts of the answer may have one")
+        begin, size = size, size + (len(part[name]) if of == "text" else 0)
+        if trained is not None:
+            context = context or []
+        if trained is False and context is not None and begin < size:
+            joined = context and context[-1][1] == begin
+            context.append((context.pop()[0] if joined else begin, size))
+    text, thought = ("".join(texts[kind]) for kind in ("text", "thinking"))
+    return text, thought, None if context is None else tuple(context)
 
 
 def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
-    """Return whether a message is trained on by its own mark: `train` (axolotl) or `weight`, 0 or 1 (OpenAI); None: it
-    has none. Raises `MalformedRecord` for another value.
+    """Return whether a message, or a part of one, is trained on by its own mark: `train` (axolotl) or `weight`, 0 or 1
+    (OpenAI); None: it has none. Raises `MalformedRecord` for another value.
     """
     for key in _SYNONYMS["trained"]:
         if (value := turn.get(key)) is not None:
@@ -321,7 +334,7 @@ def _get_string(values: Mapping[str, Any], key: str, where: str) -> str:
     return str(values[key])
 
 
-def _check_depth(value: Any, where: str) -> None:
+def check_depth(value: Any, where: str) -> None:
     """Raise `MalformedRecord` if a JSON value is nested deeper than `_DEEPEST` levels."""
     level, depth = [value], 0
     while level := [
@@ -335,7 +348,7 @@ def _check_depth(value: Any, where: str) -> None:
             raise MalformedRecord(f"{where} is nested more than {_DEEPEST} levels deep")
 
 
-def _load_json(text: str, where: str) -> Any:
+def load_json(text: str, where: str) -> Any:
     """Parse JSON text. Raises `MalformedRecord` if it is not JSON."""
     try:
         return json.loads(text)

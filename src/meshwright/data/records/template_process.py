@@ -36,14 +36,16 @@ class RenderProcess(LimitedProcess):
         _get_text(self.start())
 
     def render_marked(
-        self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
+        self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
         """Render a conversation in the subprocess; returns the text with the private-use characters `BEGIN` and `END`
         around each {% generation %} block. messages: the template's variables for each message (`role`, `content` ...).
-        prompt: append the header of the assistant's next turn. tools: JSON schemas of functions. Raises `TemplateError`
-        if the template refuses the messages, `LimitReached` if a limit is exceeded.
+        prompt: append the header of the assistant's next turn. tools: JSON schemas of functions. variables: further
+        variables. Raises `TemplateError` if the template refuses the messages, `LimitReached` if a limit is exceeded.
         """
-        return _get_text(self.ask({"messages": list(map(dict, messages)), "prompt": prompt, "tools": list(tools)}))
+        request = {"messages": list(map(dict, messages)), "prompt": prompt, "tools": list(tools)}
+        return _get_text(self.ask({**request, "variables": dict(variables or {})}))
 
 
 def _get_text(answer: Mapping[str, Any]) -> str:

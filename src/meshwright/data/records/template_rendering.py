@@ -55,20 +55,23 @@ class Renderer:
             raise NotATemplate(f"{type(error).__name__}: {error}") from None
 
     def render_marked(
-        self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
+        self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
         """Render a conversation; returns the text with the private-use characters `BEGIN` and `END` around each {%
         generation %} block.
 
         messages: the template's variables for each message (`role`, `content` ...). prompt: append the header of the
         assistant's next turn. tools: JSON schemas of functions; if there are none, the template's variable is None.
-        Raises `TemplateError` if the template refuses the messages or fails, `LimitReached` if the text is too long.
+        variables: further variables. Raises `TemplateError` if the template refuses the messages or fails,
+        `LimitReached` if the text is too long.
         """
         from jinja2 import TemplateError as JinjaError
 
         try:
+            given = {"documents": None, **self._named, **(variables or {})}
             text: str = self._template.render(
-                messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._named
+                {**given, "messages": messages, "tools": tools or None, "add_generation_prompt": prompt}
             )
         except (
             JinjaError,
@@ -137,8 +140,8 @@ def create_environment() -> Any:
 def make_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the function that answers the requests of `RenderProcess` in its subprocess.
 
-    A request is {"source", "named"}, the template, which comes first, or {"messages", "prompt", "tools"}, a
-    conversation. An answer has one of "text", "error", "limit" and "not_a_template".
+    A request is {"source", "named"}, the template, which comes first, or {"messages", "prompt", "tools", "variables"},
+    a conversation. An answer has one of "text", "error", "limit" and "not_a_template".
     """
     create_environment()  # imports Jinja before memory is limited
     renderers: list[Renderer] = []
@@ -149,7 +152,7 @@ def make_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
             if "source" in request:
                 renderers[:] = [Renderer(request["source"], request["named"])]
                 return {"text": ""}
-            return {"text": renderers[0].render_marked(request["messages"], request["prompt"], request["tools"])}
+            return {"text": renderers[0].render_marked(**request)}
         except NotATemplate as error:
             return {"not_a_template": str(error)[:1000], "line": error.line}
         except TemplateError as error:
