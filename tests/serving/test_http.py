@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,9 @@ import httpx
 import openai
 import pytest
 from pydantic import ValidationError
+from transformers import PreTrainedTokenizerFast
 
+from meshwright.data.records.examples import ExampleEncoder
 from meshwright.errors import RankLost
 from meshwright.serving.engine_client import Refusal
 from meshwright.serving.gate import HttpSettings
@@ -318,7 +321,7 @@ def test_wrong_or_unsupported_field_is_named(http: httpx.Client, change: dict[st
     ("path", "body", "message", "code"),
     [
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         "messages[0].content: [0] only parts of type text are supported", "unsupported_parameter"),
+         'messages[0].content[0] is an image ("type": "image_url"): only text is supported', None),
         ("completions", {"prompt": "a", "stop": ["x"] * 33}, "stop: should have at most 32 items, not 33", None),
         ("completions", {"prompt": "a", "stop": 5}, "stop: should be a valid string, or should be a valid list", None),
         ("completions", {"prompt": [[1, -2]]}, "prompt: [0][1] should be greater than or equal to 0", None),
@@ -339,9 +342,16 @@ def test_error_says_only_what_is_wrong(http: httpx.Client, path: str, body: dict
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages[1].tool_calls"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages[1].tool_calls[0]"),
+        ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0]"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages[1]"),
+        ({"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]}, "messages[0].audio"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "weather"}}]}, "tools"),  # not in its template
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -352,6 +362,53 @@ def test_error_says_only_what_is_wrong(http: httpx.Client, path: str, body: dict
 def test_wrong_chat_field_is_named(http: httpx.Client, change: dict[str, Any], param: str):
     answer = http.post("/v1/chat/completions", json={"messages": HELLO, **change})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+TOOL_TEMPLATE = (  # as Qwen's, shortened
+    "{%- if tools %}{{ '<tools>' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}{{ '</tools>' }}{%- endif %}"
+    "{%- for m in messages %}{{ '<' + m.role + '>' }}"
+    "{%- if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{%- endif %}{{ m.content or '' }}"
+    "{%- for call in m.tool_calls or [] %}{{ call.id + call.function.name }}"
+    "{%- for key, value in call.function.arguments.items() %}{{ key + '=' + value }}{%- endfor %}{%- endfor %}"
+    "{%- if m.role == 'tool' %}{{ '@' + m.tool_call_id + (m.name or '') }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<assistant>' }}{{ '</think>' if enable_thinking is false }}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_tools_calls_and_results_of_a_request_are_rendered_as_transformers_does(
+    http: httpx.Client, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, variables: dict[str, Any], choice: str
+):
+    assert prompts._chat is not None
+    template = replace(prompts._chat.template, source=TOOL_TEMPLATE)
+    monkeypatch.setattr(prompts, "_chat", ExampleEncoder(prompts._chat.tokenizer, template))
+    arguments = {"city": "Oslo"}
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(arguments)}}
+    messages: list[dict[str, Any]] = [
+        *HELLO,
+        {"role": "assistant", "content": None, "reasoning_content": "Ask.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": [{"type": "text", "text": "sun"}]},
+    ]
+    body = {"messages": messages, "tools": [WEATHER], "tool_choice": choice, "chat_template_kwargs": variables}
+    shown = http.post("/apply-template", json=body).json()["prompt"]
+    read = json.loads(json.dumps(messages))
+    read[1]["tool_calls"][0]["function"]["arguments"] = arguments
+    read[2]["content"] = "sun"
+    theirs = PreTrainedTokenizerFast(tokenizer_object=prompts.tokenizer, chat_template=TOOL_TEMPLATE)
+    wanted = {"tokenize": False, "add_generation_prompt": True, **variables}
+    assert shown == theirs.apply_chat_template(read, tools=[WEATHER], **wanted)
+    assert "<think>Ask.</think>c1weathercity=Oslo<tool>sun@c1weather<assistant>" in shown
+    assert shown.endswith("</think>") == bool(variables)
+    tokens = http.post("/tokenize", json=body).json()["tokens"]
+    assert prompts.decode(tokens) == shown
+    answer = http.post("/v1/chat/completions", json={**body, "max_tokens": 1}).json()
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
+    lost = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+    monkeypatch.setattr(prompts, "_chat", ExampleEncoder(prompts._chat.tokenizer, replace(template, source="x")))
+    error = http.post("/v1/chat/completions", json={"messages": lost, "max_tokens": 1}).json()["error"]
+    assert error["param"] == "messages" and "leaves out the function weather" in error["message"]
 
 
 def test_neutral_request_fields_are_accepted(http: httpx.Client):

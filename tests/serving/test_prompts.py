@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meshwright.data.records.messages import Message
+from meshwright.data.records.template_inputs import Conversation
 from meshwright.errors import UserError
 from meshwright.serving.prompts import Prompts
 from tests.serving.fake_engine import SAMPLE, make_prompts
@@ -92,25 +93,25 @@ def test_oversized_text_is_refused_before_tokenization(prompts: Prompts, monkeyp
         prompts.encode("x" * 10**7)
     monkeypatch.setattr(prompts, "_chat", None)
     with pytest.raises(UserError, match="10,000,000 characters"):
-        prompts.encode_chat([Message("user", "x" * 10**7)])
+        prompts.encode_chat(Conversation([Message("user", "x" * 10**7)]))
 
 
 def test_conversation_is_encoded_by_the_template(prompts: Prompts):
     turns = [Message("user", "hi")]
-    assert prompts.render_chat(turns) == "<|endoftext|>### Instruction:\nhi\n\n### Response:\n"
-    tokens = prompts.encode_chat(turns)
-    assert prompts.tokenizer.decode(tokens, skip_special_tokens=False) == prompts.render_chat(turns)
+    assert prompts.render_chat(Conversation(turns)) == "<|endoftext|>### Instruction:\nhi\n\n### Response:\n"
+    tokens = prompts.encode_chat(Conversation(turns))
+    assert prompts.tokenizer.decode(tokens, skip_special_tokens=False) == prompts.render_chat(Conversation(turns))
 
 
 def test_conversation_refused_by_template_is_user_error(prompts: Prompts):
     with pytest.raises(UserError, match="no place for a message of the role tool"):
-        prompts.encode_chat([Message("tool", "x")])
+        prompts.encode_chat(Conversation([Message("tool", "x")]))
 
 
 def test_model_without_template_cannot_chat(sentencepiece: Prompts):
     assert sentencepiece.chat_template is None
     with pytest.raises(UserError, match="has no chat template"):
-        sentencepiece.encode_chat([Message("user", "hi")])
+        sentencepiece.encode_chat(Conversation([Message("user", "hi")]))
 
 
 def test_directory_gives_tokenizer_template_and_all_end_tokens(tmp_path: Path):

@@ -14,6 +14,7 @@ import torch
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.data import NO_TARGET, PackedExamples, TokenBatch, prepare
 from meshwright.data.records.messages import Message
+from meshwright.data.records.template_inputs import Conversation
 from meshwright.errors import UserError
 from meshwright.evaluation.evaluation import run_evaluation
 from meshwright.launcher.recipe_checks import check_recipe
@@ -257,7 +258,7 @@ def test_checkpoint_stores_its_chat_template(chats: Path, tmp_path: Path):
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|begin_of_text|>### Instruction:\nWhat does <|eot_id|> do?\n\n### Response:\n"
     prompts = Prompts.of_directory(checkpoint, config_from_path(checkpoint), 120)
-    tokens = prompts.encode_chat([Message("user", "What does <|eot_id|> do?")])
+    tokens = prompts.encode_chat(Conversation([Message("user", "What does <|eot_id|> do?")]))
     assert theirs.decode(tokens) == text and tokens.count(theirs.eos_token_id) == 0
     ends = GenerationConfig.from_pretrained(checkpoint).eos_token_id
     assert theirs.eos_token_id in (ends if isinstance(ends, list) else [ends])

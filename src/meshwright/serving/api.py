@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from meshwright.checkpoint import find_checkpoint
 from meshwright.data.records.messages import Message
+from meshwright.data.records.template_inputs import Conversation
 from meshwright.errors import UserError
 from meshwright.launcher.device import one_device, refuse_device_of_layout
 from meshwright.layout import Layout
@@ -185,7 +186,11 @@ class Model:
                 f"{self.directory}: its tokenizer has no chat template: give a text to be continued (without --chat)"
             )
         if isinstance(prompt, str):
-            return self._prompts.encode_chat([Message("user", prompt)]) if chat else self._prompts.encode(prompt)
+            return (
+                self._prompts.encode_chat(Conversation([Message("user", prompt)]))
+                if chat
+                else self._prompts.encode(prompt)
+            )
         if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
             return self._prompts.check(prompt)
         raise UserError(f"prompt: takes a text or a list of token IDs, not {type(prompt).__name__}")

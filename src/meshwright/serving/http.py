@@ -190,9 +190,7 @@ class HttpApp:
         it has the fields of both vLLM and llama.cpp."""
         prompts = self._prompts
         if body.messages is not None:
-            tokens = prompts.encode_chat(
-                [message.to_message() for message in body.messages], body.add_generation_prompt
-            )
+            tokens = prompts.encode_chat(*body.to_conversation())
         else:
             start = body.add_special if body.prompt is None else body.add_special_tokens
             text = body.prompt or body.content or ""
@@ -211,7 +209,7 @@ class HttpApp:
 
     def _apply_template(self, body: bodies.ConversationBody) -> dict[str, str]:
         """Handle `/apply-template`: return {"prompt": text of the body's conversation in the model's chat template}."""
-        return {"prompt": self._prompts.render_chat(body.to_messages(), body.add_generation_prompt)}
+        return {"prompt": self._prompts.render_chat(*body.to_conversation())}
 
     def _show_model(self, name: str) -> dict[str, Any]:
         """Return the JSON object that describes the served model in `/v1/models`. Raises ApiError (404) for another

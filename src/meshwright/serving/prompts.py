@@ -11,8 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, pre_tokenizers
 
 from meshwright.data.records.examples import ExampleEncoder
-from meshwright.data.records.messages import Message
-from meshwright.data.records.template_rendering import TemplateError
+from meshwright.data.records.template_inputs import Conversation
 from meshwright.data.tokenizers.library import convert_library_errors, parse_tokenizer
 from meshwright.data.tokenizers.special_tokens import (
     find_special_tokens,
@@ -105,25 +104,20 @@ class Prompts:
         longest_first = sorted(names, key=lambda token: (-len(token), token))
         return encoder, names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def encode_chat(self, messages: Sequence[Message], header: bool = True) -> list[int]:
-        """Return the token IDs of a conversation (`messages`), formatted by the model's chat template. header: True:
-        append what begins the assistant's next turn, as for a prompt.
+    def encode_chat(self, given: Conversation, header: bool = True) -> list[int]:
+        """Return the token IDs of a conversation, formatted by the model's chat template. header: True: append what
+        begins the assistant's next turn, as for a prompt.
 
-        Raises UserError if the model has no template, if the template refuses the conversation, or if its text is so
-        long that it has more than `max_length` tokens.
+        Raises UserError if the model has no template, if the template refuses the conversation or leaves out tools or
+        calls, or if its text is so long that it has more than `max_length` tokens.
         """
-        self._check_characters(sum(len(message.content) for message in messages))
-        return self.check(self._require_chat().encode_prompt(messages, header))
+        self._check_characters(given.count_characters())
+        return self.check(self._require_chat().encode_prompt(given.messages, header, given.tools, given.variables))
 
-    def render_chat(self, messages: Sequence[Message], header: bool = True) -> str:
-        """Return the text of a conversation (`messages`) in the model's chat template. header: True: append what begins
-        the assistant's next turn, as for a prompt. Raises UserError if the model has no template, or if the template
-        refuses the conversation."""
-        chat = self._require_chat()
-        try:
-            return chat.template.render(messages, prompt=header)
-        except TemplateError as error:
-            raise UserError(f"{chat.template.where} {error}") from None
+    def render_chat(self, given: Conversation, header: bool = True) -> str:
+        """Return the text of a conversation in the model's chat template. header: as in `encode_chat`. Raises UserError
+        if the model has no template, or if the template refuses the conversation or leaves out tools or calls."""
+        return self._require_chat().render_prompt(given.messages, header, given.tools, given.variables)
 
     def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:
         """Return `tokens` as a list after a check. Raises UserError if a token ID is outside the model's vocabulary, or

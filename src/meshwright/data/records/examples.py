@@ -100,17 +100,36 @@ class ExampleEncoder:
     def encode_prompt(
         self, messages: Sequence[Message], header: bool = True, tools: Tools = (), variables: Variables | None = None
     ) -> list[int]:
-        """Tokenize a conversation that the assistant is to continue; returns token ids. Raises `UserError` if the
-        template refuses the messages. header: True: append the header of the assistant's next turn. tools: JSON schemas
-        of functions. variables: further variables of the template.
+        """Tokenize a conversation that the assistant is to continue; returns token ids. header: True: append the header
+        of the assistant's next turn. tools: JSON schemas of functions. variables: further variables of the template.
+        Raises `UserError` if the template refuses the messages, or leaves out tools or calls.
         """
+        ((tokens, _),) = self._encode([self._render_prompt(messages, header, tools, variables)])
+        return [int(token) for token in tokens]
+
+    def render_prompt(
+        self, messages: Sequence[Message], header: bool = True, tools: Tools = (), variables: Variables | None = None
+    ) -> str:
+        """Render the conversation that `encode_prompt` tokenizes to text, with the same errors."""
+        return self._render_prompt(messages, header, tools, variables).text
+
+    def _render_prompt(
+        self, messages: Sequence[Message], header: bool, tools: Tools, variables: Variables | None
+    ) -> RenderedConversation:
+        """Render a conversation as `encode_prompt` needs it."""
         given: dict[str, Any] = {"tools": tools, "variables": variables}
         try:
             rendered = self.template.render_with_spans(messages, len(messages), prompt=header, **given)
         except TemplateError as error:
             raise UserError(f"{self.template.where} {error}") from None
-        ((tokens, _),) = self._encode([rendered])
-        return [int(token) for token in tokens]
+        calls = (call for message in messages for call in message.fields.get("tool_calls", ()))
+        for field, functions in (("tools", tools), ("messages", calls)):
+            if lost := next((one for one in functions if one["function"]["name"] not in rendered.text), None):
+                name = lost["function"]["name"][:40]
+                raise UserError(
+                    f"{field}: {self.template.where} leaves out the function {name}: it is not made for tools"
+                )
+        return rendered
 
     def list_warnings(self) -> Iterator[str]:
         """Yield what a user should know about the template and the documents encoded so far."""

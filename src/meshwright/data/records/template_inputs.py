@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.data.records.messages import (
     MalformedRecord,
@@ -12,6 +12,7 @@ from meshwright.data.records.messages import (
     check_depth,
     check_tool_results,
     describe_value,
+    list_strings,
     load_json,
 )
 from meshwright.errors import UserError
@@ -63,16 +64,29 @@ def parse_variables(value: Any, where: str) -> dict[str, Any]:
     return {name: one for name, one in value.items() if one is not None}
 
 
-def parse_conversation(
-    messages: Sequence[Any], tools: Any, variables: Any
-) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...], dict[str, Any]]:
-    """Return (messages, tools, variables) of a request to a server as its chat template is given them. messages, tools,
-    variables: as in OpenAI's API, `variables` its `chat_template_kwargs` in vLLM's. Raises `UserError`, whose text
-    begins with the position of what is wrong, such as "messages[2].content".
+class Conversation(NamedTuple):
+    """A conversation that the assistant is to continue, as a chat template is given it. tools, variables: as in
+    `ChatTemplate.render`.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = {}
+
+    def count_characters(self) -> int:
+        """Return the number of characters of its texts, those of tools and variables included."""
+        texts = (text for message in self.messages for text in message.list_texts())
+        return sum(map(len, texts)) + sum(map(len, list_strings([*self.tools, self.variables])))
+
+
+def parse_conversation(messages: Sequence[Any], tools: Any, variables: Any) -> Conversation:
+    """Parse a request to a server: messages, tools and, as in vLLM's API, `chat_template_kwargs`. Raises `UserError`,
+    whose text begins with the position of what is wrong, such as "messages[2].content".
     """
     try:
         turns = MessageFormat().parse_all(list(messages), "messages", set())
         check_tool_results(turns, "messages")
-        return turns, parse_tools(tools, "tools"), parse_variables(variables, "chat_template_kwargs")
+        return Conversation(turns, parse_tools(tools, "tools"), parse_variables(variables, "chat_template_kwargs"))
     except MalformedRecord as error:
-        raise UserError(str(error).replace('"', "", 2) if str(error).startswith('"') else str(error)) from None
+        said = str(error)
+        raise UserError(said[1:].replace('"', "", 1) if said.startswith('"') else said) from None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from meshwright.data.records.messages import Message
+from meshwright.data.records.template_inputs import Conversation, parse_conversation
 from meshwright.errors import UserError
 from meshwright.serving.prompts import Prompts, PromptTooLong
 from meshwright.serving.protocol.errors import ApiError
@@ -82,59 +82,52 @@ class EndpointBody(Body):
     unsupported = UNSUPPORTED
 
 
-class TextPart(Body):
-    """Text part of a message's `content`, the only kind supported (no images or audio)."""
-
-    type: Literal["text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, values: Any) -> Any:
-        """Raise an error for a part whose `type` is not "text"; return `values`, the part's JSON object, unchanged."""
-        if isinstance(values, dict) and isinstance(kind := values.get("type"), str) and kind != "text":
-            raise PydanticCustomError("unsupported_parameter", "only parts of type text are supported")
-        return values
-
-
 class ChatMessage(Body):
-    """One message of a conversation: a role and its content, a text or a list of text parts."""
+    """One message of a conversation, as in OpenAI's API. content: a text or a list of text parts; null if an
+    assistant's message has only calls. tool_call_id: of the call that a tool's message answers."""
 
     unsupported = UNSUPPORTED_IN_MESSAGES
 
     role: Literal["system", "user", "assistant", "tool", "developer"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-
-    def to_message(self) -> Message:
-        """Convert the message to a `data.records` `Message`, for the chat template; text parts are joined."""
-        parts = self.content
-        return Message(self.role, parts if isinstance(parts, str) else "".join(part.text for part in parts))
+    content: str | list[dict[str, Any]] | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
 ParseSpecial = Annotated[bool, Field(description="parse special tokens that a text prompt spells")]
-GenerationPrompt = Annotated[bool, Field(description="end messages with the header of the assistant's next turn")]
 
 
-class ConversationBody(EndpointBody):
-    """Body of `/apply-template`: a conversation's messages; `add_generation_prompt`: append the assistant's header."""
+class TemplateBody(EndpointBody):
+    """Base class of the bodies that may have a conversation for the model's chat template."""
+
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] = Field([], max_length=1024, description="functions that the prompt describes")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="further variables of the chat template")
+    add_generation_prompt: bool = Field(True, description="end messages with the header of the assistant's next turn")
+
+    def to_conversation(self) -> tuple[Conversation, bool]:
+        """Return the conversation and whether to append the assistant's header. Raises UserError that begins with the
+        wrong field."""
+        messages = [message.model_dump() for message in self.messages or []]
+        return parse_conversation(messages, self.tools, self.chat_template_kwargs), self.add_generation_prompt
+
+
+class ConversationBody(TemplateBody):
+    """Body of `/apply-template`: a conversation's messages, with tools."""
 
     messages: Messages
-    add_generation_prompt: GenerationPrompt = True
-
-    def to_messages(self) -> list[Message]:
-        """Convert the messages to `data.records` `Message` objects, for the chat template."""
-        return [message.to_message() for message in self.messages]
 
 
-class TokenizeBody(EndpointBody):
+class TokenizeBody(TemplateBody):
     """Body of `/tokenize`: exactly one of `prompt` (vLLM), `content` (llama.cpp) and `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: Messages | None = None
-    add_generation_prompt: GenerationPrompt = True
     add_special_tokens: bool = Field(True, description="begin the prompt with the model's start token")
     add_special: bool = Field(False, description="the same for content")
     parse_special: ParseSpecial = False
@@ -146,6 +139,8 @@ class TokenizeBody(EndpointBody):
         """Check that exactly one of `prompt`, `content` and `messages` is given."""
         if [self.prompt, self.content, self.messages].count(None) != 2:
             raise _wrong_field("prompt", "give one of prompt, content and messages")
+        if self.tools and self.messages is None:
+            raise _wrong_field("tools", "needs messages")
         return self
 
 
@@ -347,7 +342,7 @@ class ChatBody(OpenAIBody, ConversationBody):
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
         """Tokenize the conversation in the chat template, by `prompts`, the model's tokenizer. Return [(token IDs,
         None)]: one prompt, without echo. Raises UserError for an invalid conversation."""
-        return [(self.truncate(prompts.encode_chat(self.to_messages(), self.add_generation_prompt), prompts), None)]
+        return [(self.truncate(prompts.encode_chat(*self.to_conversation()), prompts), None)]
 
 
 _Body = TypeVar("_Body", bound=Body)
@@ -397,4 +392,4 @@ def option_error(error: UserError, model: type[Body]) -> ApiError:
         param = next((name for name in ("prompt", "messages") if name in model.model_fields), None)
         return ApiError(400, message, param=param, code="context_length_exceeded")
     word = message.split(maxsplit=1)[0].rstrip(":") if message else ""
-    return ApiError(400, message, param=word if word in model.model_fields else None)
+    return ApiError(400, message, param=word if word.partition("[")[0] in model.model_fields else None)

@@ -31,7 +31,5 @@ _FIELDS: tuple[tuple[tuple[Any, ...], str], ...] = (
 UNSUPPORTED = {name: neutral for neutral, names in _FIELDS for name in names.split()}
 """{name: values that are accepted because they change nothing}; other values are refused, wherever the body does not
 declare a field of this name."""
-UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],), **dict.fromkeys(("name", "function_call", "tool_call_id", "audio"), ()),
-}  # fmt: skip
+UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": ()}
 """The same for the messages of a conversation."""
