@@ -47,7 +47,7 @@ MORE_RECORD_KEYS: dict[str, tuple[str, ...]] = {
         "system",
         "tools",
         "chat_template_kwargs",
-    ),  # fmt: skip
+    ),
 }
 # Keys that do not apply to text.
 _OF_RECORDS = (

@@ -3,7 +3,6 @@ use."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,13 +15,17 @@ from meshwright.data.records.messages import (
     describe_value,
     join_texts,
 )
+from meshwright.data.records.preference_forms import (
+    OPENAI_PREFERENCE,
+    OPENAI_PREFERENCE_COLUMNS,
+    flatten_openai_preference,
+    is_openai_preference,
+    split_turns,
+)
 from meshwright.data.records.template_inputs import parse_tools, parse_variables
 from meshwright.data.records.trees import is_tree, list_conversations
 from meshwright.names import nearest
 from meshwright.recipe.data import MORE_RECORD_KEYS, RECORD_KEYS
-
-_OPENAI_PREFERENCE = {"chosen": "preferred_output", "rejected": "non_preferred_output"}  # OpenAI's names of the sides
-_HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")  # Anthropic's helpful and harmless data
 
 
 class Example(NamedTuple):
@@ -78,7 +81,7 @@ class RecordFormat(NamedTuple):
     def columns(self) -> list[str]:
         """Names of the columns to read from files with columns, such as Parquet: the keys that this format may have."""
         tree = ("message_tree_id", "message_id", "parent_id", "text", "role", "rank", "deleted", "review_result")
-        more = {"chat": tree, "preference": ("input", *_OPENAI_PREFERENCE.values())}.get(self.kind, ())
+        more = {"chat": tree, "preference": OPENAI_PREFERENCE_COLUMNS}.get(self.kind, ())
         return [*map(self.get_file_key, (*RECORD_KEYS[self.kind], *MORE_RECORD_KEYS[self.kind])), *more]
 
     def parse_examples(self, record: Any) -> list[Example]:
@@ -99,9 +102,9 @@ class RecordFormat(NamedTuple):
 
     def parse_example(self, record: dict[str, Any]) -> Example:
         """Parse a record that is one example. Raises `MalformedRecord` as `parse_examples` does."""
-        own = self.kind == "preference" and "chosen" not in {*self.renamed, *record}
-        if own and not record.keys().isdisjoint(_OPENAI_PREFERENCE.values()):
-            return self._parse_openai_preference(record)
+        if self.kind == "preference" and "chosen" not in self.renamed and is_openai_preference(record):
+            renamed = {**self.renamed, **OPENAI_PREFERENCE}
+            return self._replace(renamed=renamed).parse_example(flatten_openai_preference(record))
         unused: set[str] = set()
         parse = {"instruction": self._parse_instruction, "chat": self._parse_chat, "unpaired": self._parse_unpaired}
         prompt, branches = parse.get(self.kind, self._parse_preference)(record, unused)
@@ -314,20 +317,6 @@ class RecordFormat(NamedTuple):
             raise MalformedRecord(f'"{key}" is {describe_value(value)}, not true (desirable) or false (undesirable)')
         return bool(value)
 
-    def _parse_openai_preference(self, record: dict[str, Any]) -> Example:
-        """Parse a preference of OpenAI's schema, {"input": {"messages", "tools"}, "preferred_output",
-        "non_preferred_output"}: the values of `input` are given their path as a key. Raises `MalformedRecord` as
-        `parse_examples` does.
-        """
-        given = record.get("input")
-        if not isinstance(given, dict):
-            held = "no key" if given is None else f"{describe_value(given)} under the key"
-            raise MalformedRecord(f'has {held} "input"; it should be {{"messages": [...]}}')
-        flat = {key: value for key, value in record.items() if key != "input"}
-        flat |= {f"input.{key}": value for key, value in given.items()}
-        keys = {"prompt": "input.messages", "tools": "input.tools", **_OPENAI_PREFERENCE}
-        return self._replace(renamed={**self.renamed, **keys}).parse_example(flat)
-
     def _parse_side(
         self, record: dict[str, Any], part: str, role: str, unused: set[str], split: bool = False
     ) -> tuple[Message, ...]:
@@ -339,10 +328,8 @@ class RecordFormat(NamedTuple):
             raise self._missing_key_error(record, key, part)
         value = record[key]
         if isinstance(value, str):
-            if split and len(turns := _HH_TURN.split(value)) > 2 and not turns[0].strip():
-                roles = ({"Human": "user", "Assistant": "assistant"}[name] for name in turns[1::2])
-                found = [Message(*turn) for turn in zip(roles, map(str.strip, turns[2::2]), strict=True)]
-                return tuple(found[:-1] if len(found) > 1 and not found[-1].content else found)
+            if split and (turns := split_turns(value)):
+                return turns
             return (Message(role, value),)
         if isinstance(value, dict):
             return (self.messages.parse(value, key, key, unused),)
