@@ -313,13 +313,13 @@ def test_long_conversations_are_rendered_a_few_times_whatever_is_around_their_te
 
 def test_messages_with_more_letters_than_stand_ins_are_found_in_several_renderings(monkeypatch: pytest.MonkeyPatch):
     source, special, *_ = STRUCTURES["another token ends the last answer"]
-    turns = [*TURNS * 9, Message("assistant", "So.")]
+    turns = [*TURNS * 5, Message("user", "What is <|end|>?"), *TURNS[1:] * 4, Message("assistant", "So.")]
     whole = ChatTemplate(source, {}, frozenset(special), "it").render_with_spans(turns)
     monkeypatch.setattr(message_regions, "_LAST", 0xF0000 + 60)
     assert ChatTemplate(source, {}, frozenset(special), "it").render_with_spans(turns) == whole
     monkeypatch.setattr(message_regions, "_LAST", 0xF0000 + 5)  # not enough for one message
     with pytest.raises(TemplateError, match="looks into the messages' text"):
-        ChatTemplate(source, {}, frozenset(special), "it").render_with_spans(turns)
+        ChatTemplate(source, {}, frozenset(special), "it").render_with_spans(TURNS * 2)
 
 
 def test_conversation_that_would_be_rendered_without_end_is_refused(monkeypatch: pytest.MonkeyPatch):
