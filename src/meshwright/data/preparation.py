@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from meshwright.data.cleaning.rules import Rewriter, collect_key_fields
 from meshwright.data.cleaning.survey import (
     FEW_DOCUMENTS,
@@ -24,14 +22,12 @@ from meshwright.data.cleaning.survey import (
 )
 from meshwright.data.files import (
     PARTIAL,
-    AtomicFile,
     canonical_json,
     find_damage,
     hash_file,
     hold_lock,
     read_json,
     sync_directory,
-    write_array,
     write_atomic,
 )
 from meshwright.data.packing.shards import Shard, ShardWriter, TextEncoder, limit_rate
@@ -253,10 +249,8 @@ class _Preparation:
         """Return the survey of the corpus: the split of each document, or the rule that dropped it. The survey is read
         from the cache if a complete one exists; otherwise all documents are read and cleaned.
         """
-        codes_path, path, work = (self.directory / name for name in ("survey.npy", "survey.json", "cleaning"))
-        record = read_json(path)
-        if record is None or find_damage(codes_path, record["codes"], contents=True) is not None:
-            path.unlink(missing_ok=True)
+        work, rewriter = self.directory / "cleaning", Rewriter(self.recipe.clean)
+        if Survey.read(self.directory, rewriter) is None:
             self.log(f"reading {_format_count(len(self.files), 'file')} ({self.contents.bytes / 1e6:,.1f} MB)")
             survey = survey_corpus(self.files, self.recipe, self.log, work)
             dropped = ", ".join(f"{rule} {count}" for rule, count in survey.dropped.items() if count)
@@ -264,15 +258,11 @@ class _Preparation:
             because = f"; dropped: {dropped}" if dropped else ""
             self.log(f"kept {kept:,} of {_format_count(len(survey.codes), 'document')}{because}")
             self._check_unchanged()
-            with AtomicFile(codes_path) as file:
-                write_array(file, survey.codes)
-                written = file.finish()
-            record = {**survey.to_json(), "codes": written}
-            write_atomic(path, canonical_json(record))
-            sync_directory(self.directory)
+            survey.write(self.directory)
         shutil.rmtree(work, ignore_errors=True)  # only a killed cleaning pass needs it, to resume
-        codes = np.load(codes_path, mmap_mode="r", allow_pickle=False)
-        return Survey.from_json(codes, record, Rewriter(self.recipe.clean))
+        survey_read = Survey.read(self.directory, rewriter)
+        assert survey_read is not None
+        return survey_read
 
     def _prepare_tokenizer(self, survey: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
         """Return (tokenizer, {file name: {"bytes", "sha256"}} of its files). If the files in the cache directory are

@@ -62,7 +62,8 @@ class CleanRecipe(Table):
     maximum_control_fraction: largest fraction of control characters (white space aside) among a document's characters.
     maximum_repetition: largest fraction of a document's lines that repeat an earlier one. exact_duplicates: drop
     documents that repeat an earlier one. near_duplicates: drop documents similar to an earlier one, found by MinHash
-    with minhash_bands bands of minhash_rows hash functions over shingles (n-grams) of minhash_words words. encoding:
+    with minhash_bands bands of minhash_rows hash functions over shingles (n-grams) of minhash_words words.
+    sentence_duplicates: remove spans of three sentences that occur before in the corpus. encoding:
     text encoding of the source files. required_keys: {key that every record must have: type of its value}.
 
     languages: ISO 639-1 codes to keep (empty: all), identified with a probability of at least
@@ -96,6 +97,7 @@ class CleanRecipe(Table):
     minhash_bands: Annotated[int, Field(ge=1, le=256)] = 14
     minhash_rows: Annotated[int, Field(ge=1, le=64)] = 8
     minhash_words: Annotated[int, Size("words")] = 5  # in a shingle
+    sentence_duplicates: bool = False  # remove spans of three sentences that occur before
 
 
 class SourceRecipe(Table):
@@ -201,6 +203,10 @@ class DataRecipe(Table):
         if "c4" in self.clean.heuristics:
             raise ValueError(
                 f'clean.heuristics "c4" removes lines of pages, but {self.records} records must stay whole: remove it'
+            )
+        if self.clean.sentence_duplicates:
+            raise ValueError(
+                f"clean.sentence_duplicates removes sentences, but {self.records} records must stay whole: remove it"
             )
         if self.prefers and self.thinking == "all":
             raise ValueError(f'thinking "all" makes an example of each turn, but {self.records} records stay whole')

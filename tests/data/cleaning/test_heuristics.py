@@ -93,3 +93,9 @@ def test_c4_keeps_the_lines_that_are_sentences():
         "This line ends as a sentence should.\nA cited fact stands right here.",
         7,
     )
+
+
+@pytest.mark.timeout(60)  # half a minute for 20,000 marks if the expression backtracks
+def test_counting_sentences_takes_linear_time():
+    assert heuristics.check_c4("x" + "!" * 1_000_000 + "x") == ("c4_sentences", "0 sentences")
+    assert heuristics.check_c4('One!! Two?" Three.) x') is None

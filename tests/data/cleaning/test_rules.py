@@ -79,6 +79,7 @@ def test_only_enabled_rules_run():
         blocked_words="words.txt",
         evaluation_sets=["set.jsonl"],
         near_duplicates=True,
+        sentence_duplicates=True,
     )
     assert list_enabled_rules(everything, extracts=True) == RULES
 

@@ -189,6 +189,12 @@ def test_malformed_record_error_shows_expected_format(tmp_path: Path, suffix: st
             {"prompt": "Q", "chosen": "A", "rejected": "B"},
             'the key "prompt", which the records before it do not have',
         ),
+        (
+            "unpaired",
+            {"prompt": "Q", "completion": "A", "label": True},
+            {"messages": CHAT, "label": True},
+            r'no key "prompt" \(it has "messages", "label"\)',
+        ),
     ],
 )
 def test_file_that_changes_its_schema_is_refused(tmp_path: Path, suffix: str, kind: str, first, then, problem: str):

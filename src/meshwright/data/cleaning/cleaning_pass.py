@@ -27,8 +27,10 @@ from meshwright.data.cleaning.segments import (
     Segment,
     SegmentWriter,
     compute_sampling_priority,
+    find_failed_pages,
     merge_samples,
 )
+from meshwright.data.cleaning.sentence_spans import NO_SENTENCES, RemovedSentences, hash_spans
 from meshwright.data.files import PARTIAL, sync_directory
 from meshwright.data.packing.shards import limit_rate
 from meshwright.data.sources.reading import Reader
@@ -49,7 +51,8 @@ class CleaningResult:
     segments: files with the rules' results for runs of consecutive documents. codes: uint8 [N], memory-mapped: 0
     (`KEPT`), or 1 + the index in `RULES` (all rule names) of the rule that dropped the document. pieces: number of
     documents in each source file. kept: number of documents that no rule dropped. longest_kept: number of characters in
-    the longest document kept. report: counts, distributions and samples, as JSON.
+    the longest document kept. report: counts, distributions and samples, as JSON. removed: sentences that are removed
+    from kept documents.
     """
 
     segments: tuple[Segment, ...]
@@ -58,16 +61,20 @@ class CleaningResult:
     kept: int
     longest_kept: int  # characters
     report: dict[str, Any]
+    removed: RemovedSentences
 
     def iterate_segments(self) -> Iterator[tuple[slice, NDArray[np.uint64], NDArray[np.int64]]]:
         """Yield for each segment (run of consecutive documents) a tuple (slice of its document numbers, first 64 bits
-        of each document's SHA-256, each document's size after masking in UTF-8 bytes). The arrays are uint64 and int64,
-        [documents].
+        of each document's SHA-256, each document's size after masking and removal in UTF-8 bytes). The arrays are
+        uint64 and int64, [documents].
         """
         for segment in self.segments:
             sizes = segment.read_column("after" if "after" in segment else "before")[:, 1]
             hashes = segment.read_column("digest")[:, 0].byteswap()  # the digest's bytes are big-endian
-            yield slice(segment.first, segment.first + segment.documents), hashes, sizes.astype(np.int64)
+            sizes = sizes.astype(np.int64)
+            if "sentences" in segment:
+                sizes -= self.removed.measure(segment)[1]
+            yield slice(segment.first, segment.first + segment.documents), hashes, sizes
 
 
 def run_cleaning_pass(
@@ -87,7 +94,8 @@ def run_cleaning_pass(
     duplicates = _DuplicateFinder(segments, cleaner, directory)
     report = _ReportBuilder(files, reader, cleaner, segments, duplicates, pieces).build()
     longest = max((segment.header["longest_kept"] for segment in segments), default=0)
-    return CleaningResult(segments, duplicates.codes, tuple(pieces), report["documents"]["after"], longest, report)
+    kept = report["documents"]["after"]
+    return CleaningResult(segments, duplicates.codes, tuple(pieces), kept, longest, report, duplicates.removed)
 
 
 def _iterate_segments(
@@ -109,7 +117,7 @@ def _iterate_segments(
             judged[file] += count
         first = segment.first + segment.documents
     log_progress = limit_rate(lambda documents: log(f"cleaning: {documents:,} documents"))
-    writer = SegmentWriter(first, cleaner.minhash, cleaner.rewrites)
+    writer = _begin_segment(first, cleaner)
 
     def finish_segment() -> Segment:
         """Write the results collected so far as the next segment file, begin a new one, and return the written one."""
@@ -118,7 +126,7 @@ def _iterate_segments(
         writer.write(path)
         sync_directory(directory)
         number += 1
-        writer = SegmentWriter(writer.first + writer.documents, cleaner.minhash, cleaner.rewrites)
+        writer = _begin_segment(writer.first + writer.documents, cleaner)
         return Segment(path)
 
     for at in range(file, len(files)):
@@ -132,13 +140,10 @@ def _iterate_segments(
         yield finish_segment()
 
 
-def find_failed_pages(file: SourceFile, codes: NDArray[np.uint8], first: int) -> set[int]:
-    """Return the numbers, from 0, of the documents of a file whose texts could not be extracted. codes: uint8
-    [documents of the file]. first: the code of a document that the first of `RULES` dropped.
-    """
-    if file.format != "warc":
-        return set()
-    return {*np.flatnonzero(codes == first + RULES.index("extraction")).tolist()}
+def _begin_segment(first: int, cleaner: Cleaner) -> SegmentWriter:
+    """Return a writer of the results of `cleaner` for documents from number `first` on."""
+    spans = hash_spans if cleaner.recipe.sentence_duplicates else None
+    return SegmentWriter(first, cleaner.minhash, cleaner.rewrites, spans)
 
 
 class _DuplicateFinder:
@@ -146,8 +151,9 @@ class _DuplicateFinder:
     `codes`.
 
     codes: uint8 [documents], 0 (`KEPT`) for a kept document, else 1 + the index in `RULES` (all rule names) of the rule
-    that dropped it. first: {duplicate rule: lowest number of a document that it dropped}. earlier: sample of duplicates
-    for the report, {duplicate rule: {number of the duplicate: number of the earlier document with the same key}}.
+    that dropped it. removed: sentences that are removed from the others. first: {duplicate rule: lowest number of a
+    document that it dropped}. earlier: sample of duplicates for the report, {duplicate rule: {number of the duplicate:
+    number of the earlier document with the same key}}.
     """
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
@@ -170,6 +176,19 @@ class _DuplicateFinder:
         if cleaner.minhash is not None:
             for band in range(cleaner.minhash.bands):
                 self._drop_repeats("near_duplicates", partial(_select_band, band))
+        self.removed = NO_SENTENCES
+        if cleaner.recipe.sentence_duplicates:
+            self._remove_sentences()
+
+    def _remove_sentences(self) -> None:
+        """Find the sentences of repeated spans, `removed`, and drop the documents of which none is left."""
+        rule = "sentence_duplicates"
+        self.removed = RemovedSentences.find(self._segments, self.codes, self._directory)
+        for segment in self._segments:
+            emptied = segment.first + np.flatnonzero(self.removed.measure(segment)[2])
+            self.codes[emptied] = 1 + RULES.index(rule)
+            if len(emptied) and rule not in self.first:
+                self.first[rule], self.earlier[rule] = int(emptied[0]), {}
 
     def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
         """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that other
@@ -251,14 +270,19 @@ class _ReportBuilder:
         dropped = np.zeros((1 + len(RULES), 2), np.int64)
         changes = np.zeros(len(CHANGES), np.int64)
         unused = Counter[str]()
+        sentences = np.zeros(3, np.int64)  # removed from kept documents; their bytes; documents
         for segment in self.segments:
             codes = self.duplicates.codes[segment.first : segment.first + segment.documents]
             labels = np.repeat(*np.array([[self._label_of[at], count] for at, count in segment.header["pieces"]]).T)
             unused.update(segment.header["unused"])
             kept = codes == KEPT
+            removed = self.duplicates.removed.measure(segment) if "sentences" in segment else None
             columns = {side: segment.read_column(side if side in segment else "before") for side in sides}
             for side, chosen in (("before", np.ones(len(kept), bool)), ("after", kept)):
                 values = columns[side][chosen].astype(np.int64)
+                if removed is not None and side == "after":
+                    values[:, 1] -= removed[1][chosen]
+                    sentences += [removed[0][kept].sum(), removed[1][kept].sum(), (removed[0][kept] > 0).sum()]
                 documents[side] += len(values)
                 kinds[side] += values[:, 2:].sum(axis=0)
                 lengths[side] += np.bincount(np.frexp(values[:, 0])[1], minlength=_LENGTHS)
@@ -270,7 +294,9 @@ class _ReportBuilder:
             if "changes" in segment:
                 changes += segment.read_column("changes")[kept].sum(axis=0, dtype=np.int64)
         minhash = self.cleaner.minhash
-        masked = [*self.cleaner.recipe.mask, *(["c4_lines"] if "c4" in self.cleaner.recipe.heuristics else [])]
+        recipe = self.cleaner.recipe
+        masked = [*recipe.mask, *(["c4_lines"] if "c4" in recipe.heuristics else [])]
+        removed_sentences = dict(zip(("sentences", "bytes", "documents"), sentences.tolist(), strict=True))
         return {
             "rules": list(self.cleaner.rules),
             "dropped": {rule: int(dropped[1 + RULES.index(rule), 0]) for rule in self.cleaner.rules},
@@ -282,6 +308,7 @@ class _ReportBuilder:
             "characters": {side: dict(zip(KINDS, kinds[side].tolist(), strict=True)) for side in sides},
             "lengths": {side: lengths[side].tolist() for side in sides},
             "sources": self._summarize_sources(sources),
+            "removed_sentences": removed_sentences if recipe.sentence_duplicates else None,
             "minhash": {"bands": minhash.bands, "rows": minhash.rows, "words": minhash.words} if minhash else None,
             **self._collect_samples(),
         }

@@ -41,6 +41,13 @@ def _render_sections(report: Mapping[str, Any]) -> Iterator[Content]:
     if report["masked"]:
         yield element("h2", "Masked or removed in the documents that are kept")
         yield table(("", "count"), [(_MASKED[kind], f"{count:,}") for kind, count in report["masked"].items()])
+    if removed := report["removed_sentences"]:
+        yield element("h2", "Repeated spans of three sentences")
+        yield table(
+            ("", "removed"),
+            [("sentences", f"{removed['sentences']:,}"), ("megabytes", f"{removed['bytes'] / 1e6:,.2f}"),
+             ("documents with such", f"{removed['documents']:,}")],
+        )  # fmt: skip
     if report["minhash"]:
         yield element("h2", "Near duplicates")
         yield from _render_minhash_curve(MinHash(**report["minhash"]))

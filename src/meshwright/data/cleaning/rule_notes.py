@@ -51,4 +51,5 @@ RULE_NOTES: dict[str, tuple[str, str]] = {
         "shares a band of its MinHash with an earlier document",
         "arXiv:2406.17557, section 3.4: 14 bands of 8 rows over 5 words",
     ),
+    "sentence_duplicates": ("all its sentences are part of spans of three that occur before in the corpus", _C4),
 }

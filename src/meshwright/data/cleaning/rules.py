@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from meshwright.data.cleaning.language import check_languages, identify_language
 from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.personal_data import MASKS_VERSION, mask_personal_data
 from meshwright.data.cleaning.repetition import measure_repeated_lines
+from meshwright.data.cleaning.sentences import split_sentences
 from meshwright.recipe import CleanRecipe
 
 RULES = (
     *("encoding", "extraction", "schema", "control_characters", "length", "repetition", "language"),
     *(rule for family in heuristics.RULES.values() for rule in family),
-    *("blocked_words", "contamination", "exact_duplicates", "near_duplicates"),
+    *("blocked_words", "contamination", "exact_duplicates", "near_duplicates", "sentence_duplicates"),
 )
 """Rules in the order in which they run; a document is counted under the first that drops it."""
 
@@ -48,6 +49,7 @@ def list_enabled_rules(recipe: CleanRecipe, extracts: bool = False) -> tuple[str
         "contamination": recipe.evaluation_sets,
         "exact_duplicates": recipe.exact_duplicates,
         "near_duplicates": recipe.near_duplicates,
+        "sentence_duplicates": recipe.sentence_duplicates,
     }
     off |= {rule for rule, switch in switches.items() if not switch}
     return tuple(rule for rule in RULES if rule not in off)
@@ -84,7 +86,8 @@ class Verdict:
 
     rule: name of the rule that drops the document; None if it is kept. why: the measured value, such as "0.42 > 0.30".
     text: the text after masking and line filters. content: `text` in UTF-8. digest: SHA-256 of `content` without
-    surrounding white space. changes: number of masked items or removed lines by kind ("email" ...).
+    surrounding white space. changes: number of masked items or removed lines by kind ("email" ...). sentences: of a
+    document that is kept, if its spans are to be compared.
     """
 
     rule: str | None
@@ -93,6 +96,7 @@ class Verdict:
     content: bytes = b""
     digest: bytes = b""
     changes: dict[str, int] = field(default_factory=dict)
+    sentences: Sequence[str] = ()
 
 
 class Rewriter:
@@ -160,14 +164,17 @@ class Cleaner(Rewriter):
         content = raw if rewritten is text else rewritten.encode()
         stripped = content if content[:1].isalnum() and content[-1:].isalnum() else rewritten.strip().encode()
         found = self._check_text(rewritten, blank=not stripped, emptied=bool(raw.strip()))
-        if found is None and not (is_code_file(name) and not self.recipe.heuristics_on_code):
+        prose = self.recipe.heuristics_on_code or not is_code_file(name)
+        if found is None and prose:
             found = self._check_prose(rewritten)
         if found is None and self.evaluation is not None:
             share = self.evaluation.measure_overlap(rewritten)
             if share > self.recipe.maximum_contamination:
                 found = "contamination", f"{share:.2f} of the words are in an evaluation set"
         rule, why = found or (None, "")
-        return Verdict(rule, why, rewritten, content, hashlib.sha256(stripped).digest(), changes)
+        compares = found is None and prose and self.recipe.sentence_duplicates
+        sentences = split_sentences(rewritten) if compares else ()
+        return Verdict(rule, why, rewritten, content, hashlib.sha256(stripped).digest(), changes, sentences)
 
     def _check_text(self, text: str, blank: bool, emptied: bool) -> heuristics.Finding | None:
         """Apply the rules for any kind of text (control characters, length, repeated lines); returns (name of the first

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.rules import RULES, Verdict
 from meshwright.data.files import AtomicFile, canonical_json
 from meshwright.data.sources.reading import Document
+from meshwright.data.sources.resolution import SourceFile
 
 KEPT = 0  # a code; 1 + the index in RULES: dropped by that rule
 CHANGES = ("key", "email", "phone", "ip", "c4_lines")
 SAMPLES = 4  # documents of each rule that the report shows
 EXCERPT = 400  # characters of each
-_MAGIC = b"meshwright segment 2\n"
+_MAGIC = b"meshwright segment 3\n"
 
 
 def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
@@ -36,37 +37,43 @@ def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
     return values * np.uint64(0xD6E8FEB86659FD93)
 
 
-def list_column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
+def list_column_types(bands: int, rewrites: bool, sentences: bool) -> dict[str, tuple[str, int]]:
     """Return the columns of a segment file, which holds the cleaning results for a run of documents: {name: (NumPy
     dtype, values per document)}. bands: number of MinHash bands. rewrites: True if texts are masked or their lines
-    filtered.
+    filtered. sentences: True if spans of sentences are compared.
 
     `code`: 0 (kept) or 1 + the index in `RULES` (all rule names) of the rule that dropped the document. `before`:
     number of characters, of UTF-8 bytes, and of characters of each kind, before masking. `digest`: first half of the
     SHA-256 of the text. `bands`: MinHash keys. Only with `rewrites`: `after`, the same numbers as `before` after
-    masking, and `changes`, the number of masked items and removed lines by kind.
+    masking, and `changes`, the number of masked items and removed lines by kind. Only with `sentences`: `sentences`,
+    their number.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
-    return {"code": ("u1", 1), "before": ("<u4", sizes), **after, "digest": ("<u8", 2), "bands": ("<u8", bands)}
+    columns = {"code": ("u1", 1), "before": ("<u4", sizes), **after, "digest": ("<u8", 2), "bands": ("<u8", bands)}
+    return columns | ({"sentences": ("<u4", 1)} if sentences else {})
 
 
 class SegmentWriter:
     """Collects the cleaning results of consecutive documents and writes them to one file, a segment.
 
     first: number of the first document. minhash: computes the keys for near duplicates; None: near duplicates are not
-    searched. rewrites: True if the rules change texts (replace personal data, remove lines). documents, characters:
+    searched. rewrites: True if the rules change texts (replace personal data, remove lines). hash_spans: returns the
+    hashes of the spans of a document's sentences, 16 bytes each; None: they are not compared. documents, characters:
     totals added so far.
     """
 
-    def __init__(self, first: int, minhash: MinHash | None, rewrites: bool) -> None:
-        self.first, self.minhash, self.rewrites = first, minhash, rewrites
+    def __init__(
+        self, first: int, minhash: MinHash | None, rewrites: bool, hash_spans: Callable[[Sequence[str]], bytes] | None
+    ) -> None:
+        self.first, self.minhash, self.rewrites, self.hash_spans = first, minhash, rewrites, hash_spans
+        self._spans, self._sizes = bytearray(), array("I")  # hashes; UTF-8 bytes of each sentence
         self.documents = self.characters = self.longest_kept = 0
         self.pieces: dict[int, int] = {}  # index of a source file -> number of its documents
         self.examples: dict[str, str] = {}
         self.unused = Counter[str]()  # keys and columns of records that are not used
         self.samples: dict[str, list[dict[str, Any]]] = {}
-        self._columns = {name: bytearray() for name in list_column_types(0, rewrites)}
+        self._columns = {name: bytearray() for name in list_column_types(0, rewrites, hash_spans is not None)}
 
     def add(self, file: int, document: Document, verdict: Verdict) -> None:
         """Append the cleaning result of the next document. file: index of its source file. document: as read, before
@@ -103,6 +110,10 @@ class SegmentWriter:
                     else np.full(len(keys), self.first + self.documents, np.uint64)
                 )
             self._columns["bands"] += keys.tobytes()
+        if self.hash_spans is not None:
+            self._columns["sentences"] += array("I", [len(verdict.sentences)]).tobytes()
+            self._spans += self.hash_spans(verdict.sentences)
+            self._sizes.extend(len(one.encode()) for one in verdict.sentences)
         if code == KEPT:
             self.longest_kept = max(self.longest_kept, len(verdict.text))
         else:
@@ -137,6 +148,8 @@ class SegmentWriter:
                 "pieces": [[file, count] for file, count in self.pieces.items()],
                 "bands": self.minhash.bands if self.minhash else 0,
                 "rewrites": self.rewrites,
+                "sentences": None if self.hash_spans is None else len(self._sizes),
+                "spans": len(self._spans) // 16,
                 "longest_kept": self.longest_kept,
                 "examples": self.examples,
                 "unused": self.unused,
@@ -147,6 +160,7 @@ class SegmentWriter:
             file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
             for column in self._columns.values():
                 file.write(memoryview(column))
+            file.write(bytes(self._spans) + self._sizes.tobytes())
             file.finish()
 
 
@@ -154,7 +168,8 @@ class Segment:
     """File with the cleaning rules' results for a run of consecutive documents. Header and columns are read from disk
     on each access.
 
-    first: number of the first document. documents: number of documents.
+    first: number of the first document. documents: number of documents. sentences, spans: numbers of sentences and of
+    their spans, 0 if these are not compared.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,12 +177,14 @@ class Segment:
         self.path = path
         header, offset = self._read_header()
         self.first, self.documents = int(header["first"]), int(header["documents"])
-        self._types = list_column_types(header["bands"], header["rewrites"])
+        self.sentences, self.spans = int(header["sentences"] or 0), int(header["spans"])
+        self._types = list_column_types(header["bands"], header["rewrites"], header["sentences"] is not None)
         self._offsets: dict[str, int] = {}
         for name, (dtype, width) in self._types.items():
             self._offsets[name] = offset
             offset += np.dtype(dtype).itemsize * width * self.documents
-        if path.stat().st_size != offset:
+        self._end = offset
+        if path.stat().st_size != offset + 16 * self.spans + 4 * self.sentences:
             raise ValueError(f"{path} is cut short")
 
     @property
@@ -196,6 +213,23 @@ class Segment:
         dtype, width = self._types[name]
         values = np.fromfile(self.path, dtype, count=width * self.documents, offset=self._offsets[name])
         return values if width == 1 and name == "code" else values.reshape(self.documents, width)
+
+    def read_spans(self) -> NDArray[np.uint64]:
+        """Read the hashes of the spans of sentences of all documents, [spans, 2]."""
+        return np.fromfile(self.path, "<u8", count=2 * self.spans, offset=self._end).reshape(-1, 2)
+
+    def read_sentence_sizes(self) -> NDArray[np.uint32]:
+        """Read the UTF-8 bytes of the sentences of all documents, [sentences]."""
+        return np.fromfile(self.path, "<u4", count=self.sentences, offset=self._end + 16 * self.spans)
+
+
+def find_failed_pages(file: SourceFile, codes: NDArray[np.uint8], first: int) -> set[int]:
+    """Return the numbers, from 0, of the documents of a file whose texts could not be extracted. codes: uint8
+    [documents of the file]. first: the code of a document that the first of `RULES` dropped.
+    """
+    if file.format != "warc":
+        return set()
+    return {*np.flatnonzero(codes == first + RULES.index("extraction")).tolist()}
 
 
 def merge_samples(headers: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

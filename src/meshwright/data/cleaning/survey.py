@@ -11,9 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cleaning.cleaning_pass import CleaningResult, find_failed_pages, run_cleaning_pass
+from meshwright.data.cleaning.cleaning_pass import CleaningResult, run_cleaning_pass
 from meshwright.data.cleaning.rules import Cleaner, Rewriter
-from meshwright.data.cleaning.segments import KEPT
+from meshwright.data.cleaning.segments import KEPT, find_failed_pages
+from meshwright.data.cleaning.sentence_spans import NO_SENTENCES, RemovedSentences, remove_sentences
+from meshwright.data.files import (
+    AtomicFile,
+    canonical_json,
+    find_damage,
+    read_json,
+    sync_directory,
+    write_array,
+    write_atomic,
+)
 from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.messages import MessageFormat
 from meshwright.data.sources.reading import LONGEST_DOCUMENT, Document, Reader
@@ -26,6 +36,7 @@ FEW_DOCUMENTS = 100
 SHORT_DOCUMENT = 8_000  # characters
 _DROPPED = len(SPLITS)  # codes from here on: dropped by RULES[code - _DROPPED]
 _BLOCK = 1 << 24  # codes read at a time
+_FILES = {"codes": "survey.npy", "sentences": "survey.sentences.npy"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,8 @@ class Survey:
     codes: uint8 [N]: 0 for a training document, 1 for a validation document; for a dropped one 2 + the index in `RULES`
     (all rule names) of the rule that dropped it. pieces: number of documents in each source file. longest: maximum
     characters of a document; longer texts were cut into several documents. bytes: {split: UTF-8 bytes}. report: the
-    cleaning report as JSON. rewriter: masks the texts when the documents are read again.
+    cleaning report as JSON. rewriter: masks the texts when the documents are read again. removed: sentences that are
+    removed from them.
     """
 
     codes: NDArray[np.uint8]
@@ -44,6 +56,7 @@ class Survey:
     bytes: dict[str, int]
     report: dict[str, Any]
     rewriter: Rewriter
+    removed: RemovedSentences = NO_SENTENCES
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -55,17 +68,29 @@ class Survey:
         """Number of documents in each split, by split name."""
         return {split: count_codes(self.codes, index) for index, split in enumerate(SPLITS)}
 
-    def to_json(self) -> dict[str, Any]:
-        """Return `pieces`, `longest`, `bytes` and `report` as a JSON object."""
-        return {"pieces": list(self.pieces), "longest": self.longest, "bytes": self.bytes, "report": self.report}
+    def write(self, directory: Path) -> None:
+        """Write the survey to survey.npy, survey.sentences.npy and, last, survey.json in a directory."""
+        written = {}
+        for name, values in (("codes", self.codes), ("sentences", self.removed.entries)):
+            with AtomicFile(directory / _FILES[name]) as file:
+                write_array(file, values)
+                written[name] = file.finish()
+        record = {"pieces": list(self.pieces), "longest": self.longest, "bytes": self.bytes, "report": self.report}
+        write_atomic(directory / "survey.json", canonical_json(record | written))
+        sync_directory(directory)
 
     @classmethod
-    def from_json(cls, codes: NDArray[np.uint8], description: dict[str, Any], rewriter: Rewriter) -> Survey:
-        """Rebuild a survey from the JSON object `description` of `to_json`. codes: uint8 [N], each document's split or
-        the rule that dropped it. rewriter: masks the texts when the documents are read again.
+    def read(cls, directory: Path, rewriter: Rewriter) -> Survey | None:
+        """Read the survey that `write` wrote to a directory; None if it is incomplete or damaged. rewriter: masks the
+        texts when the documents are read again.
         """
-        longest, sizes, report = (description[key] for key in ("longest", "bytes", "report"))
-        return cls(codes, tuple(description["pieces"]), longest, sizes, report, rewriter)
+        record = read_json(directory / "survey.json")
+        if record is None or any(find_damage(directory / _FILES[name], record[name], contents=True) for name in _FILES):
+            (directory / "survey.json").unlink(missing_ok=True)
+            return None
+        codes, entries = (np.load(directory / name, mmap_mode="r", allow_pickle=False) for name in _FILES.values())
+        longest, sizes, report = (record[key] for key in ("longest", "bytes", "report"))
+        return cls(codes, tuple(record["pieces"]), longest, sizes, report, rewriter, RemovedSentences(entries))
 
     def iterate_texts(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
@@ -101,7 +126,11 @@ class Survey:
                 if number >= first and self.codes[number] == wanted:
                     if document.text is None:
                         raise SourceChanged(file)
-                    yield number, self._rewrite(document) if self.rewriter.rewrites else document
+                    if self.rewriter.rewrites:
+                        document = self._rewrite(document)
+                    if numbers := self.removed.find_numbers(number):
+                        document = document._replace(text=remove_sentences(document.text or "", numbers))
+                    yield number, document
             if number + 1 != end:
                 raise SourceChanged(file)
 
@@ -173,7 +202,7 @@ def survey_corpus(
         if not result.kept:
             raise UserError(_explain_nothing_left(result, recipe.source_key))
         codes, sides = _assign_splits(result, recipe.validation_fraction, recipe.source_key)
-        return Survey(codes, result.pieces, longest, sides, result.report, cleaner)
+        return Survey(codes, result.pieces, longest, sides, result.report, cleaner, result.removed)
 
 
 def make_reader(recipe: DataRecipe, longest: int) -> Reader:
