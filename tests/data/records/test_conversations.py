@@ -162,7 +162,8 @@ def test_unpaired_labels_of_trl_and_llama_factory_parse_alike(label: bool):
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_malformed_record_error_shows_expected_format(tmp_path: Path, suffix: str, kind: str, record, problem: str):
-    before = [] if problem.startswith("no key") else [RECORDS[kind][0]]  # after them, the file changes its schema
+    good = RECORDS[kind][0]  # before a record without its keys, it would make the file change its schema
+    before = [good] if not isinstance(record, dict) or good.keys() - {"input", "label"} <= record.keys() else []
     path = write(tmp_path / f"data{suffix}", [*before, record])
     where = f"{path}: record {len(before) + 1}" if suffix == ".json" else f"{path}:{len(before) + 1}"
     with pytest.raises(UserError, match=f"^{where}: the record .*{problem}"):
