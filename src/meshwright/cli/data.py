@@ -190,6 +190,8 @@ def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
             facts.add_row(f"packed {name}", line)
     for kind, count in summary["masked"].items():
         facts.add_row(f"removed by {kind}" if kind == "c4_lines" else f"masked {kind}", f"{count:,}")
+    if thresholds := summary["language_thresholds"]:
+        facts.add_row("language probability", f"at least {thresholds}")
     if removed := summary["removed_sentences"]:
         facts.add_row("removed sentences", f"{removed['sentences']:,} of {removed['documents']:,} documents")
     if unused := summary["unused_keys"]:

@@ -147,6 +147,7 @@ class PreparedData:
             "dropped": dict(cleaning["dropped"]),
             "dropped_examples": dict(cleaning["examples"]),
             "masked": dict(cleaning["masked"]),
+            "language_thresholds": cleaning["language_thresholds"],
             "removed_sentences": cleaning["removed_sentences"],
             "unused_keys": dict(cleaning.get("unused_keys", {})),
             "sha256": self.sha256,

@@ -66,8 +66,8 @@ class CleanRecipe(Table):
     sentence_duplicates: remove spans of three sentences that occur before in the corpus. encoding:
     text encoding of the source files. required_keys: {key that every record must have: type of its value}.
 
-    languages: ISO 639-1 codes to keep (empty: all), identified with a probability of at least
-    minimum_language_probability. heuristics: published rule sets that a document must pass, such as "c4" or
+    languages: ISO 639-1 codes to keep (empty: all), identified with a probability of together at least
+    minimum_language_probability, less for short texts. heuristics: published rule sets that a document must pass, such as "c4" or
     "gopher-quality". blocked_words: path of a file with one word or phrase per line; a document that contains one is
     dropped. heuristics_on_code: apply languages, heuristics and blocked_words to source code too. mask: kinds of
     personal data to replace, such as "email".

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -50,3 +51,48 @@ def test_missing_language_library_error_shows_install_command(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     with pytest.raises(UserError, match=r"pip install 'meshwright\[language\]'"):
         Cleaner(CleanRecipe(languages=["en"]))
+
+
+# Messages of programs that the fixed threshold 0.65 drops.
+SHORT = {
+    "en": ("Trough Border", "Noting disappearance of"),
+    "de": ("Ungültiger Dateiname", "Verfügbare Hilfe:", "Ausgabefach:"),
+    "fr": ("Clé d'enregistrement invalide", "Pas de la progression en pulsation"),
+    "es": ("Cualquier tecla Alt", "No se permite el elemento dentro de"),
+    "sv": ("Barnpackningsriktning", "Alternativ som anger det vertikala beteendet på barnet"),
+    "nl": ("Verzoekmodus", "Stuurprogramma ontbreekt"),
+    "it": ("Inchiostro in esaurimento", "Testo riepilogo notifica."),
+    "pl": ("Pusta płyta DVD", "Kolor tła akapitu"),
+}
+
+
+def test_short_texts_of_the_right_language_are_kept_and_those_of_others_dropped():
+    texts = [(code, text) for code, pair in SHORT.items() for text in pair]
+    assert all(language.measure_languages(text)[code] < 0.65 for code, text in texts)
+    kept = [
+        (code, asked)
+        for asked in SHORT
+        for code, text in texts
+        if Cleaner(CleanRecipe(languages=[asked])).judge_document(text).rule is None
+    ]
+    right = [code for code, asked in kept if code == asked]
+    assert len(right) == len(texts)
+    assert len(kept) - len(right) <= 3  # of 119
+
+
+def test_threshold_depends_on_length_and_never_exceeds_the_recipe():
+    found = [language.choose_threshold(count, 0.65) for count in (1, 19, 20, 39, 40, 99, 100, 10_000)]
+    assert found == [0.25, 0.25, 0.20, 0.20, 0.10, 0.10, 0.65, 0.65]
+    assert language.choose_threshold(10, 0.05) == 0.05
+    assert language.describe_thresholds(0.65) == ("0.25 below 20, 0.20 below 40, 0.10 below 100 characters, else 0.65")
+
+
+def test_probabilities_of_all_listed_languages_count_together():
+    text = "Datoteka ne postoji na ovom mjestu i ne može se otvoriti, a korisnik o tome nije obaviješten na vrijeme."
+    measured, several = language.measure_languages(text), ["hr", "bs", "sr"]  # which are much alike
+    assert max(measured[code] for code in several) < 0.9 < sum(measured[code] for code in several)
+    assert language.find_foreign_language(text, several, 0.9) is None
+    found = language.find_foreign_language(text, several[:1], 0.9)
+    assert found is not None and re.fullmatch(
+        r"(hr|bs, probability 0\.\d\d; of hr), probability 0\.\d\d < 0\.90", found
+    )

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.cleaning.characters import KINDS
 from meshwright.data.cleaning.duplicates import find_repeated_keys
+from meshwright.data.cleaning.language import describe_thresholds
 from meshwright.data.cleaning.rules import RULES, Cleaner
 from meshwright.data.cleaning.segments import (
     CHANGES,
@@ -308,6 +309,9 @@ class _ReportBuilder:
             "characters": {side: dict(zip(KINDS, kinds[side].tolist(), strict=True)) for side in sides},
             "lengths": {side: lengths[side].tolist() for side in sides},
             "sources": self._summarize_sources(sources),
+            "language_thresholds": describe_thresholds(recipe.minimum_language_probability)
+            if recipe.languages
+            else None,
             "removed_sentences": removed_sentences if recipe.sentence_duplicates else None,
             "minhash": {"bands": minhash.bands, "rows": minhash.rows, "words": minhash.words} if minhash else None,
             **self._collect_samples(),

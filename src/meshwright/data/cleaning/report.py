@@ -38,6 +38,8 @@ def _render_sections(report: Mapping[str, Any]) -> Iterator[Content]:
     yield _render_summary(report)
     yield element("h2", "Rules")
     yield _render_rules(report)
+    if thresholds := report["language_thresholds"]:
+        yield paragraph(f"language: probability of at least {thresholds}.")
     if report["masked"]:
         yield element("h2", "Masked or removed in the documents that are kept")
         yield table(("", "count"), [(_MASKED[kind], f"{count:,}") for kind, count in report["masked"].items()])

@@ -14,7 +14,10 @@ RULE_NOTES: dict[str, tuple[str, str]] = {
     "control_characters": ("control characters are more than maximum_control_fraction of it", ""),
     "length": ("blank, shorter than minimum_characters or longer than maximum_characters", ""),
     "repetition": ("more than maximum_repetition of its lines repeat an earlier line", ""),
-    "language": ("not in one of languages with minimum_language_probability", "arXiv:2406.17557, section 3.3: 0.65"),
+    "language": (
+        "not in languages with minimum_language_probability, less for short texts",
+        "arXiv:2406.17557, section 3.3: 0.65",
+    ),
     "gopher_words": ("fewer than 50 or more than 100,000 words", _GOPHER),
     "gopher_word_length": ("a mean word of fewer than 3 or more than 10 characters", _GOPHER),
     "gopher_symbols": ("more than 0.1 hash signs or ellipses per word", _GOPHER),

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.data.cleaning import heuristics
 from meshwright.data.cleaning.blocked_words import BlockedWords, hash_word_list
 from meshwright.data.cleaning.decontamination import EvaluationSets, hash_evaluation_sets
-from meshwright.data.cleaning.language import check_languages, identify_language
+from meshwright.data.cleaning.language import SHORT_TEXTS, check_languages, find_foreign_language
 from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.personal_data import MASKS_VERSION, mask_personal_data
 from meshwright.data.cleaning.repetition import measure_repeated_lines
@@ -67,6 +67,7 @@ def collect_key_fields(recipe: CleanRecipe, cache: Path, log: Callable[[str], No
         "evaluation_sets": hash_evaluation_sets(recipe.evaluation_sets, cache, log),
         "blocked_words": hash_word_list(recipe.blocked_words) if recipe.blocked_words else None,
         **({"masks_version": MASKS_VERSION} if recipe.mask else {}),
+        **({"short_texts": SHORT_TEXTS} if recipe.languages else {}),
     }
 
 
@@ -204,12 +205,12 @@ class Cleaner(Rewriter):
         text violates, measured value as text), or None if it passes.
         """
         if self.recipe.languages:
-            language, probability = identify_language(text)
-            if language not in self.recipe.languages or probability < self.recipe.minimum_language_probability:
-                return "language", f"{language}, probability {probability:.2f}"
+            minimum = self.recipe.minimum_language_probability
+            if found := find_foreign_language(text, self.recipe.languages, minimum):
+                return "language", found
         for family, check in heuristics.CHECKS.items():
-            if family in self.recipe.heuristics and (found := check(text)):
-                return found
+            if family in self.recipe.heuristics and (finding := check(text)):
+                return finding
         if self.blocked is not None and (word := self.blocked.find_blocked(text)):
             return "blocked_words", f'contains "{word}"'
         return None
