@@ -98,6 +98,7 @@ TRAINED = ("responses", "all")  # target tokens of the loss
 TOO_LONG = ("truncate", "drop", "refuse")  # treatment of examples longer than a sequence
 TOKENIZERS = ("bytes", "bpe", "word", "character", "wordpiece", "unigram")
 HEURISTICS = ("gopher-quality", "gopher-repetition", "c4", "fineweb")  # families of rules for prose
+HEURISTIC_VALUES = ("papers", "datatrove")  # whose thresholds and words the heuristics take
 PERSONAL_DATA = ("key", "email", "phone", "ip")  # what can be masked
 RECORD_TYPES = ("text", "number", "integer", "boolean", "list", "table")  # types of a value in a record
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from meshwright.names import (
     DATA_FORMATS,
     EXTRACTORS,
+    HEURISTIC_VALUES,
     HEURISTICS,
     MESSAGE_KEYS,
     OBJECTIVES_OF_RECORDS,
@@ -67,8 +68,9 @@ class CleanRecipe(Table):
     text encoding of the source files. required_keys: {key that every record must have: type of its value}.
 
     languages: ISO 639-1 codes to keep (empty: all), identified with a probability of together at least
-    minimum_language_probability, less for short texts. heuristics: published rule sets that a document must pass, such as "c4" or
-    "gopher-quality". blocked_words: path of a file with one word or phrase per line; a document that contains one is
+    minimum_language_probability, less for short texts. heuristics: published rule sets that a document must pass, such
+    as "c4" or "gopher-quality". heuristics_like: whose thresholds and words they take, those of the "papers" or the
+    defaults of "datatrove". blocked_words: path of a file with one word or phrase per line; a document with one is
     dropped. heuristics_on_code: apply languages, heuristics and blocked_words to source code too. mask: kinds of
     personal data to replace, such as "email".
 
@@ -87,6 +89,7 @@ class CleanRecipe(Table):
     languages: list[Name] = []  # ISO 639-1 codes to keep; empty: all
     minimum_language_probability: Fraction = 0.65
     heuristics: list[Annotated[str, named("heuristic", HEURISTICS)]] = []  # published rules for prose
+    heuristics_like: Annotated[str, named("choice", HEURISTIC_VALUES)] = "papers"  # whose thresholds and words
     heuristics_on_code: bool = False  # apply heuristics and languages to source code too
     blocked_words: Name | None = None  # file with one word or phrase per line; documents with one are dropped
     mask: list[Annotated[str, named("kind", PERSONAL_DATA)]] = []

@@ -78,6 +78,7 @@ def test_only_enabled_rules_run():
         heuristics=["fineweb", "c4", "gopher-repetition", "gopher-quality"],
         blocked_words="words.txt",
         evaluation_sets=["set.jsonl"],
+        heuristics_like="datatrove",
         near_duplicates=True,
         sentence_duplicates=True,
     )

@@ -9,7 +9,7 @@ from meshwright.data.cleaning.repetition import GOPHER_LIMITS, check_gopher_repe
 Finding = tuple[str, str]  # the rule that drops a document, and what it measured
 
 # Gopher (arXiv:2112.11446), appendix A1.1, "Quality filtering".
-_STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))  # at least two of them
+STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))  # at least two of them
 _WORDS = (50, 100_000)
 _MEAN_WORD = (3, 10)  # characters
 _SYMBOLS_PER_WORD = 0.1  # of "#", and of the ellipsis
@@ -26,12 +26,12 @@ _SHORT_LINES, _SHORT_LINE = 0.67, 30  # share, characters
 _SENTENCES = 3
 _WORDS_OF_LINE = 5
 _LONGEST_WORD = 1000
-_POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 
 _LETTER = re.compile(r"[^\W\d_]")
 _ENDS = tuple(".!?｡。．！？‼⁇⁈⁉।॥؟۔።։")  # of sentences, in the scripts that have such marks
 _C4_ENDS = (".", "!", "?", '"')
-_CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
+CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
 # The look-behind and possessive quantifiers keep the time linear in a run of marks.
 _SENTENCE = re.compile(r"(?<![.!?。！？])[.!?。！？]++[\"'”’)\]]*+(?=\s|$)")
 
@@ -47,9 +47,9 @@ RULES = {
     ),
     "gopher-repetition": tuple(GOPHER_LIMITS),
     "c4": ("c4_curly_bracket", "c4_lorem_ipsum", "c4_sentences"),
-    "fineweb": ("fineweb_punctuation", "fineweb_duplicate_lines", "fineweb_short_lines"),
+    "fineweb": ("fineweb_punctuation", "fineweb_duplicate_lines", "fineweb_short_lines", "fineweb_newlines"),
 }
-"""Rules of each family, in the order in which they run."""
+"""Rules of each family, in the order in which they run; the last is datatrove's alone."""
 
 
 def check_gopher_quality(text: str) -> Finding | None:
@@ -77,7 +77,7 @@ def check_gopher_quality(text: str) -> Finding | None:
     with_letter = sum(word.isalpha() or _LETTER.search(word) is not None for word in words) / len(words)
     if with_letter < _WORDS_WITH_LETTER:
         return "gopher_letters", f"{with_letter:.2f} of the words"
-    found = len(_STOP_WORDS.intersection(words))
+    found = len(STOP_WORDS.intersection(words))
     if found < 2:
         return "gopher_stop_words", f"{found} stop words"
     return None
@@ -108,14 +108,14 @@ def filter_c4_lines(text: str) -> tuple[str, int]:
         if not line:
             continue
         if "[" in line:
-            line = _CITATION.sub("", line)
+            line = CITATION.sub("", line)
         words, lower = line.split(), line.lower()
         if (
             line.endswith(_C4_ENDS)
             and not line.endswith("...")
             and len(words) >= _WORDS_OF_LINE
             and "javascript" not in lower
-            and not any(phrase in lower for phrase in _POLICY)
+            and not any(phrase in lower for phrase in POLICY)
             and (len(line) <= _LONGEST_WORD or max(map(len, words)) <= _LONGEST_WORD)
         ):
             kept.append(line)

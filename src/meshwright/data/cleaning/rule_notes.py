@@ -44,6 +44,7 @@ RULE_NOTES: dict[str, tuple[str, str]] = {
     "fineweb_punctuation": ("at most 0.12 of its lines end with punctuation", _FINEWEB),
     "fineweb_duplicate_lines": ("repeated lines have at least 0.1 of its characters", _FINEWEB),
     "fineweb_short_lines": ("at least 0.67 of its lines are shorter than 30 characters", _FINEWEB),
+    "fineweb_newlines": ("more than 0.3 line breaks per word, as datatrove alone has it", "datatrove 0.10"),
     "blocked_words": ("holds a word of the list blocked_words", _C4),
     "contamination": (
         "more than maximum_contamination of its words stand in runs of contamination_words that evaluation sets hold",

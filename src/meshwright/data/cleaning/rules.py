@@ -6,10 +6,11 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.cleaning import heuristics
+from meshwright.data.cleaning import heuristics, heuristics_datatrove
 from meshwright.data.cleaning.blocked_words import BlockedWords, hash_word_list
 from meshwright.data.cleaning.decontamination import EvaluationSets, hash_evaluation_sets
 from meshwright.data.cleaning.language import SHORT_TEXTS, check_languages, find_foreign_language
@@ -43,6 +44,7 @@ def list_enabled_rules(recipe: CleanRecipe, extracts: bool = False) -> tuple[str
     off = {rule for family, rules in heuristics.RULES.items() if family not in recipe.heuristics for rule in rules}
     switches = {
         "extraction": extracts,
+        "fineweb_newlines": "fineweb" in recipe.heuristics and recipe.heuristics_like == "datatrove",
         "schema": recipe.required_keys,
         "language": recipe.languages,
         "blocked_words": recipe.blocked_words,
@@ -67,6 +69,7 @@ def collect_key_fields(recipe: CleanRecipe, cache: Path, log: Callable[[str], No
         "evaluation_sets": hash_evaluation_sets(recipe.evaluation_sets, cache, log),
         "blocked_words": hash_word_list(recipe.blocked_words) if recipe.blocked_words else None,
         **({"masks_version": MASKS_VERSION} if recipe.mask else {}),
+        **({"spacy": metadata.version("spacy")} if recipe.heuristics and recipe.heuristics_like == "datatrove" else {}),
         **({"short_texts": SHORT_TEXTS} if recipe.languages else {}),
     }
 
@@ -109,6 +112,10 @@ class Rewriter:
         """Store the enabled masks and line filters. recipe: the `[data.clean]` table."""
         self.recipe = recipe
         self.rewrites = bool(recipe.mask) or "c4" in recipe.heuristics
+        like_datatrove = recipe.heuristics_like == "datatrove"
+        checks = heuristics_datatrove.CHECKS if like_datatrove else heuristics.CHECKS
+        self._checks = {family: check for family, check in checks.items() if family in recipe.heuristics}
+        self._filter_lines = heuristics_datatrove.filter_c4_lines if like_datatrove else heuristics.filter_c4_lines
 
     def rewrite_text(self, text: str, name: str = "") -> tuple[str, dict[str, int]]:
         """Mask a text and filter its lines; returns (new text, {kind: number of masked items or removed lines}), the
@@ -117,7 +124,7 @@ class Rewriter:
         """
         changes: dict[str, int] = {}
         if "c4" in self.recipe.heuristics and (self.recipe.heuristics_on_code or not is_code_file(name)):
-            text, changes["c4_lines"] = heuristics.filter_c4_lines(text)
+            text, changes["c4_lines"] = self._filter_lines(text)
         if self.recipe.mask:
             text, masked = mask_personal_data(text, self.recipe.mask)
             changes |= masked
@@ -137,6 +144,8 @@ class Cleaner(Rewriter):
         """
         super().__init__(recipe)
         self.rules = list_enabled_rules(recipe, extracts)
+        if recipe.heuristics and recipe.heuristics_like == "datatrove":
+            heuristics_datatrove.load_spacy()
         if recipe.languages:
             check_languages(recipe.languages)
         self.blocked = BlockedWords(recipe.blocked_words) if recipe.blocked_words else None
@@ -208,8 +217,8 @@ class Cleaner(Rewriter):
             minimum = self.recipe.minimum_language_probability
             if found := find_foreign_language(text, self.recipe.languages, minimum):
                 return "language", found
-        for family, check in heuristics.CHECKS.items():
-            if family in self.recipe.heuristics and (finding := check(text)):
+        for check in self._checks.values():
+            if finding := check(text):
                 return finding
         if self.blocked is not None and (word := self.blocked.find_blocked(text)):
             return "blocked_words", f'contains "{word}"'
