@@ -156,10 +156,6 @@ class RecordFormat(NamedTuple):
             return tuple(map(self.get_file_key, self._find_unpaired_parts(record)))
         if self.kind == "chat":
             return ("prompt",) if is_tree(record) else (self._get_messages_key(record),)
-        if self.kind == "unpaired":
-            schemas = (("prompt", "completion"), ("messages",), ("conversations",), ("instruction", "output"))
-            files = [tuple(map(self.get_file_key, schema)) for schema in schemas]
-            return next((keys for keys in files if any(key in record for key in keys)), files[0])
         answers = (self.get_file_key("chosen"), self.get_file_key("rejected"))
         if (prompt := self.get_file_key("prompt")) in record:
             return (prompt, *answers)
