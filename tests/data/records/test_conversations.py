@@ -206,6 +206,14 @@ def test_file_that_changes_its_schema_is_refused(tmp_path: Path, suffix: str, ki
     assert len(read(write(path, [then]), kind) if problem != r'no key "output" \(it has "instruction"\)' else [0]) == 1
 
 
+def test_openai_preferences_keep_one_schema(tmp_path: Path):
+    answers = {"preferred_output": CHAT[1:], "non_preferred_output": [{"role": "assistant", "content": "B"}]}
+    record = {"input": {"messages": CHAT[:1]}, **answers}
+    assert len(read(write(tmp_path / "data.jsonl", [record] * 3), "preference")) == 3
+    with pytest.raises(UserError, match=':2: the record has no key "input"'):
+        read(write(tmp_path / "data.jsonl", [record, RECORDS["preference"][0]]), "preference")
+
+
 def test_files_of_one_source_may_have_different_schemas(tmp_path: Path):
     write(tmp_path / "a.jsonl", [{"messages": CHAT}])
     write(tmp_path / "b.jsonl", [{"conversations": CHAT}])

@@ -156,6 +156,8 @@ class RecordFormat(NamedTuple):
             return tuple(map(self.get_file_key, self._find_unpaired_parts(record)))
         if self.kind == "chat":
             return ("prompt",) if is_tree(record) else (self._get_messages_key(record),)
+        if is_openai_preference(record):
+            return OPENAI_PREFERENCE_COLUMNS
         answers = (self.get_file_key("chosen"), self.get_file_key("rejected"))
         if (prompt := self.get_file_key("prompt")) in record:
             return (prompt, *answers)
