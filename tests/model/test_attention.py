@@ -99,10 +99,11 @@ def test_custom_operators_match_their_declarations():
     q, k, v = heads((2, 70, 4, 2, 8))
     first = Documents.from_ids(packed(2, 70)).starts_BS
     operators, declarations = torch.ops.meshwright, ("test_schema", "test_faketensor")
-    torch.library.opcheck(operators.tiled_attention.default, (q, k, v, first))
+    torch.library.opcheck(operators.tiled_attention.default, (q, k, v, first, 0.3, 0.7))
     q, k, v = q.detach(), k.detach(), v.detach()
-    torch.library.opcheck(operators.tiled_attention.default, (q, k, v, None), test_utils=declarations)
-    torch.library.opcheck(operators.tiled_attention_backward.default, (q, q, k, v, first), test_utils=declarations)
+    torch.library.opcheck(operators.tiled_attention.default, (q, k, v, None, 0.3, 0.0), test_utils=declarations)
+    arguments = (q, q, k, v, first, 0.3, 0.7)
+    torch.library.opcheck(operators.tiled_attention_backward.default, arguments, test_utils=declarations)
 
 
 @pytest.mark.parametrize("window", [None, 3])

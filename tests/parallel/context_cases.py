@@ -11,9 +11,9 @@ import torch.distributed as dist
 from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
+from meshwright.model import attention_spans
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
-from meshwright.parallel import context
 from meshwright.parallel.context import context_operations, local_positions
 
 CPU = torch.device("cpu")
@@ -76,12 +76,12 @@ def errors(method: str, cases: list[Case], dtype: torch.dtype = torch.float64) -
 
 def fused_errors(cases: list[Case], dtype: torch.dtype) -> list[float]:
     """The same with PyTorch's CPU flash attention for cases without a mask."""
-    right = context._uses_flash_attention
-    context._uses_flash_attention = lambda q, first: first is None
+    right = attention_spans.uses_flash_attention
+    attention_spans.uses_flash_attention = lambda q, first, how: first is None
     try:
         return errors("ring", cases, dtype)
     finally:
-        context._uses_flash_attention = right
+        attention_spans.uses_flash_attention = right
 
 
 def spoilt(method: str, case: Case) -> dict[str, float]:
@@ -125,10 +125,10 @@ def operators(method: str) -> None:
     ring, key = torch.ops.meshwright, mesh.cp.key
     if method == "ring":
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        torch.library.opcheck(ring.ring_attention.default, (*leaves, first, key))
+        torch.library.opcheck(ring.ring_attention.default, (*leaves, first, key, 0.3, 0.7))
         q, k, v = (x.detach() for x in leaves)
-        out, log_sum = ring.ring_attention(q, k, v, first, key)
-        arguments = (direction, [q, k, v, out, log_sum], first, key)
+        out, log_sum = ring.ring_attention(q, k, v, first, key, 0.3, 0.7)
+        arguments = (direction, [q, k, v, out, log_sum], first, key, 0.3, 0.7)
         checks = "test_schema", "test_faketensor"  # it has no autograd formula
         torch.library.opcheck(ring.ring_attention_backward.default, arguments, test_utils=checks)
     else:

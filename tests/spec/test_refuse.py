@@ -84,7 +84,6 @@ def test_indivisible_kv_heads_and_ranks_are_refused():
     ("model", "layout", "said"),
     [
         ("bloom-176b", "dp1", "bloom can be planned but not run: its ALiBi positions"),
-        ("gemma-2-2b", "dp1", "gemma2 can be planned but not run: its capped scores"),
         ("llama-tiny", "pp2:pipedream", "cannot run asynchronous pipelines yet"),
         ("llama-tiny", "dp1 fp8", "cannot run this precision yet"),
     ],

@@ -540,7 +540,7 @@ def test_invalid_arguments_are_one_line_errors():
     with pytest.raises(UserError, match="preset"):
         run_verification("dp2", model="lama-3-8b")
     with pytest.raises(UserError, match="planned but not run"):
-        run_verification("dp2", model="gemma-2-2b")
+        run_verification("dp2", model="bloom-176b")
 
 
 # --- the command

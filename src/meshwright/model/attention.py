@@ -16,6 +16,7 @@ from meshwright.model.cache import AttentionCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
 from meshwright.model.rope import rotate
 from meshwright.model.scaled_dot_product import Visible
+from meshwright.model.tiled_attention import Scores
 from meshwright.spec.config import ModelConfig
 
 
@@ -24,9 +25,10 @@ class Attention(nn.Module):
     this rank (Ainslie et al. 2023, arXiv:2305.13245).
 
     Query, key and value projections are fused: `qkv.weight` is [(N + 2K) D, H], the rows of the queries first, then
-    those of keys and values. Queries and keys may be normalised before the rotary embedding (QK norm: Henry et al.
-    2020, arXiv:2010.04245; Qwen3). N, K: query and key-value heads on this rank, D: head size, H: hidden size. `axes`:
-    communication of the mesh axes; `options`: `device` and `dtype` of the parameters."""
+    those of keys and values. Queries and keys may be normalised before the rotary embedding: each head (QK norm: Henry
+    et al. 2020, arXiv:2010.04245; Qwen3), or all heads together (OLMo 2: arXiv:2501.00656, section 3). N, K: query and
+    key-value heads on this rank, D: head size, H: hidden size. `axes`: communication of the mesh axes; `options`:
+    `device` and `dtype` of the parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -36,8 +38,15 @@ class Attention(nn.Module):
         self.kv_heads = max(1, config.kv_heads // axes.tensor.size)
         width = (self.heads + 2 * self.kv_heads) * self.size
         self.qkv = Linear(config.hidden, width, config.qkv_bias, **options)
-        self.query_norm = RMSNorm(self.size, config.norm_epsilon, **options) if config.query_key_norm else None
-        self.key_norm = RMSNorm(self.size, config.norm_epsilon, **options) if config.query_key_norm else None
+        self.projection_norm, self.interleaved = config.projection_norm, config.rotary_interleaved
+        self.scores = Scores(config.score_scale, config.attention_softcap or 0.0)
+        self.query_norm = self.key_norm = None
+        if config.query_key_norm:
+            centre, tensor = float(config.zero_centred_norms), axes.tensor if config.projection_norm else None
+            sizes = (self.heads * self.size, self.kv_heads * self.size) if config.projection_norm else (self.size,) * 2
+            self.query_norm, self.key_norm = (
+                RMSNorm(size, config.norm_epsilon, centre, tensor, **options) for size in sizes
+            )
         self.output = RowParallelLinear(
             self.heads * self.size, config.hidden, config.output_bias, axes.tensor, "attention.output", **options
         )
@@ -51,23 +60,28 @@ class Attention(nn.Module):
         layer: int = 0,
     ) -> torch.Tensor:
         """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this
-        rank's token slices). `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, D/2] each (D: head size);
-        None with learned positions. `visible`: attention mask from `visibility` (encoder: from `bidirectional_mask`);
-        None: plain causal (encoder: unmasked). `cache`: KV cache, to which the new keys and values are added as those
-        of layer number `layer`; attention then covers the cached tokens too, and `visible` is ignored."""
+        rank's token slices). `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, R/2] each (R: rotated
+        features of a head); None without rotary positions. `visible`: attention mask from `visibility` (encoder: from
+        `bidirectional_mask`); None: plain causal (encoder: unmasked). `cache`: KV cache, to which the new keys and
+        values are added as those of layer number `layer`; attention then covers the cached tokens too, and `visible` is
+        ignored."""
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+            if self.projection_norm:
+                q = self.query_norm(q.flatten(2)).view_as(q)
+                k = self.key_norm(k.flatten(2)).view_as(k)
+            else:
+                q, k = self.query_norm(q), self.key_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+            q, k = rotate(q, *rotation, self.interleaved), rotate(k, *rotation, self.interleaved)
         if cache is not None:
             assert self.context.size == 1, "a KV cache needs unsharded sequences"
             out_BNSD = cache.attend(layer, q, k, v)
         elif self.encoder:
             out_BNSD = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # type: ignore[arg-type]
         else:
-            out_BNSD = self.context.attend(q, k, v, visible)
+            out_BNSD = self.context.attend(q, k, v, visible, self.scores)
         return self.output(out_BNSD.transpose(1, 2).flatten(2))

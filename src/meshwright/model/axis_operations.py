@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from meshwright.model.documents import Documents
-from meshwright.model.scaled_dot_product import Visible, attend, visibility
+from meshwright.model.scaled_dot_product import MaskForm, Visible, attend, visibility
+from meshwright.model.tiled_attention import Scores
 
 Function = Callable[..., Any]
 
@@ -57,6 +58,11 @@ class TensorOperations(TokenAxis):
         the call in traces."""
         return x_BSH
 
+    def average(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        """Return the mean of `x` (any shape) over the tp ranks; backward returns the mean of their gradients (on one
+        device `x` itself). `site`: label of the calls in traces."""
+        return x
+
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
         """Return the tp ranks' `x` concatenated along dim `dim` (on one device `x` itself). Backward sums the gradient
         over ranks and returns this rank's slice of that sum. `site`: label of the call in traces."""
@@ -84,21 +90,26 @@ class ContextOperations(TokenAxis):
     name = "cp"
 
     def visibility(
-        self, documents: Documents, tokens: int, window: int | None, device: torch.device, flash: bool = False
+        self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
     ) -> Visible:
         """Return the attention mask that the method `attend` takes as its argument `visible`; None for plain causal
         attention. `documents`: document boundaries in packed sequences; `tokens`: number of tokens of each sequence on
-        this rank; `window`: sliding window in tokens (None: none); `device`: device of the mask; `flash`: True if flash
-        attention supports the queries."""
-        return visibility(documents, tokens, window, device, flash)
+        this rank; `window`: sliding window in tokens (None: none); `device`: device of the mask; `form`: form that the
+        kernel takes."""
+        return visibility(documents, tokens, window, device, form)
 
     def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible
+        self,
+        q_BNSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        visible: Visible,
+        scores: Scores | None = None,
     ) -> torch.Tensor:
         """Return the causal attention [B, N, S, D] of this rank's queries (S tokens, N heads) over the keys of all cp
         ranks; on one device, over the given keys. `k_BKSD`, `v_BKSD`: this rank's keys and values, of K heads.
-        `visible`: mask that `visibility` returned."""
-        return attend(q_BNSD, k_BKSD, v_BKSD, visible)
+        `visible`: mask that `visibility` returned; `scores`: scale and softcap of the scores (None: 1 / √D, none)."""
+        return attend(q_BNSD, k_BKSD, v_BKSD, visible, scores)
 
 
 class TokenDispatcher(Protocol):

@@ -20,7 +20,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.names import unknown
 from meshwright.spec.config import Head, ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, read_config
-from meshwright.spec.disk_names import BASE_PREFIX, FORMER_ENDINGS, OTHER_HEADS
+from meshwright.spec.disk_names import BASE_PREFIX, FORMER_ENDINGS, NESTED_PREFIXES, OTHER_HEADS
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import ParameterTable, parameter_table
@@ -302,7 +302,12 @@ def match_entries(
 def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
     """Return {current Hugging Face name of a tensor: its name in the files}. The names differ if an older version of
     transformers wrote the files."""
-    found = {name: name for name in files.names}
+    nested = NESTED_PREFIXES.get(config.family, {})
+    inside = lambda name: next((each for each in nested if name.startswith(each)), None)  # noqa: E731
+    found = {}
+    for name in files.names:
+        prefix = inside(name)
+        found[name if prefix is None else nested[prefix] + name.removeprefix(prefix)] = name
     for ending, today in FORMER_ENDINGS.get(config.family, {}).items():
         for name in files.names:
             if name.endswith(ending):

@@ -57,18 +57,28 @@ class RowParallelLinear(Linear):
 
 class RMSNorm(nn.Module):
     """RMSNorm over the last dimension, of `size` elements: x / root mean square(x) * weight (Zhang & Sennrich 2019,
-    arXiv:1910.07467, eq. 4). `epsilon`: added to the mean square; `options`: `device` and `dtype` of the parameters."""
+    arXiv:1910.07467, eq. 4). `epsilon`: added to the mean square; `centre`: added to the weight, 1 for a zero-centred
+    one; `tensor`: communication of tensor parallelism, if the ranks hold parts of the dimension, which is then
+    normalised as a whole; None: this rank holds all of it. `options`: `device` and `dtype` of the parameters."""
 
-    def __init__(self, size: int, epsilon: float, **options: Any) -> None:
+    def __init__(
+        self, size: int, epsilon: float, centre: float = 0.0, tensor: TensorOperations | None = None, **options: Any
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, **options))
-        self.epsilon = epsilon
+        self.epsilon, self.centre, self.tensor = epsilon, centre, tensor
+
+    def factors(self) -> torch.Tensor:
+        """Return the factors of the normalised elements, [size]: weight + centre, in at least float32 with a centre."""
+        return self.weight if not self.centre else self.weight.to(at_least_float32(self.weight.dtype)) + self.centre
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised `x`, same shape and dtype; computed in float32 or float64."""
         wide = x.to(at_least_float32(x.dtype))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (wide * scale * self.weight).to(x.dtype)
+        square = wide.square().mean(-1, keepdim=True)
+        if self.tensor is not None:
+            square = self.tensor.average(square, "norm.mean_square")
+        return (wide * torch.rsqrt(square + self.epsilon) * self.factors()).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -87,11 +97,13 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)  # sums in float32 at least
 
 
-def make_norm(config: ModelConfig, **options: Any) -> nn.Module:
-    """Build the norm layer over the hidden dimension that `config.norm` selects (RMSNorm or LayerNorm). options:
-    `device` and `dtype` of its parameters."""
+def make_norm(config: ModelConfig, wanted: bool = True, **options: Any) -> Any:
+    """Build the norm layer over the hidden dimension that `config.norm` selects (RMSNorm or LayerNorm). wanted: False:
+    return None. options: `device` and `dtype` of its parameters."""
+    if not wanted:
+        return None
     if config.norm == "rmsnorm":
-        return RMSNorm(config.hidden, config.norm_epsilon, **options)
+        return RMSNorm(config.hidden, config.norm_epsilon, float(config.zero_centred_norms), **options)
     return LayerNorm(config.hidden, config.norm_epsilon, config.norm_bias, **options)
 
 
@@ -149,6 +161,11 @@ class Embedding(nn.Module):
         elsewhere_BS = (places_BS < 0) | (places_BS >= self.weight.shape[0])
         rows_BSH = _Lookup.apply(self.weight, places_BS.masked_fill(elsewhere_BS, 0))
         return rows_BSH.masked_fill(elsewhere_BS[..., None], 0.0)
+
+
+def scale_embedding(x_BSH: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return the embeddings `x_BSH` times `factor`, which is first rounded to their dtype, as in Gemma."""
+    return x_BSH if factor == 1 else x_BSH * torch.tensor(factor, dtype=x_BSH.dtype).item()
 
 
 class _Lookup(torch.autograd.Function):

@@ -53,7 +53,8 @@ class OutputHead(NamedTuple):
 
     `weight_VH`, `bias_V`: weight and bias of the V token IDs that start at `first_token`. `tensor`: communication over
     tp. `widest`: largest V of any tp rank (default: this rank's V). `compile_backend`: torch.compile backend that fuses
-    the elementwise operations of the loss; None: they run eagerly."""
+    the elementwise operations of the loss; None: they run eagerly. `softcap`: cap c that turns logits x into
+    c tanh(x / c) (Gemma 2); 0: none."""
 
     weight_VH: torch.Tensor
     tensor: TensorOperations
@@ -61,6 +62,7 @@ class OutputHead(NamedTuple):
     first_token: int = 0
     widest: int | None = None
     compile_backend: Any = None
+    softcap: float = 0.0
 
 
 class _Mode(NamedTuple):
@@ -207,7 +209,7 @@ class _Chunk:
         head: OutputHead,
         known_2C: torch.Tensor | None = None,
     ) -> None:
-        self.tokens, self._logits_CV = tokens, logits_CV
+        self.tokens, self._logits_CV, self._softcap = tokens, logits_CV, head.softcap
         self._compiled = head.compile_backend is not None
         self._statistics, self._to_gradient_ = _elementwise_functions(head.compile_backend)
         wide = at_least_float32(logits_CV.dtype)
@@ -241,8 +243,10 @@ class _Chunk:
         and return them, [C, V]. `factors_C`: those factors; None: 1. Ignored tokens get 0."""
         counted_C = self._counted_C if factors_C is None else self._counted_C * factors_C
         for part in self._token_slices():
-            self._to_gradient_(self._logits_CV[part], self.log_sum_C[part], counted_C[part])
+            self._to_gradient_(self._logits_CV[part], self.log_sum_C[part], counted_C[part], self._softcap)
         at_target_C = ((self.target_C - self.log_sum_C).exp() - 1) * counted_C
+        if self._softcap:
+            at_target_C *= 1 - (self.target_C / self._softcap).square()
         elsewhere_C = self._logits_CV[self._targets]
         self._logits_CV[self._targets] = torch.where(self._here_C, at_target_C.to(elsewhere_C.dtype), elsewhere_C)
         return self._logits_CV
@@ -264,10 +268,12 @@ def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return maximum_C, (logits_CV.to(wide) - maximum_C[:, None]).exp().sum(dim=1)
 
 
-def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor) -> None:
+def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor, softcap: float) -> None:
     """Overwrite the logits with softmax(logits) times `counted_C`, the factor on each token's loss (0 for ignored
-    tokens). `log_sum_C`: log-sum-exp of each token's logits."""
-    logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
+    tokens), and with a softcap times its derivative. `log_sum_C`: log-sum-exp of each token's logits."""
+    wide_CV = logits_CV.to(log_sum_C.dtype)
+    factor = 1 - (wide_CV / softcap).square() if softcap else 1.0
+    logits_CV.copy_((wide_CV - log_sum_C[:, None]).exp() * counted_C[:, None] * factor)
 
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> _Chunk:
@@ -288,6 +294,12 @@ def _elementwise_functions(backend: Any) -> tuple[Callable[..., Any], Callable[.
     return torch.compile(_statistics, **options), torch.compile(_to_gradient_, **options)
 
 
+def cap_logits_(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Replace logits x (any shape) by c tanh(x / c), c = `softcap`, in place, and return them (Gemma 2:
+    arXiv:2408.00118, section 2)."""
+    return logits.div_(softcap).tanh_().mul_(softcap)
+
+
 def _logit_chunks(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, known_2T: torch.Tensor | None = None
 ) -> Iterator[_Chunk]:
@@ -304,5 +316,7 @@ def _logit_chunks(
         logits_CV = torch.mm(hidden_TH[part], head.weight_VH.T, out=buffer[:tokens])
         if head.bias_V is not None:
             logits_CV += head.bias_V
+        if head.softcap:
+            cap_logits_(logits_CV, head.softcap)
         yield _Chunk(part, logits_CV, targets_T[part], head, None if known_2T is None else known_2T[:, part])
         start += tokens

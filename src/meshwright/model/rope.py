@@ -1,7 +1,7 @@
-"""Rotary positions (RoPE, Su et al. 2021, arXiv:2104.09864) with the published scaling methods, in the half-rotation
-order of Hugging Face: the pair of dimension i is dimension i + D/2.
+"""Rotary positions (RoPE, Su et al. 2021, arXiv:2104.09864) with the published scaling methods. The first R <= D
+features of a head are rotated in pairs: feature i with i + R/2, the half-rotation order of Hugging Face, or neighbours.
 
-Shapes: B sequences, S tokens of a sequence, D head size, P positions.
+Shapes: B sequences, S tokens of a sequence, D head size, R rotated features of it, P positions.
 """
 
 from __future__ import annotations
@@ -11,30 +11,39 @@ import math
 import torch
 
 from meshwright.model.precision import at_least_float32
-from meshwright.spec.config import ModelConfig
+from meshwright.spec.config import Rotation
 from meshwright.spec.rope_scaling import RopeScaling
 
 
-def inverse_frequencies(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
-    """Return the rotary frequencies [D/2] of a model: the angle in radians per position of each dimension pair, in
-    `dtype`.
+def inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0) -> torch.Tensor:
+    """Return the rotary frequencies [R/2] of a layer: the angle in radians per position of each dimension pair, in
+    `dtype`. `rotation`: its rotary positions; `length`: tokens of the longest sequence, by which LongRoPE chooses.
 
     The order of operations is that of transformers, so that float32 tables agree to the last bit at any position."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=dtype) / config.head_dim
-    wave = config.rope_theta**exponents
-    scaling = config.rope_scaling
+    exponents = torch.arange(0, rotation.size, 2, dtype=dtype) / rotation.size
+    wave = rotation.theta**exponents
+    scaling = rotation.scaling
     if scaling is None:
         return 1.0 / wave
     if scaling.kind == "linear":
         return 1.0 / wave / scaling.factor
     if scaling.kind == "llama3":
         return _scale_llama3(1.0 / wave, scaling)
+    if scaling.kind == "longrope":
+        return 1.0 / (torch.tensor(_longrope_factors(scaling, length), dtype=dtype) * wave)
     assert scaling.kind == "yarn", scaling.kind
-    return _yarn_frequencies(wave, scaling, config)
+    return _yarn_frequencies(wave, scaling, rotation)
+
+
+def _longrope_factors(scaling: RopeScaling, length: int) -> tuple[float, ...]:
+    """Return LongRoPE's divisors of the rotary frequencies for sequences of up to `length` tokens (Ding et al. 2024,
+    arXiv:2402.13753)."""
+    assert scaling.original_max_positions is not None
+    return scaling.long_factors if length > scaling.original_max_positions else scaling.short_factors
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Return the rotary `frequencies` [D/2] scaled as in Llama 3.1: low ones (long wavelengths) are divided by the
+    """Return the rotary `frequencies` [R/2] scaled as in Llama 3.1: low ones (long wavelengths) are divided by the
     scaling factor, high ones stay unchanged, with a ramp between. `scaling`: factor and limits."""
     assert scaling.original_max_positions and scaling.low_frequency_factor and scaling.high_frequency_factor
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
@@ -44,9 +53,9 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tens
     return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
 
 
-def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> torch.Tensor:
-    """Return the rotary frequencies [D/2] of YaRN (arXiv:2309.00071, section 3.2): high frequencies unchanged, low ones
-    divided by the scaling factor, with a ramp between. `wave`: base ** (2i / D) of each dimension pair i, the inverse
+def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotation) -> torch.Tensor:
+    """Return the rotary frequencies [R/2] of YaRN (arXiv:2309.00071, section 3.2): high frequencies unchanged, low ones
+    divided by the scaling factor, with a ramp between. `wave`: base ** (2i / R) of each dimension pair i, the inverse
     of its unscaled frequency."""
     assert scaling.original_max_positions is not None
     positions = scaling.original_max_positions
@@ -55,12 +64,12 @@ def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, config: ModelCon
         """Return the (fractional) index of the dimension pair that rotates `times` times within the original context
         length."""
         turns = positions / (times * 2 * math.pi)
-        return config.head_dim * math.log(turns) / (2 * math.log(config.rope_theta))
+        return rotation.size * math.log(turns) / (2 * math.log(rotation.theta))
 
     low, high = find_pair_index(scaling.beta_fast or 32.0), find_pair_index(scaling.beta_slow or 1.0)
     if scaling.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+    low, high = max(low, 0), min(high, rotation.size - 1)
     if low == high:
         high += 0.001
     ramp = ((torch.arange(len(wave), dtype=wave.dtype) - low) / (high - low)).clamp(0, 1)
@@ -69,30 +78,34 @@ def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, config: ModelCon
 
 
 class RotaryTable:
-    """Table of the rotary cosines and sines of the model `config` by position, extended when larger positions are
-    requested; not part of a model's state. `dtype`: dtype of the model.
+    """Table of the rotary cosines and sines of layers with the rotary positions `rotation` by position, extended when
+    larger positions are requested; not part of a model's state. `dtype`: dtype of the model. `length`: tokens of the
+    longest sequence, by which LongRoPE chooses its factors; None: chosen anew for each batch.
 
     Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._dtype = at_least_float32(dtype)
-        self._frequencies = inverse_frequencies(config, self._dtype)
-        self._scale = config.rope_scaling.attention_scale if config.rope_scaling else 1.0
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+    def __init__(self, rotation: Rotation, dtype: torch.dtype, length: int | None = None) -> None:
+        self._dtype, self._rotation, self._length = at_least_float32(dtype), rotation, length
+        self._scale = rotation.scaling.attention_scale if rotation.scaling else 1.0
+        self._tables: dict[tuple[float, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def up_to(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cosine, sine), [P, D/2] each (D: head size), on `device`, for positions 0 ... P - 1, where P is at
-        least `length`."""
-        if self._table is None or self._table[0].shape[0] < length or self._table[0].device != device:
+        """Return (cosine, sine), [P, R/2] each, on `device`, for positions 0 ... P - 1, where P is at least
+        `length`."""
+        longest, scaling = length if self._length is None else self._length, self._rotation.scaling
+        factors = _longrope_factors(scaling, longest) if scaling is not None and scaling.kind == "longrope" else ()
+        table = self._tables.get(factors)
+        if table is None or table[0].shape[0] < length or table[0].device != device:
             positions = torch.arange(1 << (length - 1).bit_length(), dtype=self._dtype)
-            angles = torch.outer(positions, self._frequencies)
-            self._table = ((angles.cos() * self._scale).to(device), (angles.sin() * self._scale).to(device))
-        return self._table
+            angles = torch.outer(positions, inverse_frequencies(self._rotation, self._dtype, longest))
+            table = (angles.cos() * self._scale).to(device), (angles.sin() * self._scale).to(device)
+            self._tables[factors] = table
+        return table
 
     def look_up(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine, [B or 1, 1, S, D/2] each, of the rotary angles at the positions `positions_BS`, on
+        """Return cosine and sine, [B or 1, 1, S, R/2] each, of the rotary angles at the positions `positions_BS`, on
         `device`. All positions must be less than `stop`. If `positions_BS` is None, they are start ... stop - 1 in
         every sequence; otherwise `start` is ignored."""
         cosine, sine = self.up_to(stop, device)
@@ -101,16 +114,31 @@ class RotaryTable:
         return cosine[positions_BS][:, None], sine[positions_BS][:, None]
 
 
-def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Return `x_BNSD` with the rotary embedding applied, in its shape and dtype: each pair of dimensions (i, i + D/2)
-    is rotated by the angle of its position. `cosine`, `sine`: [B or 1, 1, S, D/2].
+def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Return `x_BNSD` with the rotary embedding applied, in its shape and dtype: each pair (i, i + R/2) of the first R
+    features is rotated by the angle of its position. `cosine`, `sine`: [B or 1, 1, S, R/2]. `interleaved`: the pairs
+    are (2i, 2i + 1).
 
     The result is stored as [B, N, S, D] on a CPU, elsewhere as [B, S, N, D]: the orders that PyTorch's attention
     kernels read without a copy.
     """
     if x_BNSD.device.type == "cpu":
-        return _rotate_halves(x_BNSD, cosine, sine)
-    return _rotate_halves(*(each.transpose(1, 2) for each in (x_BNSD, cosine, sine))).transpose(1, 2)
+        return _rotate_first(x_BNSD, cosine, sine, interleaved)
+    x_BSND, cosine, sine = (each.transpose(1, 2) for each in (x_BNSD, cosine, sine))
+    return _rotate_first(x_BSND, cosine, sine, interleaved).transpose(1, 2)
+
+
+def _rotate_first(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Return `x` [..., D] with the pairs of its first R features rotated, in the dtype of `x`. `cosine`, `sine`: of the
+    angles, broadcast against [..., R/2]; `interleaved`: neighbours are pairs."""
+    size = 2 * cosine.shape[-1]
+    if size < x.shape[-1]:
+        rotated = _rotate_first(x[..., :size], cosine, sine, interleaved)
+        return torch.cat([rotated, x[..., size:]], dim=-1)
+    if not interleaved:
+        return _rotate_halves(x, cosine, sine)
+    halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return _rotate_halves(halves, cosine, sine).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 def _rotate_halves(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

@@ -5,53 +5,76 @@ Shapes: B sequences, S tokens of a sequence, N query heads, K key-value heads, D
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 
 from meshwright.model.documents import Documents
-from meshwright.model.tiled_attention import tiled_attention
-from meshwright.model.varlen_attention import VarlenMask, varlen_attention
+from meshwright.model.tiled_attention import Scores, tiled_attention
+from meshwright.model.varlen_attention import VarlenMask, supports_flash_attention, varlen_attention
 
 Visible = torch.Tensor | VarlenMask | None
 """Attention mask of a batch, as `visibility` returns it."""
 
+MaskForm = Literal["first", "varlen", "boolean"]
+"""Form of an attention mask: the first visible key of each token (tiled attention), document boundaries (flash
+attention), or one entry for each pair of tokens."""
+
+
+def choose_mask_form(device: torch.device, dtype: torch.dtype, head_size: int, capped: bool) -> MaskForm:
+    """Return the form of mask that the attention kernel for queries of `dtype` and `head_size` on `device` takes.
+    `capped`: True if the scores have a softcap, which tiled attention alone computes."""
+    if capped or device.type == "cpu":
+        return "first"
+    return "varlen" if supports_flash_attention(device, dtype, head_size) else "boolean"
+
 
 def visibility(
-    documents: Documents, sequence: int, window: int | None, device: torch.device, flash: bool = False
+    documents: Documents, sequence: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
 ) -> Visible:
     """Return the causal attention mask of packed documents and a sliding window for `attend`; None for plain causal
-    attention. `sequence`: number of tokens of a sequence; `window`: sliding window in tokens (None: none); `flash`:
-    flash attention supports the queries (`supports_flash_attention`).
+    attention. `sequence`: number of tokens of a sequence; `window`: sliding window in tokens (None: none); `form`: form
+    of the mask, on devices other than a CPU.
 
-    On a CPU the mask is the index of the first key that each token may attend to, [B or 1, S]. On other devices it is a
-    `VarlenMask` with flash attention, else boolean, [B or 1, 1, S, S], True where a token may attend. It is built once
-    per batch for all layers with the same window."""
+    On a CPU, and in the form "first", the mask is the index of the first key that each token may attend to, [B or 1,
+    S]; in the form "varlen" it is a `VarlenMask`, if the document boundaries are known; else boolean, [B or 1, 1, S,
+    S], True where a token may attend. It is built once per batch for all layers with the same window."""
     first_BS = documents.first_visible_BS(sequence, window, device)
-    if first_BS is not None and flash and (documents.starts_BS is None or documents.cu_seqlens is not None):
+    if first_BS is None or form == "first" or device.type == "cpu":
+        return first_BS
+    if form == "varlen" and (documents.starts_BS is None or documents.cu_seqlens is not None):
         limit = window if window is not None and window < sequence else 0
         return VarlenMask(documents.cu_seqlens, documents.max_seqlen, limit)
-    if first_BS is None or device.type == "cpu":
-        return first_BS
     places_S = torch.arange(sequence, device=device)
     return ((places_S >= first_BS[..., None]) & (places_S <= places_S[:, None]))[:, None]
 
 
-def attend(q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: Visible) -> torch.Tensor:
+def attend(
+    q_BNSD: torch.Tensor,
+    k_BKCD: torch.Tensor,
+    v_BKCD: torch.Tensor,
+    visible: Visible,
+    scores: Scores | None = None,
+) -> torch.Tensor:
     """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D]. The S queries belong to the last S of the C
     tokens whose keys and values are given. `visible`: mask from `visibility` or a KV cache; None: causal if S = C, all
-    keys visible if S < C."""
+    keys visible if S < C. `scores`: scale of the scores instead of 1 / √D, and their softcap; None: neither."""
+    scores = scores or Scores(q_BNSD.shape[-1] ** -0.5)
     if isinstance(visible, VarlenMask):
-        return varlen_attention(q_BNSD, k_BKCD, v_BKCD, visible)
+        return varlen_attention(q_BNSD, k_BKCD, v_BKCD, visible, scores.scale)
     same_length = q_BNSD.shape[2] == k_BKCD.shape[2]
-    if same_length and q_BNSD.device.type == "cpu":
-        return tiled_attention(q_BNSD, k_BKCD, v_BKCD, visible)
+    if same_length and (q_BNSD.device.type == "cpu" or scores.softcap):
+        return tiled_attention(q_BNSD, k_BKCD, v_BKCD, visible, scores)
+    assert not scores.softcap, "new tokens over a KV cache"
     causal = same_length and visible is None
     groups = q_BNSD.shape[1] // k_BKCD.shape[1]
     if groups > 1 and q_BNSD.device.type == "cuda" and not supports_grouped_query(q_BNSD.dtype, visible is not None):
         k_BKCD, v_BKCD = k_BKCD.repeat_interleave(groups, dim=1), v_BKCD.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(
-        q_BNSD, k_BKCD, v_BKCD, attn_mask=visible, is_causal=causal, enable_gqa=q_BNSD.shape[1] != k_BKCD.shape[1]
-    )
+        q_BNSD, k_BKCD, v_BKCD, attn_mask=visible, is_causal=causal, scale=scores.scale,
+        enable_gqa=q_BNSD.shape[1] != k_BKCD.shape[1],
+    )  # fmt: skip
 
 
 def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:

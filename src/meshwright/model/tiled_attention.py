@@ -12,7 +12,6 @@ pairs of a sequence and a key-value head, X = G x queries of the tile, L visible
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -51,23 +50,39 @@ class Tile(NamedTuple):
     mask: torch.Tensor | None
 
 
+class Scores(NamedTuple):
+    """How attention scores are computed from products of queries and keys: c tanh(scale q kᵀ / c) for a softcap c > 0
+    (Gemma 2: arXiv:2408.00118, section 2), scale q kᵀ for a softcap of 0."""
+
+    scale: float
+    softcap: float = 0.0
+
+
 def tiled_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
+    q_BNSD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSD: torch.Tensor,
+    first_BS: torch.Tensor | None,
+    scores: Scores | None = None,
 ) -> torch.Tensor:
     """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, D], stored in memory as [B, S, N, D]. Each query
     attends to the keys from its index in `first_BS` (None: from 0) to its own; query head n reads key-value head n //
-    (N / K), for N query and K key-value heads."""
+    (N / K), for N query and K key-value heads. `scores`: scale of the scores instead of 1 / √D, and their softcap;
+    None: neither."""
+    arguments = q_BNSD, k_BKSD, v_BKSD, first_BS, *(scores or Scores(q_BNSD.shape[-1] ** -0.5))
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # A custom operator's first call loads the compiler (over a second); generation does without.
-        return _compute_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
-    return torch.ops.meshwright.tiled_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
+        return _compute_attention(*arguments)
+    return torch.ops.meshwright.tiled_attention(*arguments)
 
 
 def _compute_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
-) -> torch.Tensor:
-    """Compute causal attention, softmax(q kᵀ / √D) v, [B, N, S, D], without autograd. `first_BS`: first visible key
-    index of each query (None: 0)."""
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None, scale: float,
+    softcap: float,
+) -> torch.Tensor:  # fmt: skip
+    """Compute causal attention, softmax(scores) v, [B, N, S, D], without autograd. `first_BS`: first visible key index
+    of each query (None: 0). `scale`, `softcap`: fields of `Scores`."""
+    how = Scores(scale, softcap)
     q, out = by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD)
     out_BKGSD = by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
@@ -76,7 +91,8 @@ def _compute_attention(
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            p_PXL = torch.softmax(compute_scores(flatten_heads(part), wide_k_PSD, tile, part.shape), dim=-1).to(q.dtype)
+            scores_PXL, _ = compute_scores(flatten_heads(part), wide_k_PSD, tile, part.shape, how)
+            p_PXL = torch.softmax(scores_PXL, dim=-1).to(q.dtype)
             o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
             out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
     return out
@@ -92,13 +108,15 @@ def _backward(
     k_BKSD: torch.Tensor,
     v_BKSD: torch.Tensor,
     first_BS: torch.Tensor | None,
+    scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of queries, keys and values, in their shapes. `d_out_BNSD`: gradient of the attention
-    output. `first_BS`: first visible key index of each query; None: 0."""
+    output. `first_BS`: first visible key index of each query; None: 0. `scale`, `softcap`: fields of `Scores`."""
     q, d_out = by_kv_head(q_BNSD, k_BKSD), by_kv_head(d_out_BNSD, k_BKSD)
     dq, dk, dv = empty_bsnd(q_BNSD), empty_bsnd(k_BKSD), empty_bsnd(v_BKSD)
     dq_BKGSD = by_kv_head(dq, k_BKSD)
-    wide, scale = at_least_float32(q.dtype), 1.0 / math.sqrt(q.shape[-1])
+    wide, how = at_least_float32(q.dtype), Scores(scale, softcap)
     for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
         k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
@@ -106,10 +124,13 @@ def _backward(
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
             q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(d_out[rows, heads, :, tile.queries])
-            p_PXL = torch.softmax(compute_scores(q_PXD, wide_k_PSD, tile, part.shape), dim=-1).to(q.dtype)
+            scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, part.shape, how)
+            p_PXL = torch.softmax(scores_PXL, dim=-1).to(q.dtype)
             dv_PSD[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXD)
             dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT)
             ds_PXL = torch.ops.aten._softmax_backward_data(dp_PXL, p_PXL, -1, q.dtype)  # sums in float32 at least
+            if slope_PXL is not None:
+                ds_PXL = (ds_PXL * slope_PXL).to(q.dtype)
             dq_PXD = torch.bmm(ds_PXL, k_PSD[:, tile.keys])
             torch.mul(dq_PXD.view(part.shape), scale, out=dq_BKGSD[rows, heads, :, tile.queries])
             dk_PSD[:, tile.keys] += torch.bmm(ds_PXL.mT, q_PXD)
@@ -119,22 +140,32 @@ def _backward(
 
 
 def compute_scores(
-    q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, less_PX1: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the attention scores q kᵀ / √D of a tile, with its mask added: [P, X, L], in the dtype of `wide_k_PSD`. P:
-    sequences x KV heads; X: G x queries; L: keys of the tile. `shape`: (sequences, heads, G, queries, D), the shape of
-    the queries before `flatten_heads`. `less_PX1`: value to subtract from each query's scores, such as its log-sum-exp;
-    None: 0."""
-    wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * (1.0 / math.sqrt(shape[-1]))
-    k_PDL = wide_k_PSD[:, tile.keys].mT
-    if less_PX1 is None:
+    q_PXD: torch.Tensor,
+    wide_k_PSD: torch.Tensor,
+    tile: Tile,
+    shape: torch.Size,
+    how: Scores,
+    less_PX1: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the attention scores of a tile, with its mask added: [P, X, L], in the dtype of `wide_k_PSD`, and with a
+    softcap its derivative at each score (else None). P: sequences x KV heads; X: G x queries; L: keys of the tile.
+    `shape`: (sequences, heads, G, queries, D), the shape of the queries before `flatten_heads`. `how`: scale and
+    softcap. `less_PX1`: value to subtract from each query's scores, such as its log-sum-exp; None: 0."""
+    wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * how.scale
+    k_PDL, slope_PXL = wide_k_PSD[:, tile.keys].mT, None
+    if how.softcap:
+        ratio_PXL = torch.bmm(wide_q_PXD, k_PDL).div_(how.softcap).tanh_()
+        scores_PXL, slope_PXL = ratio_PXL * how.softcap, 1 - ratio_PXL.square()
+        if less_PX1 is not None:
+            scores_PXL -= less_PX1
+    elif less_PX1 is None:
         scores_PXL = torch.bmm(wide_q_PXD, k_PDL)
     else:
         scores_PXL = torch.baddbmm(less_PX1, wide_q_PXD, k_PDL, beta=-1)
     if tile.mask is not None:
         rows, heads, group, queries, _ = shape
         scores_PXL.view(rows, heads * group, queries, -1)[..., -tile.mask.shape[-1] :].add_(tile.mask)
-    return scores_PXL
+    return scores_PXL, slope_PXL
 
 
 def cut_tiles(
@@ -218,22 +249,21 @@ def empty_bsnd(x_BNSD: torch.Tensor) -> torch.Tensor:
 
 
 _forward.register_fake(lambda q, *_: empty_bsnd(q))
-_backward.register_fake(lambda d_out, q, k, v, first: (empty_bsnd(q), empty_bsnd(k), empty_bsnd(v)))
+_backward.register_fake(lambda d_out, q, k, v, *_: (empty_bsnd(q), empty_bsnd(k), empty_bsnd(v)))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the inputs of tiled attention (queries, keys, values, first visible keys) for backward: the `setup_context`
-    function of torch.library.register_autograd."""
-    q_BNSD, k_BKSD, v_BKSD, first_BS = inputs
+    """Save the inputs of tiled attention (queries, keys, values, first visible keys, scale and softcap) for backward:
+    the `setup_context` function of torch.library.register_autograd."""
+    q_BNSD, k_BKSD, v_BKSD, *ctx.constants = inputs
     ctx.save_for_backward(q_BNSD, k_BKSD, v_BKSD)
-    ctx.first_BS = first_BS
 
 
 def _backward_formula(ctx: Any, d_out_BNSD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of tiled attention's inputs (None for the mask), given the gradient `d_out_BNSD` of its
-    output: the `backward` function of torch.library.register_autograd."""
+    """Return the gradients of tiled attention's inputs (None for mask, scale and softcap), given the gradient
+    `d_out_BNSD` of its output: the `backward` function of torch.library.register_autograd."""
     operator = torch.ops.meshwright.tiled_attention_backward
-    return (*operator(d_out_BNSD, *ctx.saved_tensors, ctx.first_BS), None)
+    return (*operator(d_out_BNSD, *ctx.saved_tensors, *ctx.constants), None, None, None)
 
 
 _forward.register_autograd(_backward_formula, setup_context=_save_for_backward)

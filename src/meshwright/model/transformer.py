@@ -15,74 +15,21 @@ import torch
 from torch import nn
 
 from meshwright.model import weight_gradients
-from meshwright.model.attention import Attention
 from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations
+from meshwright.model.block import Block, compile_around_dispatch
 from meshwright.model.cache import AttentionCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.experts import Mixture
-from meshwright.model.layers import Embedding, FeedForward, Linear, make_norm
-from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy, token_cross_entropy
+from meshwright.model.layers import Embedding, Linear, make_norm, scale_embedding
+from meshwright.model.loss import IGNORED, OutputHead, cap_logits_, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.rope import RotaryTable
-from meshwright.model.scaled_dot_product import Visible
+from meshwright.model.scaled_dot_product import Visible, choose_mask_form
 from meshwright.model.units import NO_UNITS, Units
-from meshwright.model.varlen_attention import supports_flash_attention
 from meshwright.model.weight_gradients import attach_taps
 from meshwright.spec.chunks import keeps_head_gradient
-from meshwright.spec.config import ModelConfig
+from meshwright.spec.config import ModelConfig, Rotation
 from meshwright.spec.stages import Stage, whole_model
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of
-    experts. `axes`: communication of the mesh axes; `layer`: index of the block in the model; `options`: `device` and
-    `dtype` of the parameters."""
-
-    def __init__(self, config: ModelConfig, axes: AxisOperations, layer: int, **options: Any) -> None:
-        super().__init__()
-        self.attention_norm = make_norm(config, **options)
-        self.attention = Attention(config, axes, **options)
-        self.mlp_norm = make_norm(config, **options)
-        self.mlp = (Mixture if config.has_experts(layer) else FeedForward)(config, axes, **options)
-
-    def forward(
-        self,
-        x_BSH: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
-        visible: Visible,
-        counted_B: torch.Tensor | None = None,
-        cache: AttentionCache | None = None,
-        layer: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the block's output [B, S, H] and the load-balancing loss of its mixture of experts (None without one,
-        or without `counted_B`). `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, D/2] each; None with
-        learned positions. `visible`: attention mask; None: plain causal. `counted_B`: number of target tokens of each
-        sequence. `cache`: KV cache, to which the new keys and values are added as those of layer number `layer`."""
-        x_BSH, normed_BSH = self.attend(x_BSH, rotation, visible, cache, layer)
-        if not isinstance(self.mlp, Mixture):
-            return x_BSH + self.mlp(normed_BSH), None
-        y_BSH, balance = self.mlp(normed_BSH, counted_B)
-        return x_BSH + y_BSH, balance
-
-    def attend(
-        self,
-        x_BSH: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
-        visible: Visible,
-        cache: AttentionCache | None = None,
-        layer: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the first half of the block: return y = x + attention(norm(x)) and norm(y), the input of the MLP, [B, S,
-        H] each. `rotation`: rotary cosine and sine of each token; None with learned positions. `visible`: attention
-        mask; None: plain causal. `cache`: KV cache, to which the new keys and values are added as those of layer number
-        `layer`."""
-        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, visible, cache, layer)
-        return x_BSH, self.mlp_norm(x_BSH)
-
-    def linear_layers(self) -> list[Linear]:
-        """Return the block's linear layers through which every token passes, that is, without those of experts."""
-        of_mlp = [self.mlp.up, self.mlp.down] if isinstance(self.mlp, FeedForward) else []
-        return [self.attention.qkv, self.attention.output, *of_mlp]
 
 
 class StageInput(NamedTuple):
@@ -137,6 +84,7 @@ class Transformer(nn.Module):
         self._whole = len(held) == config.layers and first and last
         looked_up = first or (last and config.tied)
         self.embedding: Any = Embedding(width, config.hidden, axes.tensor, **options) if looked_up else None
+        self.served_length: int | None = None  # of the longest sequence of a server, by which LongRoPE chooses
         learned = config.positions == "learned"
         self.positions = Embedding(config.max_positions, config.hidden, None, **options) if learned and first else None
         self.layers: Any = nn.ModuleList()
@@ -145,7 +93,7 @@ class Transformer(nn.Module):
             self.layers.add_module(str(layer), block)
         self.final_norm = make_norm(config, **options) if last else None
         self.head = Linear(config.hidden, width, bias=False, **options) if last and not config.tied else None
-        self._rotary = None if learned else RotaryTable(config, dtype)
+        self._dtype, self._rotary = dtype, dict[Rotation, RotaryTable]()
         self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = axes.recompute.wrap_block(
             axes.recompute.wrap(Block.__call__)
         )
@@ -164,7 +112,9 @@ class Transformer(nn.Module):
 
     def output_head(self) -> OutputHead:
         """Return this rank's slice of the output head, the argument `head` of the loss functions."""
-        return OutputHead(self.head_weight, self.axes.tensor, None, self._first_token, self._widest, self._loss_backend)
+        shape = self._first_token, self._widest
+        cap = self.config.logit_softcap or 0.0
+        return OutputHead(self.head_weight, self.axes.tensor, None, *shape, self._loss_backend, cap)
 
     @property
     def _head_module(self) -> Any:
@@ -263,6 +213,8 @@ class Transformer(nn.Module):
     def scores(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Return the next-token logits [B, S, V] for `hidden_BSH`, the output of the final norm."""
         local_BSV = nn.functional.linear(hidden_BSH, self._head_module.weight)
+        if self.config.logit_softcap:
+            local_BSV = cap_logits_(local_BSV, self.config.logit_softcap)
         return self.axes.tensor.gather(local_BSV, "head.output", dim=2)[..., : self.config.vocabulary]
 
     def compile_blocks(self, **options: Any) -> None:
@@ -275,7 +227,7 @@ class Transformer(nn.Module):
         run_block = recompute.wrap(Block.forward, options, self._with_taps)
         if self.axes.dispatcher is not None:
             attend = recompute.wrap(Block.attend, options, self._with_taps)
-            run_block = _compile_around_dispatch(run_block, attend, recompute.wrap(Mixture.__call__))
+            run_block = compile_around_dispatch(run_block, attend, recompute.wrap(Mixture.__call__))
         self._run_block = recompute.wrap_block(run_block)
         if self.final_norm is not None:
             self._norm = torch.compile(type(self.final_norm).forward, **options)
@@ -317,26 +269,30 @@ class Transformer(nn.Module):
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = {layer: self.config.layer_window(layer) for layer in stage.layers}
+        turns = {layer: self.config.layer_rotation(layer) for layer in stage.layers}
         visible: dict[int | None, Visible] = {}
         if cache is None:
             context = self.axes.context
             assert context.size == 1 or documents.indices_C is not None, "context parallelism needs indices_C"
-            dtype = next(self.parameters()).dtype
-            flash = supports_flash_attention(tokens_BS.device, dtype, self.config.head_dim)
+            capped = self.config.attention_softcap is not None
+            form = choose_mask_form(tokens_BS.device, self._dtype, self.config.head_dim, capped)
             for each in set(windows.values()):
-                visible[each] = context.visibility(documents, sequence, each, tokens_BS.device, flash)
+                visible[each] = context.visibility(documents, sequence, each, tokens_BS.device, form)
         # The host would wait for a GPU to read the largest position: only a caller's own ones are unknown.
         stop = cached + sequence if positions_BS is None else int(positions_BS.max()) + 1
         if positions_BS is None and (positions_BS := documents.positions_BS()) is not None:
             stop = sequence * self.axes.context.size
-        rotation = None
-        if self._rotary is not None:
-            rotation = self._rotary.look_up(positions_BS, cached, stop, tokens_BS.device)
+        rotations: dict[Rotation | None, tuple[torch.Tensor, torch.Tensor] | None] = {None: None}
+        for turn in turns.values():
+            if turn is not None and turn not in rotations:
+                table = self._rotary.setdefault(turn, RotaryTable(turn, self._dtype, self.served_length))
+                rotations[turn] = table.look_up(positions_BS, cached, stop, tokens_BS.device)
 
         if stage.first:
             assert x is None and self.embedding is not None
             units.enter("embedding", None)
             x = units.leave("embedding", self.axes.tensor.leave(self.embedding(tokens_BS), "embedding"))
+            x = scale_embedding(x, self.config.embedding_factor)
             if self.positions is not None:
                 x = units.enter("positions", x)
                 if positions_BS is None:
@@ -348,7 +304,7 @@ class Transformer(nn.Module):
         assert x is not None, "the output of the previous stage is missing"
         x_BSH, losses = x, list[torch.Tensor]()
         for layer in stage.layers:
-            block = self.layers[layer]
+            block, rotation = self.layers[layer], rotations[turns[layer]]
             x_BSH = units.enter(f"layers.{layer}", x_BSH)
             if cache is None:
                 x_BSH, balance = self._run_block(block, x_BSH, rotation, visible[windows[layer]], counted_B)
@@ -364,25 +320,7 @@ class Transformer(nn.Module):
     def _normalise_for_head(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Return the input of the output head, [B, S, H]: the final norm of `x_BSH`, all-gathered over token slices
         with sequence parallelism."""
-        return self.axes.tensor.enter(self._norm(self.final_norm, x_BSH), "head.input")
-
-
-def _compile_around_dispatch(
-    run_dense: Callable[..., Any], attend: Callable[..., Any], mixture: Callable[..., Any]
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Combine the functions of a transformer block to one function with the arguments and result of `Block.forward`. A
-    block without experts runs in `run_dense`, compiled as a whole. A block with experts runs in `attend` (attention and
-    norms, compiled) and then in `mixture` (the experts, not compiled). torch.compile cannot trace token dispatch, and a
-    graph break inside a checkpoint would leave the whole block uncompiled."""
-
-    def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run one transformer block, with or without experts; return its output and load-balancing loss. `rest`: rotary
-        cosine and sine, attention mask, number of target tokens of each sequence."""
-        if not isinstance(block.mlp, Mixture):
-            return run_dense(block, x_BSH, *rest)  # type: ignore[no-any-return]
-        rotation, visible, counted_B = rest
-        x_BSH, normed_BSH = attend(block, x_BSH, rotation, visible)
-        y_BSH, balance = mixture(block.mlp, normed_BSH, counted_B)
-        return x_BSH + y_BSH, balance
-
-    return run
+        x_BSH = self._norm(self.final_norm, x_BSH)
+        if self.config.logit_divisor != 1:
+            x_BSH = x_BSH / self.config.logit_divisor
+        return self.axes.tensor.enter(x_BSH, "head.input")

@@ -40,22 +40,22 @@ def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size
 
 
 def varlen_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: VarlenMask
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: VarlenMask, scale: float | None = None
 ) -> torch.Tensor:
-    """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, D], stored in memory as [B, S, N, D], of tokens that
-    see only their document and window; query head n reads key-value head n // (N / K)."""
-    return torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, *mask)[0]  # type: ignore[no-any-return]
+    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], stored in memory as [B, S, N, D], of tokens that
+    see only their document and window; query head n reads key-value head n // (N / K). `scale`: None: 1 / √D."""
+    return torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, *mask, scale)[0]  # type: ignore[no-any-return]
 
 
 def _compute_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, cu_seqlens: torch.Tensor | None,
-    max_seqlen: torch.Tensor | None, window: int,
+    max_seqlen: torch.Tensor | None, window: int, scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute variable-length attention without autograd; return the output [B, N, S, D] and each query's log-sum-exp,
-    float32 [N, T]. The last three arguments are the fields of `VarlenMask`."""
+    float32 [N, T]. The last four arguments are the fields of `VarlenMask` and the scale of the scores."""
     bounds = _kernel_arguments(q_BNSD, cu_seqlens, max_seqlen)
     heads = (_concatenate(each) for each in (q_BNSD, k_BKSD, v_BKSD))
-    out_TND, log_sum_NT = _flash_forward(*heads, *bounds, 0.0, True, False, **_window_sizes(window))[:2]
+    out_TND, log_sum_NT = _flash_forward(*heads, *bounds, 0.0, True, False, scale=scale, **_window_sizes(window))[:2]
     return _split(out_TND, q_BNSD), log_sum_NT
 
 
@@ -65,14 +65,14 @@ _forward = custom_operator("meshwright::varlen_attention")(_compute_attention)
 @custom_operator("meshwright::varlen_attention_backward")
 def _backward(
     d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], cu_seqlens: torch.Tensor | None,
-    max_seqlen: torch.Tensor | None, window: int,
+    max_seqlen: torch.Tensor | None, window: int, scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values, in their shapes. `d_out_BNSD`: gradient of the output;
-    `saved`: queries, keys, values, output and log-sum-exps. The last three arguments are the fields of `VarlenMask`."""
+    `saved`: queries, keys, values, output and log-sum-exps. The last four arguments are those of the forward."""
     bounds = _kernel_arguments(saved[0], cu_seqlens, max_seqlen)
     state = torch.empty(2, dtype=torch.uint64, device=d_out_BNSD.device)  # of random numbers: not read without dropout
     heads = (_concatenate(each) for each in (d_out_BNSD, *saved[:4]))
-    of_all = _flash_backward(*heads, saved[4], *bounds, 0.0, True, state, state, **_window_sizes(window))
+    of_all = _flash_backward(*heads, saved[4], *bounds, 0.0, True, state, state, scale=scale, **_window_sizes(window))
     dq, dk, dv = (_split(gradient, of) for gradient, of in zip(of_all, saved[:3], strict=True))
     return dq, dk, dv
 
@@ -113,7 +113,7 @@ _backward.register_fake(lambda d_out, saved, *_: tuple(empty_bsnd(each) for each
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Save the inputs and outputs for backward (`setup_context` of torch.library.register_autograd)."""
-    *heads, ctx.cu_seqlens, ctx.max_seqlen, ctx.window = inputs
+    *heads, ctx.cu_seqlens, ctx.max_seqlen, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(*heads, *output)
     ctx.set_materialize_grads(False)
 
@@ -121,8 +121,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 def _backward_formula(ctx: Any, d_out_BNSD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the inputs (`backward` of torch.library.register_autograd)."""
     operator = torch.ops.meshwright.varlen_attention_backward
-    gradients = operator(d_out_BNSD, list(ctx.saved_tensors), ctx.cu_seqlens, ctx.max_seqlen, ctx.window)
-    return (*gradients, None, None, None)
+    gradients = operator(d_out_BNSD, list(ctx.saved_tensors), ctx.cu_seqlens, ctx.max_seqlen, ctx.window, ctx.scale)
+    return (*gradients, None, None, None, None)
 
 
 _forward.register_autograd(_backward_formula, setup_context=_save_for_backward)

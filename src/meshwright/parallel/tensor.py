@@ -56,6 +56,11 @@ class TensorParallel(TensorOperations):
         label of the call in traces."""
         return reduce_from(x, self.axis, site)
 
+    def average(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        """Return the mean of `x` (any shape) over the tp ranks; backward returns the mean of their gradients. `site`:
+        label of the calls in traces."""
+        return reduce_from(copy_to(x / self.size, self.axis, site), self.axis, site)
+
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
         """Return the tp ranks' `x` concatenated along dim `dim`. Backward sums the gradient over the ranks and returns
         this rank's slice of the sum. `site`: label of the call in traces."""

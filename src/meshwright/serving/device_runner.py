@@ -32,6 +32,7 @@ from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.torch_runner import OrderedTensorParallel
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
+from meshwright.spec.config import Rotation
 
 
 class DeviceRunner:
@@ -58,9 +59,10 @@ class DeviceRunner:
         self._model = Transformer(self.config, axes=axes, device=self._device, dtype=dtype, stages=[self._stage])
         self._model.requires_grad_(False).eval()
         weights.load_into(self._model, dtype)
-        self._rotation = None
-        if self.config.positions == "rope":
-            self._rotation = RotaryTable(self.config, torch.float32).up_to(limits.max_length, self._device)
+        turns = {self.config.layer_rotation(layer) for layer in self._stage.layers} - {None}
+        self._rotations: dict[Rotation | None, Any] = {None: None} | {
+            turn: RotaryTable(turn, torch.float32).up_to(limits.max_length, self._device) for turn in turns if turn
+        }
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         # The last block is for padding tokens.
         shape = (limits.blocks + 1) * BLOCK_TOKENS, kv_heads, self.config.head_dim
@@ -99,7 +101,8 @@ class DeviceRunner:
         """Return {kind: bytes}: on the device `weights`, `kv` and `workspace` (buffers, and the extra KV block of
         padding tokens); on the host `pinned` (buffers of a step's numbers). Memory that steps, graphs and sampling take
         from the caching allocators is not counted."""
-        tables = [self._numbers, self._tables, *self._scratch, self._draws, *(self._rotation or ())]
+        tables = [self._numbers, self._tables, *self._scratch, self._draws]
+        tables += [table for pair in self._rotations.values() if pair for table in pair]
         padding = sum(each.nbytes for pair in self._cache for each in pair) // (self._limits.blocks + 1)
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
@@ -230,7 +233,8 @@ class DeviceRunner:
         norms = None
         if attention.query_norm is not None and attention.key_norm is not None:
             norms = attention.query_norm.weight, attention.key_norm.weight
-        self._operations.rotate_and_store(qkv, cache, tiles, self._rotation, norms, self.config.norm_epsilon)
+        rotation = self._rotations[self.config.layer_rotation(layer)]
+        self._operations.rotate_and_store(qkv, cache, tiles, rotation, norms, self.config.norm_epsilon)
         out = self._operations.attend(qkv, cache, tiles, self.config.layer_window(layer), *self._scratch)
         return self._linear(attention.output, out)
 

@@ -23,14 +23,16 @@ from meshwright.kernels.structures import PackedMatrix
 from meshwright.model import layers as modules
 from meshwright.model.attention import Attention as AttentionModule
 from meshwright.model.axis_operations import AxisOperations
+from meshwright.model.block import Block
 from meshwright.model.experts import Mixture
 from meshwright.model.rope import RotaryTable
-from meshwright.model.transformer import Block, Transformer
+from meshwright.model.transformer import Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
+from meshwright.spec.config import Rotation
 
 Float32 = npt.NDArray[np.float32]
 
@@ -91,11 +93,13 @@ class Lowering:
         self._first_token = mesh.tp.rank * -(-self.config.vocabulary // mesh.tp.size)
         self._model = Transformer(self.config, axes=axes, device="meta", stages=[self._stage])
         self._names = {id(module): name for name, module in self._model.named_modules()}
-        self._rotation: tuple[Float32, Float32] | None = None
-        if self.config.positions == "rope":
-            tables = RotaryTable(self.config, torch.float32).up_to(limits.max_length, torch.device("cpu"))
+        self._rotations: dict[Rotation | None, tuple[Float32, Float32] | tuple[None, None]] = {None: (None, None)}
+        for rotation in dict.fromkeys(self.config.layer_rotation(layer) for layer in self._stage.layers):
+            if rotation is None:
+                continue
+            tables = RotaryTable(rotation, torch.float32).up_to(limits.max_length, torch.device("cpu"))
             cosine, sine = (self._keep(table[: limits.max_length].numpy()) for table in tables)
-            self._rotation = cosine, sine
+            self._rotations[rotation] = cosine, sine
         self.states = self._get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
         with reserve_pool([each for pair in self._caches for each in pair if limits.touched]):
@@ -153,7 +157,7 @@ class Lowering:
         self._lower_linear(attention.qkv, qkv, x)
         table, place = self._tables.layers[layer]
         cache = op.LayerCache(*self._caches[place], size, table)
-        cosine, sine = self._rotation or (None, None)
+        cosine, sine = self._rotations[self.config.layer_rotation(layer)]
         q_norm, k_norm = (self._read_optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
         self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, q_norm, k_norm, self.config.norm_epsilon))
         out = self._get_buffer("attention", heads * size)

@@ -13,7 +13,7 @@ from typing import Literal
 from meshwright.errors import UserError
 from meshwright.limits import LIMITS, limit_error
 from meshwright.names import unknown
-from meshwright.spec.families import FAMILIES
+from meshwright.spec.families import FAMILIES, OPTIONS
 from meshwright.spec.rope_scaling import RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
@@ -21,7 +21,18 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Positions = Literal["rope", "learned", "alibi"]
 Router = Literal["softmax", "sigmoid"]
 Head = Literal["next", "masked", "classes", "none"]
+_WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")  # transformers refuses a remainder in these families only
 _SIZES = ("vocabulary", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_positions")
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary positions of a layer. size: number of rotated features of a head. theta: base of the wavelengths.
+    scaling: scaling method; None: plain."""
+
+    size: int
+    theta: float
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +45,17 @@ class ModelConfig:
     included (None: all before it), in the layers that ``windowed_layers`` marks (None: in all layers).
     ``query_key_norm``: a norm on the queries and keys of each head. ``gated``: the MLP computes activation(gate) * up,
     as in SwiGLU. ``tied``: the output head shares the embedding matrix. ``more_eos_tokens``: end-of-sequence ids
-    besides ``eos_token``. ``initializer_range``: standard deviation of initial weights. Decoders with ``post_norms`` (a
-    norm on each sublayer's output, as in Gemma 2) or ``embedding_norm`` (as in BLOOM) can be planned but not run.
+    besides ``eos_token``. ``initializer_range``: standard deviation of initial weights. Decoders with
+    ``embedding_norm`` (as in BLOOM) can be planned but not run.
+
+    Norms: on the input of each sublayer if ``pre_norms``, on its output if ``post_norms``; they multiply by 1 + weight
+    if ``zero_centred_norms``. ``projection_norm``: the norm on queries and that on keys span all heads together.
+    Rotary positions: the first ``rotary_fraction`` of a head's features is rotated, in pairs of neighbours if
+    ``rotary_interleaved``, else in pairs half of them apart; layers in ``unrotated_layers`` (indices) have no
+    positions; in layers with a sliding window the base is ``window_rope_theta``, without scaling (None: as in the other
+    layers). Factors: attention scores are multiplied by ``attention_scale`` (None: 1 / sqrt(head_dim)), embeddings by
+    ``embedding_scale`` (None: sqrt(hidden)), the output of each sublayer by ``residual_scale``; logits are divided by
+    ``logit_divisor``. ``attention_softcap`` and ``logit_softcap``: a cap c turns scores or logits x into c tanh(x / c).
 
     Mixture of experts, if ``experts`` > 0: every layer except ``dense_layers`` (indices) has that many MLPs of width
     ``expert_intermediate``, of which a token uses ``experts_per_token``, and a shared expert of width
@@ -67,12 +87,25 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
     windowed_layers: tuple[bool, ...] | None = None
+    rotary_fraction: float = 1.0
+    rotary_interleaved: bool = False
+    window_rope_theta: float | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float | None = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     norm_bias: bool = False
     query_key_norm: bool = False
+    projection_norm: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
+    zero_centred_norms: bool = False
     embedding_norm: bool = False
     tied: bool = False
     bos_token: int | None = None
@@ -112,11 +145,11 @@ class ModelConfig:
             return problem
         if self.heads % self.kv_heads:
             return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
-        if self.hidden % self.heads and self.family in ("llama", "gemma2"):  # transformers refuses these two only
+        if self.hidden % self.heads and self.family in _WHOLE_HEADS:
             return f"hidden {self.hidden} must be a multiple of heads {self.heads} in family {self.family}"
-        if self.positions == "rope" and self.head_dim % 2:
-            return f"head_dim {self.head_dim} must be even: rotary positions rotate pairs of features"
-        for name, value in FAMILIES[self.family].fixed.items():
+        if problem := self._rotation_problem():
+            return problem
+        for name, value in self._fixed_values().items():
             if getattr(self, name) != value:
                 return f"{name} is always {value!r} in family {self.family}, not {getattr(self, name)!r}"
         if self.activation == "relu2" and self.family != "nemotron":
@@ -135,6 +168,39 @@ class ModelConfig:
             self.sliding_window is None or len(self.windowed_layers) != self.layers
         ):
             return f"windowed_layers needs a sliding_window and one entry for each of {self.layers} layers"
+        return None
+
+    def _fixed_values(self) -> dict[str, object]:
+        """Return {field: the only value that it may have in this family}: those that the family fixes, and the defaults
+        of the options that it lacks. Rotary options that `_rotation_problem` checks are left out."""
+        family = FAMILIES[self.family]
+        kept = {*family.settings, *(("rotary_fraction",) if family.partial_rotation else ())}
+        kept |= {"unrotated_layers"} if family.windows is not None and family.windows.layers == "unrotated" else set()
+        defaults = {each.name: each.default for each in dataclasses.fields(self) if each.name in OPTIONS}
+        return {name: value for name, value in defaults.items() if name not in kept} | dict(family.fixed)
+
+    def _rotation_problem(self) -> str | None:
+        """Return an error message for the first invalid one of the fields of rotary positions; None if there is
+        none."""
+        if self.positions != "rope":
+            return None
+        if self.rotary_fraction == 1.0 and self.head_dim % 2:
+            return f"head_dim {self.head_dim} must be even: rotary positions rotate pairs of features"
+        if not 0 < self.rotary_fraction <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
+            return (
+                f"rotary_fraction {self.rotary_fraction:g} of head_dim {self.head_dim} must be an even number above 0"
+            )
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "longrope":
+            for name in ("short_factors", "long_factors"):
+                if len(getattr(scaling, name)) != self.rotary_dim // 2:
+                    return (
+                        f"rope_scaling has {len(getattr(scaling, name))} {name}, "
+                        f"one for each of {self.rotary_dim // 2} rotated pairs is needed"
+                    )
+        wrong = [layer for layer in self.unrotated_layers if not 0 <= layer < self.layers]
+        if wrong or sorted(set(self.unrotated_layers)) != list(self.unrotated_layers):
+            return f"unrotated_layers must be numbers of layers from 0 to {self.layers - 1}, each once and in order"
         return None
 
     def _size_problem(self) -> str | None:
@@ -236,6 +302,34 @@ class ModelConfig:
     def eos_tokens(self) -> tuple[int, ...]:
         """All end-of-sequence token ids."""
         return (() if self.eos_token is None else (self.eos_token,)) + self.more_eos_tokens
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the attention scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor of the token embeddings."""
+        return self.hidden**0.5 if self.embedding_scale is None else self.embedding_scale
+
+    @property
+    def layer_norms(self) -> int:
+        """Number of norms over the hidden dimension in a layer."""
+        return 2 * (self.pre_norms + self.post_norms)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of features of a head that rotary positions rotate."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    def layer_rotation(self, layer: int) -> Rotation | None:
+        """Return the rotary positions of the layer with index `layer`; None if it has none."""
+        if self.positions != "rope" or layer in self.unrotated_layers:
+            return None
+        if self.window_rope_theta is not None and self.layer_window(layer) is not None:
+            return Rotation(self.rotary_dim, self.window_rope_theta)
+        return Rotation(self.rotary_dim, self.rope_theta, self.rope_scaling)
 
     def layer_window(self, layer: int) -> int | None:
         """Return the sliding window, in tokens with the token itself included, of the layer with index `layer`; None:

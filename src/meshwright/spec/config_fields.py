@@ -114,6 +114,10 @@ _ROPE = "rope_theta rope_scaling rope_parameters original_max_position_embedding
 _DECODER = _EVERY + _ROPE + "max_position_embeddings intermediate_size num_key_value_heads head_dim "
 _LLAMA = _DECODER + "hidden_act rms_norm_eps "
 _WINDOWS = "sliding_window layer_types use_sliding_window "
+_GEMMA = _DECODER + (
+    "rms_norm_eps hidden_activation sliding_window layer_types attention_bias query_pre_attn_scalar "
+    "final_logit_softcapping "
+)
 _MIXTURE = "num_experts_per_tok router_aux_loss_coef "
 _QWEN_MIXTURE = _MIXTURE + "num_experts moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers "
 
@@ -133,7 +137,15 @@ _READ: dict[str, str] = {
     + "max_position_embeddings n_embd n_layer n_head n_inner n_positions activation_function layer_norm_epsilon",
     "bloom": _EVERY + "n_embed n_layer n_head seq_length activation_function layer_norm_epsilon",
     "bert": _EVERY + "max_position_embeddings intermediate_size hidden_act type_vocab_size layer_norm_eps",
-    "gemma2": _DECODER + "rms_norm_eps hidden_activation sliding_window layer_types attention_bias",
+    "gemma2": _GEMMA + "attn_logit_softcapping",
+    "gemma3_text": _GEMMA + "rope_local_base_freq sliding_window_pattern",
+    "granite": _LLAMA
+    + "attention_bias mlp_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling",
+    "olmo2": _LLAMA + "attention_bias",
+    "olmo3": _LLAMA + "attention_bias sliding_window layer_types rope_local_base_freq",
+    "smollm3": _LLAMA + _WINDOWS + "attention_bias mlp_bias no_rope_layers no_rope_layer_interval",
+    "phi3": _LLAMA + "sliding_window layer_types partial_rotary_factor",
+    "glm4": _LLAMA + "attention_bias partial_rotary_factor",
     "nemotron": _DECODER + "hidden_act norm_eps attention_bias mlp_bias",
 }
 
@@ -147,7 +159,9 @@ _OWN_IGNORED: dict[str, str] = {
     "pooler_type",
     "bloom": "slow_but_exact masked_softmax_fusion offset_alibi attention_softmax_in_fp32 bias_dropout_fusion "
     "skip_bias_add skip_bias_add_qkv hidden_act n_inner",
-    "gemma2": "attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar hidden_act",
+    "gemma2": "hidden_act cache_implementation",
+    "gemma3_text": "hidden_act _sliding_window_pattern cache_implementation",
+    "phi3": "embd_pdrop resid_pdrop",
     "nemotron": "partial_rotary_factor rope_percent",
     "dots1": "ep_size",
     "qwen3_moe": "max_window_layers",  # every layer has a window or none has

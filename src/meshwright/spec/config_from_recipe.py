@@ -91,6 +91,11 @@ def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> Model
         "activation": "silu" if gated else "gelu_tanh",
         "tied": not gated,
     }
+    for name, setting in FAMILIES[model.family].settings.items():
+        if setting.kind == "factor":
+            fields[name] = FAMILIES[model.family].defaults.get(setting.key, 1.0)
+    if "attention_scale" in FAMILIES[model.family].settings:
+        fields["attention_scale"] = fields["head_dim"] ** -0.5
     if FAMILIES[model.family].encoder:
         fields |= {"token_types": 2, "head": "masked", "activation": "gelu", "norm_epsilon": 1e-12}
     if FAMILIES[model.family].experts:
@@ -140,6 +145,8 @@ def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
         overrides["dense_layers"] = tuple(overrides["dense_layers"])
     elif "layers" in overrides:
         overrides["dense_layers"] = tuple(layer for layer in base.dense_layers if layer < overrides["layers"])
+    if "layers" in overrides:
+        overrides["unrotated_layers"] = tuple(layer for layer in base.unrotated_layers if layer < overrides["layers"])
     if base.windowed_layers is not None and "layers" in overrides:
         # One entry per layer: cut the list, or repeat the last entry.
         layers = overrides["layers"]

@@ -5,26 +5,26 @@ A missing key has the default that transformers gives it, so that both libraries
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import UserError
+from meshwright.errors import ModelWarning, UserError
 from meshwright.limits import shorten_repr
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_fields import check_fields
 from meshwright.spec.config_reader import Reader
 from meshwright.spec.encoder_json import read_encoder, write_encoder
 from meshwright.spec.experts_json import read_experts, write_experts
-from meshwright.spec.families import FAMILIES, Family
-from meshwright.spec.rope_scaling import read_rope_scaling, write_rope_scaling
+from meshwright.spec.families import FAMILIES, NESTED, Family, Setting
+from meshwright.spec.positions_json import read_rope, read_windows, write_rope, write_windows
 from meshwright.untrusted import read_json
 
 _ACTIVATION_KEYS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
 # Activations that transformers assumes where the key is missing; "silu" in all other families.
 _DEFAULT_ACTIVATIONS = {
-    "gpt2": "gelu_new", "bert": "gelu", "bloom": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh",
-    "nemotron": "relu2",
+    "gpt2": "gelu_new", "bert": "gelu", "bloom": "gelu_pytorch_tanh", "nemotron": "relu2",
 }  # fmt: skip
 
 # Field of ModelConfig -> keys of a config.json, the usual one first.
@@ -39,29 +39,6 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "max_positions": ("max_position_embeddings",),
     "activation": ("hidden_act",),
     "norm_epsilon": ("rms_norm_eps",),
-}
-_GPT2_KEYS: dict[str, tuple[str, ...]] = _KEYS | {
-    "hidden": ("n_embd", "hidden_size"),
-    "layers": ("n_layer", "num_hidden_layers"),
-    "heads": ("n_head", "num_attention_heads"),
-    "kv_heads": ("n_head", "num_attention_heads"),
-    "head_dim": (),  # always hidden / heads
-    "intermediate": ("n_inner",),
-    "max_positions": ("n_positions", "max_position_embeddings"),
-    "activation": ("activation_function",),
-    "norm_epsilon": ("layer_norm_epsilon",),
-}
-_BERT_KEYS: dict[str, tuple[str, ...]] = _KEYS | {
-    "kv_heads": ("num_attention_heads",),
-    "head_dim": (),
-    "norm_epsilon": ("layer_norm_eps",),
-}
-_FAMILY_KEYS = {
-    "gpt2": _GPT2_KEYS,
-    "bloom": _GPT2_KEYS | {"hidden": ("hidden_size", "n_embed"), "max_positions": ("seq_length",)},
-    "bert": _BERT_KEYS,
-    "gemma2": _KEYS | {"activation": ("hidden_activation",)},
-    "nemotron": _KEYS | {"norm_epsilon": ("norm_eps",)},
 }
 
 
@@ -109,7 +86,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
     """Return, by ModelConfig field name, the ``config.json`` keys that may hold the field in a family (its
     ``model_type``), the preferred key first."""
-    return _FAMILY_KEYS.get(family, _KEYS)
+    return {**_KEYS, **FAMILIES[family].keys}
 
 
 def read_family(data: Mapping[str, Any], where: str) -> Family:
@@ -120,7 +97,7 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
     known = ", ".join(FAMILIES)
     if name is None:
         raise UserError(f'{where}: "model_type" is missing; it must be one of {known}')
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES | NESTED:
         raise UserError(
             f'{where}: "model_type" {shorten_repr(name)} is not a known family, so it can be neither planned nor run '
             f"(known: {known})"
@@ -128,7 +105,23 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
     for key in ("quantization_config", "compression_config"):
         if data.get(key) is not None:
             raise UserError(f'{where}: quantised models ("{key}") cannot be read; use the unquantised model')
-    return FAMILIES[name]
+    return (FAMILIES | NESTED)[name]
+
+
+def select_text_config(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the configuration of the language model in a ``config.json`` object (`data`): the object itself or, for a
+    multimodal model, its ``text_config`` with the special tokens of the whole, and a `ModelWarning`. where: name of the
+    configuration in errors."""
+    if data.get("model_type") not in NESTED:
+        return data
+    text = data.get("text_config")
+    if not isinstance(text, Mapping):
+        raise UserError(f'{where}: "text_config" must be an object, not {shorten_repr(text)}')
+    family = NESTED[data["model_type"]].name
+    message = f'{where}: only the language model of this {data["model_type"]} model ("text_config") is read'
+    warnings.warn(message, ModelWarning, stacklevel=2)
+    whole = {key: data[key] for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings") if key in data}
+    return {key: value for key, value in text.items() if key != "architectures"} | whole | {"model_type": family}
 
 
 def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -138,7 +131,7 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises ``UserError`` for values that cannot be read or whose effect is not implemented. Warns with `ModelWarning` of
     unknown fields, of custom code and of another architecture.
     """
-    family = read_family(data, where)
+    family, data = read_family(data, where), select_text_config(data, where)
     read = Reader(data, family.defaults, where)
     keys = file_keys(family.name)
     heads = read.integer("heads", keys["heads"])
@@ -178,16 +171,13 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     if family.encoder:
         fields |= read_encoder(read, family, fields["vocabulary"])
     if family.fixed["positions"] == "rope":
-        _read_rope(data, fields, where, read)
-        _read_windows(data, fields, where, read)
-        if family.name == "qwen2_moe":
-            fields["qkv_bias"] = read.boolean("qkv_bias")
+        read_rope(fields, read)
+        read_windows(fields, read)
+        fields |= _read_settings(family, read)
         if family.experts:
             fields |= read_experts(read, family.name, fields["layers"], fields["intermediate"])
         if family.attention_bias:
             fields["qkv_bias"] = fields["output_bias"] = read.boolean("attention_bias")
-        if family.name in ("llama", "nemotron"):
-            fields["mlp_bias"] = read.boolean("mlp_bias")
     bos = read.tokens("bos_token_id", fields["vocabulary"])
     eos = read.tokens("eos_token_id", fields["vocabulary"])
     fields["bos_token"] = bos[0] if bos else None
@@ -198,79 +188,19 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     return fields
 
 
-def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
-    """Read the ModelConfig fields ``rope_theta`` and ``rope_scaling`` from a ``config.json`` object (``data``) and add
-    them to ``fields``. They are under ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters``
-    (transformers 5). where: name of the configuration in errors. read: typed access to ``data``."""
-    fields["rope_theta"] = read.number(("rope_theta",), 10000.0)
-    # In a file with both keys rope_scaling takes precedence, as in transformers 5.
-    for key in ("rope_scaling", "rope_parameters"):
-        entry = data.get(key)
-        if entry is None or entry == {}:
-            continue
-        at = f"{where}: {key}"
-        if not isinstance(entry, Mapping):
-            raise UserError(f"{at} must be an object, not {shorten_repr(entry)}")
-        per_type = [value for value in entry.values() if isinstance(value, Mapping)]
-        if per_type:
-            if any(value != per_type[0] for value in per_type):
-                raise UserError(f"{at}: rotary positions that differ between layers are not supported")
-            entry = per_type[0]
-        inner = Reader(entry, {}, at)
-        if inner.number(("partial_rotary_factor",), 1.0) != 1.0 and fields["family"] != "nemotron":
-            raise UserError(f'{at}: "partial_rotary_factor" other than 1 is not supported')
-        fields["rope_theta"] = inner.number(("rope_theta",), fields["rope_theta"])
-        if data.get("original_max_position_embeddings") is not None:
-            entry = {**entry, "original_max_position_embeddings": data["original_max_position_embeddings"]}
-        fields["rope_scaling"] = read_rope_scaling(entry, max_positions=fields["max_positions"], where=at)
-        return
-
-
-def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
-    """Read the ModelConfig fields ``sliding_window`` (tokens) and ``windowed_layers`` from a ``config.json`` object
-    (``data``) and add them to ``fields``. where: name of the configuration in errors. read: typed access to
-    ``data``."""
-    family, layers = fields["family"], fields["layers"]
-    if family in ("llama", "nemotron"):  # transformers' Llama has no window and ignores the key
-        return
-    _, window = read.get(("sliding_window",))
-    if family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") and not read.boolean("use_sliding_window"):
-        window = None
-    types = data.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != layers:
-            raise UserError(f'{where}: "layer_types" must be a list of {layers} names, one for each layer')
-        for name in types:
-            if name not in ("full_attention", "sliding_attention"):
-                raise UserError(
-                    f"{where}: layer type {shorten_repr(name)} is not supported (full_attention, sliding_attention)"
-                )
-        windowed = [name == "sliding_attention" for name in types]
-    elif family in ("mistral", "mixtral", "qwen3_moe"):
-        windowed = [True] * layers
-    elif family == "gemma2":
-        windowed = [index % 2 == 0 for index in range(layers)]
-    elif family == "qwen2_moe":  # as in transformers 5: every other layer among the first max_window_layers
-        first = _window_layers(read)
-        windowed = [index % 2 == 0 and index < first for index in range(layers)]
-    else:
-        first = _window_layers(read)
-        windowed = [index >= first for index in range(layers)]
-    if window is None or not any(windowed):
-        return
-    if family in ("mistral", "mixtral", "qwen3_moe") and not all(windowed):
-        raise UserError(f'{where}: "layer_types" of a {family} model must be the same for all layers')
-    fields["sliding_window"] = read.integer("sliding_window", ("sliding_window",))
-    fields["windowed_layers"] = None if all(windowed) else tuple(windowed)
-
-
-def _window_layers(read: Reader) -> int:
-    """Return ``max_window_layers`` of a Qwen2 ``config.json`` (default 28): in qwen2 the index of the first layer with
-    a sliding window, in qwen2_moe that of the first layer without one. read: typed access to the file."""
-    _, value = read.get(("max_window_layers",), 28)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UserError(f'{read.where}: "max_window_layers" must be a whole number, not {shorten_repr(value)}')
-    return value
+def _read_settings(family: Family, read: Reader) -> dict[str, Any]:
+    """Read the ModelConfig fields, by name, that the family's ``settings`` map to keys of a ``config.json``. read:
+    typed access to the file."""
+    fields: dict[str, Any] = {}
+    for name, setting in family.settings.items():
+        if setting.kind == "flag":
+            fields[name] = read.boolean(setting.key)
+        elif setting.kind == "limit":
+            fields[name] = None if read.get((setting.key,))[1] is None else read.number((setting.key,), 1.0)
+        elif name != "window_rope_theta":  # which `read_rope` reads, as it may be nested
+            value = read.number((setting.key,), 1.0)
+            fields[name] = value**-0.5 if setting.kind == "inverse_square" else value
+    return fields
 
 
 def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
@@ -299,31 +229,20 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
         return written | {"n_ctx": config.max_positions, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     if family.encoder:
         return written | write_encoder(config, family)
-    scaling = write_rope_scaling(config.rope_scaling) if config.rope_scaling else None
-    written |= {
-        "attention_dropout": 0.0,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
-    }
+    # Padding ids that transformers assumes may be outside of a small vocabulary.
+    written |= {"attention_dropout": 0.0, "pad_token_id": None, **write_rope(config, family)}
+    written |= {setting.key: _write_setting(config, name, setting) for name, setting in family.settings.items()}
     if config.experts:
         written |= write_experts(config)
     if family.attention_bias:
         written["attention_bias"] = config.qkv_bias
-    if config.family == "llama":
-        written["mlp_bias"] = config.mlp_bias
-    if config.family == "qwen2_moe":
-        written["qkv_bias"] = config.qkv_bias
-    if config.family in ("mistral", "mixtral", "dots1"):
-        written["sliding_window"] = config.sliding_window
-    if config.family == "qwen3_moe":
-        written["use_sliding_window"] = config.sliding_window is not None
-        written["sliding_window"] = config.sliding_window
-    if config.family in ("qwen2", "qwen3", "qwen2_moe", "dots1"):
-        windowed = [config.layer_window(index) is not None for index in range(config.layers)]
-        if config.family != "dots1":
-            written["use_sliding_window"] = any(windowed)
-        written["sliding_window"] = config.sliding_window
-        written["max_window_layers"] = windowed.index(True) if any(windowed) else config.layers
-        written["layer_types"] = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in windowed]
-    return written
+    return written | write_windows(config, family)
+
+
+def _write_setting(config: ModelConfig, name: str, setting: Setting) -> object:
+    """Return the value of the ``config.json`` key that holds the ModelConfig field `name`. setting: the key."""
+    value = config.score_scale if name == "attention_scale" else getattr(config, name)
+    if setting.kind != "inverse_square":
+        return value
+    number = round(value**-2, 9)  # a square root and a square: rounded, so that the number is that of the file
+    return int(number) if number == int(number) else number

@@ -48,6 +48,13 @@ _GEMMA2 = _LLAMA | {
     "mlp_norm": f"{_LAYER}.pre_feedforward_layernorm",
     "mlp_post_norm": f"{_LAYER}.post_feedforward_layernorm",
 }
+_OLMO = {name: disk for name, disk in _GEMMA2.items() if name not in ("attention_norm", "mlp_norm")}
+_PHI3 = _LLAMA | {"qkv": f"{_LAYER}.self_attn.qkv_proj", "gate_up": f"{_LAYER}.mlp.gate_up_proj"}
+_GLM4 = _LLAMA | {
+    "attention_post_norm": f"{_LAYER}.post_self_attn_layernorm",
+    "mlp_post_norm": f"{_LAYER}.post_mlp_layernorm",
+    "gate_up": f"{_LAYER}.mlp.gate_up_proj",
+}
 _NEMOTRON = {name: disk for name, disk in _LLAMA.items() if name != "gate"}
 _BLOCK = "transformer.h.{i}"
 _GPT2 = {
@@ -105,7 +112,14 @@ DISK_NAMES: Mapping[str, Mapping[str, str]] = {
     "dots1": _DOTS1,
     "gpt2": _GPT2,
     "bloom": _BLOOM,
+    "granite": _LLAMA,
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "smollm3": _LLAMA,
     "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2,
+    "phi3": _PHI3,
+    "glm4": _GLM4,
     "nemotron": _NEMOTRON,
     "bert": _BERT,
 }
@@ -116,8 +130,19 @@ BASE_PREFIX = {
     for family in DISK_NAMES
 }
 
-# Name prefixes of further heads that a file may contain, such as BERT's own files.
-OTHER_HEADS = {"bert": ("pooler.", "cls.", "classifier.", "qa_outputs.")}
+# Name prefixes of further heads that a file may contain, such as BERT's own files, and of the other parts of a
+# multimodal model.
+OTHER_HEADS = {
+    "bert": ("pooler.", "cls.", "classifier.", "qa_outputs."),
+    "gemma3_text": ("vision_tower.", "multi_modal_projector."),
+}
+
+# Name prefixes of the language model in the files of a multimodal model -> the prefix without the other parts.
+NESTED_PREFIXES = {
+    "gemma3_text": {
+        "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
+    },
+}  # fmt: skip
 
 # Former endings of tensor names -> current endings.
 FORMER_ENDINGS = {

@@ -4,29 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Key of a ``config.json`` that holds one optional ModelConfig field. key: its name. kind: "flag": a boolean;
+    "factor": a number above 0; "limit": a number above 0, or null for none; "inverse_square": a number x above 0, where
+    the field is x ** -0.5."""
+
+    key: str
+    kind: Literal["flag", "factor", "limit", "inverse_square"] = "factor"
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How a ``config.json`` gives the layers with a sliding window. layers: layers that have one without the key
+    ``layer_types``: "all"; "late", those from ``max_window_layers`` on; "early", every other one before it; "periodic",
+    all but every ``period``-th, which the key ``period_key`` may give; "unrotated", those without rotary positions. switch: True if ``use_sliding_window``
+    must be true. listed: True if ``layer_types`` may list them; if not, all layers or none have a window."""
+
+    layers: Literal["all", "late", "early", "periodic", "unrotated"]
+    period: int = 1
+    period_key: str | None = None
+    switch: bool = False
+    listed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """Architecture choices that all models of a family share. name: ``model_type`` in config.json. architecture: class
     name in transformers. fixed: {ModelConfig field: the only value that it may have}. defaults: {config.json key: value
-    if the key is missing}. planning_only: reason why the family can be planned but not run; None if it can be run.
-    experts: True if layers hold mixtures of experts. heads: for an encoder, {class name in transformers: its
-    ``ModelConfig.head``}; empty for a decoder."""
+    if the key is missing}. settings: {ModelConfig field: the config.json key that holds it}, for fields that not all
+    families have. A field of `OPTIONS` that is in neither has its default. keys: {ModelConfig field: its config.json
+    keys}, for fields whose keys are not the usual ones. windows: layers with a sliding window; None: no layer has one.
+    partial_rotation: True if the key ``partial_rotary_factor`` may be below 1. planning_only: reason why the family can
+    be planned but not run; None if it can be run. experts: True if layers hold mixtures of experts. heads: for an
+    encoder, {class name in transformers: its ``ModelConfig.head``}; empty for a decoder. nested: ``model_type`` of
+    multimodal models whose ``text_config`` is a model of this family."""
 
     name: str
     architecture: str
     fixed: Mapping[str, object]
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys a config.json may leave out
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    windows: Windows | None = None
+    partial_rotation: bool = False
     planning_only: str | None = None
     experts: bool = False  # its layers hold mixtures of experts
     heads: Mapping[str, str] = field(default_factory=dict)  # of an encoder: architecture -> ``ModelConfig.head``
+    nested: str | None = None
 
     @property
     def attention_bias(self) -> bool:
         """True if the ``config.json`` key ``attention_bias`` sets the biases of all attention projections together."""
-        return self.fixed["positions"] == "rope" and "output_bias" not in self.fixed
+        return self.fixed["positions"] == "rope" and not {"qkv_bias", "output_bias"} & {*self.fixed, *self.settings}
 
     @property
     def encoder(self) -> bool:
@@ -39,9 +72,8 @@ _ROPE_DECODER: dict[str, object] = {
     "gated": True,
     "positions": "rope",
     "norm_bias": False,
-    "post_norms": False,
-    "embedding_norm": False,
 }
+_PLAIN_HEADS: dict[str, object] = {"query_key_norm": False}
 _GPT: dict[str, object] = {
     "norm": "layernorm",
     "gated": False,
@@ -54,7 +86,6 @@ _GPT: dict[str, object] = {
     "mlp_bias": True,
     "norm_bias": True,
     "query_key_norm": False,
-    "post_norms": False,
 }
 _SOFTMAX_ROUTER: dict[str, object] = {"router": "softmax", "router_bias": False, "routed_scale": 1.0}
 _NO_SHARED_EXPERT: dict[str, object] = {"shared_intermediate": 0, "shared_gate": False}
@@ -64,33 +95,72 @@ _MISTRAL_DEFAULTS = {
     "num_key_value_heads": 8, "max_position_embeddings": 131072, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _QWEN_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096}
+_LLAMA_DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+_MLP_BIAS = {"mlp_bias": Setting("mlp_bias", "flag")}
+_GPT2_KEYS: dict[str, tuple[str, ...]] = {
+    "hidden": ("n_embd", "hidden_size"),
+    "layers": ("n_layer", "num_hidden_layers"),
+    "heads": ("n_head", "num_attention_heads"),
+    "kv_heads": ("n_head", "num_attention_heads"),
+    "head_dim": (),  # always hidden / heads
+    "intermediate": ("n_inner",),
+    "max_positions": ("n_positions", "max_position_embeddings"),
+    "activation": ("activation_function",),
+    "norm_epsilon": ("layer_norm_epsilon",),
+}
+# OLMo 2 and 3: norms on the outputs of the sublayers alone, a norm over all heads' queries, another over their keys.
+_OLMO = _ROPE_DECODER | {
+    "mlp_bias": False, "pre_norms": False, "post_norms": True, "query_key_norm": True, "projection_norm": True,
+}  # fmt: skip
+_OLMO_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279, "pad_token_id": 1}
+# Gemma 2 and 3: scaled embedding, norms before and after each sublayer that multiply by 1 + weight.
+_GEMMA = _ROPE_DECODER | {
+    "mlp_bias": False, "post_norms": True, "zero_centred_norms": True, "embedding_scale": None,
+}  # fmt: skip
+_GEMMA_DEFAULTS = {
+    "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "query_pre_attn_scalar": 256,
+}  # fmt: skip
+_GEMMA_SETTINGS = {
+    "attention_scale": Setting("query_pre_attn_scalar", "inverse_square"),
+    "logit_softcap": Setting("final_logit_softcapping", "limit"),
+}
+# Experts chosen by sigmoids and a bias that balances their load, one wide shared expert; the first layers are dense.
+_SIGMOID_ROUTER: dict[str, object] = {
+    "router": "sigmoid", "router_bias": True, "router_loss": 0.0, "shared_gate": False,
+}  # fmt: skip
+
+OPTIONS = (
+    "pre_norms", "post_norms", "zero_centred_norms", "projection_norm", "embedding_norm", "rotary_fraction",
+    "rotary_interleaved", "window_rope_theta", "unrotated_layers", "attention_scale", "attention_softcap",
+    "logit_softcap", "embedding_scale", "residual_scale", "logit_divisor",
+)  # fmt: skip
+"""ModelConfig fields that keep their defaults in every family that names them neither in ``fixed`` nor ``settings``."""
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family(
-            "llama",
-            "LlamaForCausalLM",
-            _ROPE_DECODER | _NO_WINDOW | {"query_key_norm": False},
-            {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-        ),
+        Family("llama", "LlamaForCausalLM", _ROPE_DECODER | _NO_WINDOW | _PLAIN_HEADS, _LLAMA_DEFAULTS, _MLP_BIAS),
         Family(
             "mistral",
             "MistralForCausalLM",
-            _ROPE_DECODER | _NO_BIAS | {"query_key_norm": False, "windowed_layers": None},
+            _ROPE_DECODER | _NO_BIAS | _PLAIN_HEADS | {"windowed_layers": None},
             _MISTRAL_DEFAULTS | {"sliding_window": 4096},
+            windows=Windows("all", listed=False),
         ),
         Family(
             "qwen2",
             "Qwen2ForCausalLM",
-            _ROPE_DECODER | {"qkv_bias": True, "output_bias": False, "mlp_bias": False, "query_key_norm": False},
+            _ROPE_DECODER | _PLAIN_HEADS | {"qkv_bias": True, "output_bias": False, "mlp_bias": False},
             _QWEN_DEFAULTS | {"num_key_value_heads": 32, "max_window_layers": 28},
+            windows=Windows("late", switch=True),
         ),
         Family(
             "qwen3",
             "Qwen3ForCausalLM",
             _ROPE_DECODER | {"mlp_bias": False, "query_key_norm": True},
             _QWEN_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
+            windows=Windows("late", switch=True),
         ),
         Family(
             "mixtral",
@@ -99,10 +169,12 @@ FAMILIES: dict[str, Family] = {
             | _NO_BIAS
             | _SOFTMAX_ROUTER
             | _NO_SHARED_EXPERT
-            | {"query_key_norm": False, "windowed_layers": None, "normalise_choice": True, "dense_layers": ()},
+            | _PLAIN_HEADS
+            | {"windowed_layers": None, "normalise_choice": True, "dense_layers": ()},
             _MISTRAL_DEFAULTS
             | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.001}
             | {"num_local_experts": 8, "num_experts_per_tok": 2},
+            windows=Windows("all", listed=False),
             experts=True,
         ),
         Family(
@@ -110,11 +182,14 @@ FAMILIES: dict[str, Family] = {
             "Qwen2MoeForCausalLM",
             _ROPE_DECODER
             | _SOFTMAX_ROUTER
-            | {"output_bias": False, "mlp_bias": False, "query_key_norm": False, "shared_gate": True},
+            | _PLAIN_HEADS
+            | {"output_bias": False, "mlp_bias": False, "shared_gate": True},
             _QWEN_DEFAULTS
             | {"num_key_value_heads": 16, "max_window_layers": 28, "qkv_bias": True, "router_aux_loss_coef": 0.001}
             | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
             | {"shared_expert_intermediate_size": 5632},
+            {"qkv_bias": Setting("qkv_bias", "flag")},
+            windows=Windows("early", switch=True),
             experts=True,
         ),
         Family(
@@ -127,23 +202,99 @@ FAMILIES: dict[str, Family] = {
             _QWEN_DEFAULTS
             | {"num_key_value_heads": 4, "router_aux_loss_coef": 0.001}
             | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+            windows=Windows("all", switch=True, listed=False),
             experts=True,
         ),
         Family(
             "dots1",
             "Dots1ForCausalLM",
-            _ROPE_DECODER
-            | {"mlp_bias": False, "query_key_norm": True}
-            | {"router": "sigmoid", "router_bias": True, "router_loss": 0.0, "shared_gate": False},
+            _ROPE_DECODER | _SIGMOID_ROUTER | {"mlp_bias": False, "query_key_norm": True},
             {"max_position_embeddings": 2048, "moe_intermediate_size": 1408}
             | {"sliding_window": 4096, "max_window_layers": 62},
+            windows=Windows("late"),
             experts=True,
+        ),
+        Family(
+            "granite",
+            "GraniteForCausalLM",
+            _ROPE_DECODER | _NO_WINDOW | _PLAIN_HEADS,
+            _LLAMA_DEFAULTS | {"attention_multiplier": 1.0},
+            _MLP_BIAS
+            | {
+                "attention_scale": Setting("attention_multiplier"),
+                "embedding_scale": Setting("embedding_multiplier"),
+                "residual_scale": Setting("residual_multiplier"),
+                "logit_divisor": Setting("logits_scaling"),
+            },
+        ),
+        Family("olmo2", "Olmo2ForCausalLM", _OLMO | _NO_WINDOW, _OLMO_DEFAULTS),
+        Family(
+            "olmo3",
+            "Olmo3ForCausalLM",
+            _OLMO,
+            _OLMO_DEFAULTS | {"rope_theta": 500000.0, "rope_local_base_freq": 500000.0, "sliding_window": 4096},
+            {"window_rope_theta": Setting("rope_local_base_freq")},
+            windows=Windows("periodic", period=4),
+        ),
+        Family(
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            _ROPE_DECODER | _PLAIN_HEADS,
+            {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2000000.0}
+            | {"bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True},
+            _MLP_BIAS,
+            windows=Windows("unrotated", switch=True),
+        ),
+        Family(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            _GEMMA | _PLAIN_HEADS,
+            _GEMMA_DEFAULTS
+            | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            _GEMMA_SETTINGS | {"attention_softcap": Setting("attn_logit_softcapping", "limit")},
+            {"activation": ("hidden_activation",)},
+            windows=Windows("periodic", period=2),
+        ),
+        Family(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            _GEMMA | {"query_key_norm": True},
+            _GEMMA_DEFAULTS
+            | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 10000.0}
+            | {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216}
+            | {"num_hidden_layers": 26, "num_attention_heads": 8},
+            _GEMMA_SETTINGS | {"window_rope_theta": Setting("rope_local_base_freq")},
+            {"activation": ("hidden_activation",)},
+            windows=Windows("periodic", period=6, period_key="sliding_window_pattern"),
+            nested="gemma3",
+        ),
+        Family(
+            "phi3",
+            "Phi3ForCausalLM",
+            _ROPE_DECODER | _NO_BIAS | _PLAIN_HEADS | {"windowed_layers": None},
+            {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+            | {"bos_token_id": 1, "eos_token_id": 32000},
+            windows=Windows("all", listed=False),
+            partial_rotation=True,
+        ),
+        Family(
+            "glm4",
+            "Glm4ForCausalLM",
+            _ROPE_DECODER
+            | _NO_WINDOW
+            | _PLAIN_HEADS
+            | {"output_bias": False, "mlp_bias": False, "post_norms": True, "rotary_interleaved": True},
+            {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072, "attention_bias": True}
+            | {"rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "eos_token_id": [151329, 151336, 151338]},
+            {"qkv_bias": Setting("attention_bias", "flag")},
+            partial_rotation=True,
         ),
         Family(
             "gpt2",
             "GPT2LMHeadModel",
-            _GPT | {"positions": "learned", "embedding_norm": False},
+            _GPT | {"positions": "learned"},
             {"n_positions": 1024, "tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256},
+            keys=_GPT2_KEYS,
         ),
         Family(
             "bert",
@@ -151,6 +302,7 @@ FAMILIES: dict[str, Family] = {
             _GPT | {"positions": "learned", "embedding_norm": True, "tied": True},
             {"type_vocab_size": 2, "layer_norm_eps": 1e-12, "max_position_embeddings": 512}
             | {"tie_word_embeddings": True, "pad_token_id": 0},
+            keys={"kv_heads": ("num_attention_heads",), "head_dim": (), "norm_epsilon": ("layer_norm_eps",)},
             heads={"BertForMaskedLM": "masked", "BertForSequenceClassification": "classes", "BertModel": "none"},
         ),
         Family(
@@ -158,24 +310,23 @@ FAMILIES: dict[str, Family] = {
             "BloomForCausalLM",
             _GPT | {"positions": "alibi", "embedding_norm": True},
             {"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2},
+            keys=_GPT2_KEYS | {"hidden": ("hidden_size", "n_embed"), "max_positions": ("seq_length",)},
             planning_only="its ALiBi positions and embedding norm are not computed",
-        ),
-        Family(
-            "gemma2",
-            "Gemma2ForCausalLM",
-            _ROPE_DECODER | {"mlp_bias": False, "query_key_norm": False, "post_norms": True},
-            {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192, "sliding_window": 4096}
-            | {"tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1},
-            planning_only="its capped scores, scaled embeddings and norms after each sublayer are not computed",
         ),
         Family(
             "nemotron",
             "NemotronForCausalLM",
             _ROPE_DECODER
             | _NO_WINDOW
-            | {"norm": "layernorm", "norm_bias": True, "gated": False, "activation": "relu2", "query_key_norm": False},
+            | _PLAIN_HEADS
+            | {"norm": "layernorm", "norm_bias": True, "gated": False, "activation": "relu2"},
             {"bos_token_id": 2, "eos_token_id": 3},
+            _MLP_BIAS,
+            {"norm_epsilon": ("norm_eps",)},
             planning_only="its squared ReLU, partly rotated heads and norms of 1 + weight are not computed",
         ),
     )
 }
+
+NESTED: dict[str, Family] = {family.nested: family for family in FAMILIES.values() if family.nested}
+"""Families of the text part of multimodal models, by the ``model_type`` of the whole model."""

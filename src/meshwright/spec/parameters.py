@@ -254,13 +254,14 @@ class _Builder:
             """Append one of the layer's norms. part: its key in `DISK_NAMES`, such as "mlp_norm"."""
             self.norm(_Place(unit, part, layer, f"{unit}.{part}"))
 
-        norm("attention_norm")
+        if config.pre_norms:
+            norm("attention_norm")
         if "qkv" in self.names:
-            # BLOOM's file interleaves query, key and value per head; GPT-2's has all queries, all keys, all values.
-            mixed = config.family == "bloom"
-            blocks, granularity = ((3 * query,), 3 * head_dim) if mixed else ((query,) * 3, head_dim)
+            # BLOOM's file interleaves query, key and value per head; others have all queries, all keys, all values.
+            mixed, width = config.family == "bloom", query + 2 * key
+            blocks, granularity = ((width,), 3 * head_dim) if mixed else ((query, key, key), head_dim)
             place, cut = _Place(unit, "qkv", layer, f"{attention}.qkv"), _Cut({"tp": 0}, blocks, granularity)
-            self.linear(place, 3 * query, hidden, cut, bias=config.qkv_bias)
+            self.linear(place, width, hidden, cut, bias=config.qkv_bias)
         else:
             for part, size, offset in (("query", query, 0), ("key", key, query), ("value", key, query + key)):
                 cut = _Cut({"tp": 0}, granularity=head_dim)
@@ -269,14 +270,19 @@ class _Builder:
                 place = _Place(unit, part, layer, f"{attention}.qkv", offset)
                 self.linear(place, size, hidden, cut, bias=config.qkv_bias)
         if config.query_key_norm:
-            for part in ("query_norm", "key_norm"):
-                self.norm(_Place(unit, part, layer, f"{attention}.{part}"), head_dim, _BY_HEADS)
+            for part, size in (("query_norm", query), ("key_norm", key)):
+                cut = _Cut({"tp": 0}, granularity=head_dim)  # one weight for each feature of each head
+                if part == "key_norm":
+                    cut = replace(cut, remainder="replicate", partial="heads")
+                size, cut = (size, cut) if config.projection_norm else (head_dim, _BY_HEADS)
+                self.norm(_Place(unit, part, layer, f"{attention}.{part}"), size, cut)
         place, cut = _Place(unit, "attention_output", layer, f"{attention}.output"), _Cut({"tp": 1}, (), head_dim)
         self.linear(place, hidden, query, cut, bias=config.output_bias)
         if config.post_norms:
             norm("attention_post_norm")
 
-        norm("mlp_norm")
+        if config.pre_norms:
+            norm("mlp_norm")
         if config.has_experts(layer):
             self.mixture(unit, mlp, layer)
         else:
@@ -289,8 +295,12 @@ class _Builder:
         names of the model's parameters, such as "layers.0.mlp"; `layer`: layer index; `width`: intermediate size;
         `prefix`: start of their keys in `DISK_NAMES` ("shared_" for a shared expert)."""
         hidden, bias = self.config.hidden, self.config.mlp_bias
-        for part, offset in (("gate", 0), ("up", width)) if self.config.gated else (("up", 0),):
-            self.linear(_Place(unit, prefix + part, layer, f"{mlp}.up", offset), width, hidden, _COLUMNS, bias=bias)
+        if not prefix and "gate_up" in self.names:
+            cut = _Cut({"tp": 0}, (width, width))
+            self.linear(_Place(unit, "gate_up", layer, f"{mlp}.up"), 2 * width, hidden, cut, bias=bias)
+        else:
+            for part, offset in (("gate", 0), ("up", width)) if self.config.gated else (("up", 0),):
+                self.linear(_Place(unit, prefix + part, layer, f"{mlp}.up", offset), width, hidden, _COLUMNS, bias=bias)
         self.linear(_Place(unit, f"{prefix}down", layer, f"{mlp}.down"), hidden, width, _ROWS, bias=bias)
 
     def mixture(self, unit: str, mlp: str, layer: int) -> None:
@@ -331,8 +341,7 @@ class _Builder:
         """Append the entry of a norm's weight and, if the model has norm biases, of its bias. place: its position in
         the model. size: number of elements (None: hidden size). cut: its sharding; by default replicated over tp, with
         partial gradients under sequence parallelism."""
-        # Gemma 2 multiplies by 1 + weight.
-        ones = Initial("zeros" if self.config.family == "gemma2" else "ones")
+        ones = Initial("zeros" if self.config.zero_centred_norms else "ones")
         shape = (size or self.config.hidden,)
         self.add(place, shape, cut, initial=ones)
         if self.config.norm_bias:

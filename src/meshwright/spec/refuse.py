@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.disk_names import DISK_NAMES
 from meshwright.spec.stage_times import program_for
 
 
@@ -115,6 +116,11 @@ def _tensor_problem(layout: Layout, config: ModelConfig) -> str | None:
         return (
             f"tp{tp} and the model's {config.kv_heads} key-value heads do not divide each other: one must be a "
             "multiple of the other"
+        )
+    if config.kv_heads % tp and config.family != "bloom" and "qkv" in DISK_NAMES[config.family]:
+        return (
+            f"tp{tp} is more than the model's {config.kv_heads} key-value heads, which family {config.family} has in "
+            f"one matrix with the queries on disk; tp must divide them"
         )
     width = -(-config.vocabulary // tp)
     if width * (tp - 1) >= config.vocabulary:

@@ -1,4 +1,5 @@
-"""RoPE scaling methods (linear, llama3, yarn), which extend rotary positions beyond the training context, as data.
+"""RoPE scaling methods (linear, llama3, yarn, longrope), which extend rotary positions beyond the training context, as
+data.
 
 Reads and writes both spellings of Hugging Face: ``rope_theta`` with ``rope_scaling`` (transformers 4) and one
 ``rope_parameters`` (transformers 5).
@@ -15,7 +16,7 @@ from meshwright.errors import UserError
 from meshwright.limits import limit_of, shorten_repr
 from meshwright.names import ROPE_SCALINGS
 
-RopeKind = Literal["linear", "llama3", "yarn"]
+RopeKind = Literal["linear", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,11 @@ class RopeScaling:
     with a ramp between. ``truncate``: False: do not round the ends of the ramp to whole dimensions. Cosine and sine are
     multiplied by ``attention_scale``: ``attention_factor`` if given, else the ratio of two factors computed from
     ``mscale`` and ``mscale_all_dim`` if both are given.
-    """
+
+    "longrope" (Ding et al. 2024, arXiv:2402.13753): each rotary frequency is divided by its own factor, one of
+    ``long_factors`` for sequences of more than ``original_max_positions`` tokens, else one of ``short_factors``. Cosine
+    and sine are multiplied by ``attention_factor`` or, without it, by sqrt(1 + ln(factor) /
+    ln(original_max_positions))."""
 
     kind: RopeKind
     factor: float
@@ -46,14 +51,19 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     @property
     def attention_scale(self) -> float:
-        """Factor on cosine and sine: 1, except for yarn (by default 0.1 ln(factor) + 1)."""
-        if self.kind != "yarn":
+        """Factor on cosine and sine: 1, except for yarn (by default 0.1 ln(factor) + 1) and longrope."""
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope":
+            assert self.original_max_positions is not None
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
         if self.mscale and self.mscale_all_dim:
             return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
         return _yarn_scale(self.factor, 1.0)
@@ -84,11 +94,19 @@ _KEYS: dict[RopeKind, dict[str, str]] = {
         "mscale_all_dim": "mscale_all_dim",
         "truncate": "truncate",
     },
+    "longrope": {
+        "factor": "factor",
+        "original_max_positions": "original_max_position_embeddings",
+        "attention_factor": "attention_factor",
+        "short_factors": "short_factor",
+        "long_factors": "long_factor",
+    },
 }
 _REQUIRED: dict[RopeKind, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 
@@ -130,6 +148,8 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
             if not isinstance(value, bool):
                 raise UserError(f'{where}: "{key}" must be true or false, not {shorten_repr(value)}')
             values[field] = value
+        elif key in ("short_factor", "long_factor"):
+            values[field] = _read_factors(value, f'{where}: "{key}"')
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= limit_of("count"):
             raise UserError(
                 f'{where}: "{key}" must be a number above 0 and at most {limit_of("count")}, not {shorten_repr(value)}'
@@ -150,9 +170,22 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
         raise UserError(f'{where}: "factor" must be at least 1, not {values["factor"]:g}')
     if kind == "llama3" and values["high_frequency_factor"] <= values["low_frequency_factor"]:
         raise UserError(f'{where}: "high_freq_factor" must be greater than "low_freq_factor"')
+    if kind == "longrope" and values["original_max_positions"] < 2:
+        raise UserError(f'{where}: "original_max_position_embeddings" must be at least 2')
     if kind == "yarn" and values.get("beta_fast", 32.0) <= values.get("beta_slow", 1.0):
         raise UserError(f'{where}: "beta_fast" must be greater than "beta_slow"')
     return RopeScaling(kind=kind, **values)
+
+
+def _read_factors(value: object, where: str) -> tuple[float, ...]:
+    """Return a list of factors of rotary frequencies (`value`) as a tuple. where: name of the key in errors. Raises
+    ``UserError`` unless it is a list of numbers above 0, of bounded length."""
+    if not isinstance(value, list) or len(value) > limit_of("head_dim"):
+        raise UserError(f"{where} must be a list with one number for each rotated pair, not {shorten_repr(value)}")
+    for factor in value:
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= limit_of("count"):
+            raise UserError(f"{where} must hold numbers above 0, not {shorten_repr(factor)}")
+    return tuple(float(factor) for factor in value)
 
 
 def write_rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
@@ -161,5 +194,5 @@ def write_rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
     for field, key in _KEYS[scaling.kind].items():
         value = getattr(scaling, field)
         if value is not None:
-            entry[key] = value
+            entry[key] = list(value) if isinstance(value, tuple) else value
     return entry

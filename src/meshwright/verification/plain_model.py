@@ -46,7 +46,8 @@ def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: P
     model = _Forward(config, weights, ids_BS)
     x_BSH = model.hidden(tokens_BS)
     head = weights["embedding.weight"] if config.tied else weights["head.weight"]
-    log_probabilities_BSV = F.log_softmax(x_BSH @ head.T, dim=-1)
+    logits_BSV = cap(x_BSH @ head.T / config.logit_divisor, config.logit_softcap)
+    log_probabilities_BSV = F.log_softmax(logits_BSV, dim=-1)
     counted_BS = targets_BS != IGNORED
     chosen_BS = log_probabilities_BSV.gather(2, targets_BS.clamp(min=0)[..., None])[..., 0]
     chosen_BS = torch.where(counted_BS, chosen_BS, 0.0)
@@ -159,6 +160,11 @@ def _preference_loss(
     return total
 
 
+def cap(x: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """Return limit tanh(x / limit) for scores or logits `x`; `x` itself if the limit is None."""
+    return x if limit is None else limit * torch.tanh(x / limit)
+
+
 class _Forward:
     """Forward pass of a reference transformer on one batch. config: the model. weights: float64 tensors by the training
     engine's names. ids_BS: document number of each token. Attributes: `balance_losses`: load-balancing loss [B] of each
@@ -177,20 +183,28 @@ class _Forward:
 
     def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return the final hidden states [B, S, H] of tokens [B, S]."""
-        x_BSH = self.weights["embedding.weight"][tokens_BS]
+        config = self.config
+        factor = config.hidden**0.5 if config.embedding_scale is None else config.embedding_scale
+        x_BSH = factor * self.weights["embedding.weight"][tokens_BS]
         if self.config.positions == "learned":
             x_BSH = x_BSH + self.weights["positions.weight"][self.positions_BS]
         for layer in range(self.config.layers):
             name = f"layers.{layer}"
-            x_BSH = x_BSH + self.attention(self.norm(x_BSH, f"{name}.attention_norm"), layer)
-            normed_BSH = self.norm(x_BSH, f"{name}.mlp_norm")
-            mlp = self.mixture if self.config.has_experts(layer) else self.feed_forward
-            x_BSH = x_BSH + mlp(normed_BSH, f"{name}.mlp")
+            before, after = (
+                self.norm if wanted else lambda x, _: x for wanted in (config.pre_norms, config.post_norms)
+            )
+            y_BSH = self.attention(before(x_BSH, f"{name}.attention_norm"), layer)
+            x_BSH = x_BSH + config.residual_scale * after(y_BSH, f"{name}.attention_post_norm")
+            mlp = self.mixture if config.has_experts(layer) else self.feed_forward
+            y_BSH = mlp(before(x_BSH, f"{name}.mlp_norm"), f"{name}.mlp")
+            x_BSH = x_BSH + config.residual_scale * after(y_BSH, f"{name}.mlp_post_norm")
         return self.norm(x_BSH, "final_norm")
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Apply the RMSNorm or LayerNorm called `name` over the last dim."""
         weight, epsilon = self.weights[f"{name}.weight"], self.config.norm_epsilon
+        if self.config.zero_centred_norms:
+            weight = 1 + weight
         if self.config.norm == "rmsnorm":
             return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
         centred = x - x.mean(-1, keepdim=True)
@@ -209,30 +223,38 @@ class _Forward:
         config, name = self.config, f"layers.{layer}.attention"
         heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
         sizes = [heads * size, kv_heads * size, kv_heads * size]
-        q, k, v = (part.unflatten(-1, (-1, size)) for part in self.linear(x_BSH, f"{name}.qkv").split(sizes, dim=-1))
-        if config.query_key_norm:
-            q, k = (
-                x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * self.weights[f"{name}.{norm}"]
-                for x, norm in ((q, "query_norm.weight"), (k, "key_norm.weight"))
-            )
-        if config.positions == "rope":
-            q, k = self.rotate(q), self.rotate(k)
+        q, k, v = self.linear(x_BSH, f"{name}.qkv").split(sizes, dim=-1)
+        if config.projection_norm:
+            q, k = self.norm(q, f"{name}.query_norm"), self.norm(k, f"{name}.key_norm")
+        q, k, v = (part.unflatten(-1, (-1, size)) for part in (q, k, v))
+        if config.query_key_norm and not config.projection_norm:
+            q, k = self.norm(q, f"{name}.query_norm"), self.norm(k, f"{name}.key_norm")
+        if config.positions == "rope" and layer not in config.unrotated_layers:
+            q, k = self.rotate(q, layer), self.rotate(k, layer)
         k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
-        scores_BNSS = torch.einsum("bqnd,bknd->bnqk", q, k) / size**0.5
+        scale = size**-0.5 if config.attention_scale is None else config.attention_scale
+        scores_BNSS = cap(scale * torch.einsum("bqnd,bknd->bnqk", q, k), config.attention_softcap)
         visible_BSS, window = self.visible_BSS, config.layer_window(layer)
         if window is not None:
             visible_BSS = visible_BSS & (self.distance_SS < window)
         p_BNSS = scores_BNSS.masked_fill(~visible_BSS[:, None], float("-inf")).softmax(dim=-1)
         return self.linear(torch.einsum("bnqk,bknd->bqnd", p_BNSS, v).flatten(2), f"{name}.output")
 
-    def rotate(self, x_BSND: torch.Tensor) -> torch.Tensor:
-        """Apply RoPE to queries or keys [B, S, N, D]; dimension i is paired with i + D / 2."""
-        frequencies = inverse_frequencies(self.config, torch.float64)
-        scale = self.config.rope_scaling.attention_scale if self.config.rope_scaling else 1.0
+    def rotate(self, x_BSND: torch.Tensor, layer: int) -> torch.Tensor:
+        """Apply RoPE to the queries or keys [B, S, N, D] of the layer with index `layer`: of the R rotated features, i
+        is paired with i + R / 2, or neighbours are paired. A pair is a complex number, multiplied by e^(i angle)."""
+        rotation = self.config.layer_rotation(layer)
+        assert rotation is not None
+        frequencies = inverse_frequencies(rotation, torch.float64, x_BSND.shape[1])
+        scale = rotation.scaling.attention_scale if rotation.scaling else 1.0
         angles = self.positions_BS[..., None, None] * frequencies
-        first, second = x_BSND.chunk(2, dim=-1)
-        cosine, sine = angles.cos() * scale, angles.sin() * scale
-        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+        turned, kept = x_BSND[..., : rotation.size], x_BSND[..., rotation.size :]
+        interleaved = self.config.rotary_interleaved
+        first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+        product = torch.complex(first, second) * torch.polar(torch.full_like(angles, scale), angles)
+        parts = torch.view_as_real(product)
+        pairs = parts.flatten(-2) if interleaved else torch.cat([parts[..., 0], parts[..., 1]], dim=-1)
+        return torch.cat([pairs, kept], dim=-1)
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the model's activation function elementwise."""

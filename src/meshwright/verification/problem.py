@@ -160,6 +160,17 @@ def scale_down_config(
     scaling = config.rope_scaling
     if scaling is not None and scaling.original_max_positions is not None:
         scaling = dataclasses.replace(scaling, original_max_positions=8)  # within the sequence length
+    head_dim = 10 if own_head_dim else 6
+    if config.rotary_fraction < 1:
+        head_dim, config = 12, dataclasses.replace(config, rotary_fraction=0.5, head_dim=12, rope_scaling=None)
+    if scaling is not None and scaling.kind == "longrope":
+        pairs = int(head_dim * config.rotary_fraction) // 2
+        scaling = dataclasses.replace(
+            scaling,
+            factor=32.0,
+            short_factors=tuple(1.0 + 0.1 * pair for pair in range(pairs)),
+            long_factors=tuple(2.0 + pair for pair in range(pairs)),
+        )
     experts = _scaled_experts(config, tp, ep, etp)
     intermediate = experts.get("expert_intermediate", 0) if config.family == "mixtral" else -(-37 // tp) * tp
     return dataclasses.replace(
@@ -170,10 +181,15 @@ def scale_down_config(
         layers=layers,
         heads=heads,
         kv_heads=(1 if config.kv_heads == 1 else kv_heads) if grouped else heads,
-        head_dim=10 if own_head_dim else 6,
+        head_dim=head_dim,
         intermediate=intermediate,
         max_positions=2 * SEQUENCE,
         rope_scaling=scaling,
+        unrotated_layers=(1, 3) if config.unrotated_layers else (),
+        # Caps and scales that bend scores and logits of this size.
+        attention_scale=None if config.attention_scale is None else 0.6,
+        attention_softcap=None if config.attention_softcap is None else 1.5,
+        logit_softcap=None if config.logit_softcap is None else 2.0,
         sliding_window=None if config.sliding_window is None else 7,
         windowed_layers=windowed,
         bos_token=None,

@@ -74,7 +74,7 @@ def test_flops_with_documents_match_torch_counter():
 def test_unfused_attention_flops_match_math_kernel(name: str, monkeypatch: pytest.MonkeyPatch):
     """Every query with every key, although half of them are masked."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: object) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 

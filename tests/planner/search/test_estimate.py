@@ -169,7 +169,7 @@ def test_configuration_of_another_architecture_is_priced_with_a_warning(changes:
     assert any(message in line for line in one.warnings) if message else one.warnings == ()
 
 
-@pytest.mark.parametrize("name", ["falcon", "deepseek_v3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["falcon", "deepseek_v3", "mamba"])
 def test_unknown_architecture_is_named_first(name: str):
     """Its quantization is not reported instead."""
     data = {"model_type": name, "quantization_config": {"quant_method": "fp8"}}

@@ -1,0 +1,103 @@
+"""One block of a decoder: attention and an MLP or a mixture of experts, with their norms and residual sums.
+
+Shapes: B sequences, S tokens of a sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.model.attention import Attention
+from meshwright.model.axis_operations import AxisOperations
+from meshwright.model.cache import AttentionCache
+from meshwright.model.experts import Mixture
+from meshwright.model.layers import FeedForward, Linear, make_norm
+from meshwright.model.scaled_dot_product import Visible
+from meshwright.spec.config import ModelConfig
+
+
+class Block(nn.Module):
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts; the
+    outputs of both may be normalised too, or alone, and scaled. `axes`: communication of the mesh axes; `layer`: index
+    of the block in the model; `options`: `device` and `dtype` of the parameters."""
+
+    def __init__(self, config: ModelConfig, axes: AxisOperations, layer: int, **options: Any) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config, config.pre_norms, **options)
+        self.attention = Attention(config, axes, **options)
+        self.attention_post_norm = make_norm(config, config.post_norms, **options)
+        self.mlp_norm = make_norm(config, config.pre_norms, **options)
+        self.mlp = (Mixture if config.has_experts(layer) else FeedForward)(config, axes, **options)
+        self.mlp_post_norm = make_norm(config, config.post_norms, **options)
+        self.residual_scale = config.residual_scale
+
+    def forward(
+        self,
+        x_BSH: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        visible: Visible,
+        counted_B: torch.Tensor | None = None,
+        cache: AttentionCache | None = None,
+        layer: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the block's output [B, S, H] and the load-balancing loss of its mixture of experts (None without one,
+        or without `counted_B`). `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, D/2] each; None with
+        learned positions. `visible`: attention mask; None: plain causal. `counted_B`: number of target tokens of each
+        sequence. `cache`: KV cache, to which the new keys and values are added as those of layer number `layer`."""
+        x_BSH, normed_BSH = self.attend(x_BSH, rotation, visible, cache, layer)
+        if not isinstance(self.mlp, Mixture):
+            return self.add(x_BSH, self.mlp(normed_BSH), self.mlp_post_norm), None
+        y_BSH, balance = self.mlp(normed_BSH, counted_B)
+        return self.add(x_BSH, y_BSH, self.mlp_post_norm), balance
+
+    def add(self, x_BSH: torch.Tensor, y_BSH: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        """Return the residual sum x + scale * norm(y) of a sublayer's output `y_BSH`. `norm`: its norm; None: none."""
+        y_BSH = y_BSH if norm is None else norm(y_BSH)
+        return x_BSH + (y_BSH if self.residual_scale == 1 else y_BSH * self.residual_scale)
+
+    def attend(
+        self,
+        x_BSH: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        visible: Visible,
+        cache: AttentionCache | None = None,
+        layer: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the first half of the block: return y = x + attention(norm(x)) and norm(y), the input of the MLP, [B, S,
+        H] each. `rotation`: rotary cosine and sine of each token; None with learned positions. `visible`: attention
+        mask; None: plain causal. `cache`: KV cache, to which the new keys and values are added as those of layer number
+        `layer`."""
+        normed_BSH = x_BSH if self.attention_norm is None else self.attention_norm(x_BSH)
+        y_BSH = self.attention(normed_BSH, rotation, visible, cache, layer)
+        x_BSH = self.add(x_BSH, y_BSH, self.attention_post_norm)
+        return x_BSH, x_BSH if self.mlp_norm is None else self.mlp_norm(x_BSH)
+
+    def linear_layers(self) -> list[Linear]:
+        """Return the block's linear layers through which every token passes, that is, without those of experts."""
+        of_mlp = [self.mlp.up, self.mlp.down] if isinstance(self.mlp, FeedForward) else []
+        return [self.attention.qkv, self.attention.output, *of_mlp]
+
+
+def compile_around_dispatch(
+    run_dense: Callable[..., Any], attend: Callable[..., Any], mixture: Callable[..., Any]
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """Combine the functions of a transformer block to one function with the arguments and result of `Block.forward`. A
+    block without experts runs in `run_dense`, compiled as a whole. A block with experts runs in `attend` (attention and
+    norms, compiled) and then in `mixture` (the experts, not compiled). torch.compile cannot trace token dispatch, and a
+    graph break inside a checkpoint would leave the whole block uncompiled."""
+
+    def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run one transformer block, with or without experts; return its output and load-balancing loss. `rest`: rotary
+        cosine and sine, attention mask, number of target tokens of each sequence."""
+        if not isinstance(block.mlp, Mixture):
+            return run_dense(block, x_BSH, *rest)  # type: ignore[no-any-return]
+        rotation, visible, counted_B = rest
+        x_BSH, normed_BSH = attend(block, x_BSH, rotation, visible)
+        y_BSH, balance = mixture(block.mlp, normed_BSH, counted_B)
+        return block.add(x_BSH, y_BSH, block.mlp_post_norm), balance
+
+    return run

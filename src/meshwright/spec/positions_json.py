@@ -1,0 +1,179 @@
+"""Read and write the ``config.json`` keys of rotary positions and sliding windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.limits import shorten_repr
+from meshwright.spec.config_reader import Reader
+from meshwright.spec.families import FAMILIES, Family, Windows
+from meshwright.spec.rope_scaling import RopeScaling, read_rope_scaling, write_rope_scaling
+
+if TYPE_CHECKING:
+    from meshwright.spec.config import ModelConfig
+
+
+def read_rope(fields: dict[str, Any], read: Reader) -> None:
+    """Read the ModelConfig fields of rotary positions from a ``config.json`` and add them to ``fields``: bases,
+    scaling, and the rotated fraction of a head. They are under ``rope_theta`` and ``rope_scaling`` (transformers 4) or
+    ``rope_parameters`` (transformers 5). read: typed access to the file."""
+    family, data, where = FAMILIES[fields["family"]], read.data, read.where
+    fields["rope_theta"] = read.number(("rope_theta",), 10000.0)
+    if family.partial_rotation:
+        fields["rotary_fraction"] = read.number(("partial_rotary_factor",), 1.0)
+    local = family.settings.get("window_rope_theta")
+    if local is not None:
+        fields["window_rope_theta"] = read.number((local.key,), 10000.0)
+    # In a file with both keys rope_scaling takes precedence, as in transformers 5.
+    for key in ("rope_scaling", "rope_parameters"):
+        entry = data.get(key)
+        if entry is None or entry == {}:
+            continue
+        at = f"{where}: {key}"
+        if not isinstance(entry, Mapping):
+            raise UserError(f"{at} must be an object, not {shorten_repr(entry)}")
+        per_type = {name: value for name, value in entry.items() if isinstance(value, Mapping)}
+        if per_type:
+            if local is not None and "sliding_attention" in per_type:
+                windowed = per_type.pop("sliding_attention")
+                _, scaling = _read_rotation(windowed, fields, f"{at}: sliding_attention")
+                if scaling is not None:
+                    raise UserError(f"{at}: RoPE scaling in layers with a sliding window is not supported")
+                theta = fields["window_rope_theta"]
+                fields["window_rope_theta"] = Reader(windowed, {}, at).number(("rope_theta",), theta)
+            found = list(per_type.values()) or [{}]
+            if any(value != found[0] for value in found):
+                raise UserError(f"{at}: rotary positions that differ between layers are not supported")
+            entry = found[0]
+        if data.get("original_max_position_embeddings") is not None:
+            entry = {**entry, "original_max_position_embeddings": data["original_max_position_embeddings"]}
+        elif family.partial_rotation and read.defaults.get("original_max_position_embeddings") is not None:
+            entry = {"original_max_position_embeddings": read.defaults["original_max_position_embeddings"], **entry}
+        fields["rope_theta"], fields["rope_scaling"] = _read_rotation(entry, fields, at)
+        return
+
+
+def _read_rotation(entry: Mapping[str, Any], fields: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """Return (base, scaling) of a ``rope_scaling`` or ``rope_parameters`` object (`entry`), whose rotated fraction of a
+    head goes to ``fields``. fields: ModelConfig fields read so far. where: name of the object in errors."""
+    family, inner = FAMILIES[fields["family"]], Reader(entry, {}, where)
+    fraction = inner.number(("partial_rotary_factor",), fields.get("rotary_fraction", 1.0))
+    if family.partial_rotation:
+        fields["rotary_fraction"] = fraction
+    elif fraction != 1.0 and family.name != "nemotron":
+        raise UserError(f'{where}: "partial_rotary_factor" other than 1 is not supported')
+    theta = inner.number(("rope_theta",), fields["rope_theta"])
+    if family.name == "phi3" and entry.get("rope_type", entry.get("type")) in ("su", "yarn"):  # its former names
+        entry = {**entry, "rope_type": "longrope"}
+    return theta, read_rope_scaling(entry, max_positions=fields["max_positions"], where=where)
+
+
+def read_windows(fields: dict[str, Any], read: Reader) -> None:
+    """Read the ModelConfig fields ``sliding_window`` (tokens), ``windowed_layers`` and ``unrotated_layers`` from a
+    ``config.json`` and add them to ``fields``. read: typed access to the file."""
+    family, layers, data, where = FAMILIES[fields["family"]], fields["layers"], read.data, read.where
+    rule = family.windows
+    if rule is None:  # transformers' Llama has no window and ignores the key
+        return
+    if rule.layers == "unrotated":
+        fields["unrotated_layers"] = _read_unrotated(read, layers)
+    _, window = read.get(("sliding_window",))
+    if rule.switch and not read.boolean("use_sliding_window"):
+        window = None
+    types = data.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers:
+            raise UserError(f'{where}: "layer_types" must be a list of {layers} names, one for each layer')
+        for name in types:
+            if name not in ("full_attention", "sliding_attention"):
+                raise UserError(
+                    f"{where}: layer type {shorten_repr(name)} is not supported (full_attention, sliding_attention)"
+                )
+        windowed = [name == "sliding_attention" for name in types]
+    else:
+        windowed = _default_windows(rule, fields, read)
+    if window is None or not any(windowed):
+        return
+    if not rule.listed and not all(windowed):
+        raise UserError(f'{where}: "layer_types" of a {family.name} model must be the same for all layers')
+    fields["sliding_window"] = read.integer("sliding_window", ("sliding_window",))
+    fields["windowed_layers"] = None if all(windowed) else tuple(windowed)
+
+
+def _default_windows(rule: Windows, fields: Mapping[str, Any], read: Reader) -> list[bool]:
+    """Return for each layer True if it has a sliding window where ``layer_types`` is missing. rule: the family's.
+    fields: ModelConfig fields read so far. read: typed access to the ``config.json``."""
+    numbers = range(fields["layers"])
+    match rule.layers:
+        case "all":
+            return [True for _ in numbers]
+        case "periodic":
+            period = read.integer("layers", (rule.period_key,), rule.period) if rule.period_key else rule.period
+            return [(index + 1) % period != 0 for index in numbers]
+        case "unrotated":
+            return [index in fields["unrotated_layers"] for index in numbers]
+        case "early":  # as in transformers 5: every other layer among the first max_window_layers
+            first = _window_layers(read)
+            return [index % 2 == 0 and index < first for index in numbers]
+        case "late":
+            first = _window_layers(read)
+            return [index >= first for index in numbers]
+
+
+def _read_unrotated(read: Reader, layers: int) -> tuple[int, ...]:
+    """Return the indices of the layers without rotary positions: those with a 0 in ``no_rope_layers`` or, without that
+    key, every ``no_rope_layer_interval``-th. read: typed access to the ``config.json``. layers: number of layers."""
+    _, listed = read.get(("no_rope_layers",))
+    every = read.integer("layers", ("no_rope_layer_interval",), 4)
+    if listed is None:
+        return tuple(index for index in range(layers) if (index + 1) % every == 0)
+    if not isinstance(listed, list) or len(listed) != layers or any(entry not in (0, 1) for entry in listed):
+        raise UserError(f'{read.where}: "no_rope_layers" must be a list of {layers} zeros and ones, one for each layer')
+    return tuple(index for index, rotates in enumerate(listed) if not rotates)
+
+
+def _window_layers(read: Reader) -> int:
+    """Return ``max_window_layers`` of a Qwen2 ``config.json`` (default 28): in qwen2 the index of the first layer with
+    a sliding window, in qwen2_moe that of the first layer without one. read: typed access to the file."""
+    _, value = read.get(("max_window_layers",), 28)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UserError(f'{read.where}: "max_window_layers" must be a whole number, not {shorten_repr(value)}')
+    return value
+
+
+def write_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the ``config.json`` keys of rotary positions with their values, in the spellings of transformers 4 and 5;
+    the inverse of `read_rope`. family: that of `config`."""
+    scaling = write_rope_scaling(config.rope_scaling) if config.rope_scaling else None
+    plain = {"rope_type": "default"}
+    written: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": scaling}
+    parameters: dict[str, Any] = {"rope_theta": config.rope_theta, **(scaling or plain)}
+    if family.partial_rotation:
+        written["partial_rotary_factor"] = parameters["partial_rotary_factor"] = config.rotary_fraction
+        if config.rope_scaling is not None and config.rope_scaling.original_max_positions is not None:
+            written["original_max_position_embeddings"] = config.rope_scaling.original_max_positions
+    if config.window_rope_theta is not None:
+        local = {"rope_theta": config.window_rope_theta, **plain}
+        parameters = {"full_attention": parameters, "sliding_attention": local}
+    return written | {"rope_parameters": parameters}
+
+
+def write_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the ``config.json`` keys of sliding windows with their values; the inverse of `read_windows`. family:
+    that of `config`."""
+    rule, written = family.windows, dict[str, Any]()
+    if rule is None:
+        return written
+    windowed = [config.layer_window(index) is not None for index in range(config.layers)]
+    written["sliding_window"] = config.sliding_window
+    if rule.switch:
+        written["use_sliding_window"] = any(windowed)
+    if rule.listed:
+        written["layer_types"] = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in windowed]
+    if rule.layers in ("late", "early"):
+        written["max_window_layers"] = windowed.index(True) if any(windowed) else config.layers
+    if rule.layers == "unrotated":
+        written["no_rope_layers"] = [int(index not in config.unrotated_layers) for index in range(config.layers)]
+    return written

@@ -1,0 +1,150 @@
+"""Every decoder family equals transformers in float64: logits, loss and gradients, and checkpoints both ways."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.overrides import TorchFunctionMode
+
+from meshwright.checkpoint.model_directory import save_huggingface
+from meshwright.model.huggingface import load_huggingface
+from meshwright.spec.config_json import config_from_huggingface, config_to_huggingface
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.parameters import parameter_table
+from tests.model.transformers_names import entry_in_transformers
+
+ODD: dict[str, Any] = {
+    "vocab_size": 499, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 5, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+WIDE = {**ODD, "head_dim": 10}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+PAIRS = [1.0, 1.5, 2.0]
+LONGROPE = {"rope_type": "longrope", "short_factor": PAIRS, "long_factor": [2.0, 5.0, 9.0]}
+GEMMA = {**WIDE, "sliding_window": 7, "query_pre_attn_scalar": 3, "hidden_activation": "gelu_pytorch_tanh"}
+CAPS = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", WIDE),
+    "mistral": ("mistral", {**WIDE, "sliding_window": 7}),
+    "qwen2": ("qwen2", ODD),
+    "qwen3": ("qwen3", WIDE),
+    "gpt2": (
+        "gpt2",
+        {"vocab_size": 499, "n_embd": 48, "n_layer": 5, "n_head": 6, "n_positions": 64, "n_inner": 100}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "granite": (
+        "granite",
+        {**ODD, "attention_multiplier": 0.9, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+        | {"logits_scaling": 8.0},
+    ),
+    "granite, every bias": ("granite", {**ODD, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", ODD),
+    "olmo2, biases": ("olmo2", {**ODD, "attention_bias": True, "num_key_value_heads": 1}),
+    "olmo3": ("olmo3", {**ODD, "sliding_window": 7}),
+    "olmo3, yarn in full attention": ("olmo3", {**ODD, "sliding_window": 7, "rope_scaling": YARN}),
+    "smollm3": ("smollm3", {**ODD, "no_rope_layers": [1, 0, 1, 1, 0]}),
+    "smollm3, windows": ("smollm3", {**ODD, "use_sliding_window": True, "sliding_window": 7}),
+    "gemma2": ("gemma2", {**GEMMA, **CAPS}),
+    "gemma2, no caps": ("gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("gemma3_text", {**GEMMA, "sliding_window_pattern": 3}),
+    "gemma3, linear scaling, capped logits": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "final_logit_softcapping": 0.7,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "rope_local_base_freq": 500.0,
+        },
+    ),
+    "phi3": ("phi3", {**ODD, "original_max_position_embeddings": 64, "sliding_window": 9}),
+    "phi3, long factors, partial rotation": (
+        "phi3",
+        {**ODD, "rope_scaling": LONGROPE, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.75},
+    ),
+    "phi3, short factors": (
+        "phi3",
+        {**ODD, "rope_scaling": {**LONGROPE, "short_factor": [*PAIRS, 4.0], "long_factor": [*PAIRS, 4.0]}}
+        | {"original_max_position_embeddings": 48},
+    ),
+    "glm4": ("glm4", {**WIDE, "head_dim": 12, "attention_bias": True}),
+    "glm4, no biases": ("glm4", {**WIDE, "head_dim": 12, "attention_bias": False, "tie_word_embeddings": True}),
+}
+
+
+class Float64(TorchFunctionMode):
+    """Turns every request for float32 into float64, so that what transformers computes in float32 is exact too."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        return function(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+@contextlib.contextmanager
+def everything_in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def their_model(family: str, settings: dict[str, Any]) -> transformers.PreTrainedModel:
+    """A random float64 model of transformers; norms and biases are not at their neutral initial values."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.05 if parameter.dim() > 1 else 0.3))
+    return model
+
+
+def test_every_decoder_that_runs_is_in_the_table():
+    runs = {name for name, family in FAMILIES.items() if family.planning_only is None and not family.encoder}
+    assert runs - {family for family, _ in CASES.values()} == {name for name in runs if FAMILIES[name].experts}
+
+
+@pytest.mark.parametrize(("family", "settings"), CASES.values(), ids=CASES)
+def test_family_equals_transformers_in_float64(family: str, settings: dict[str, Any], tmp_path: Path):
+    tokens = torch.randint(1, 499, (3, 40), generator=torch.Generator().manual_seed(1))
+    # Token 0 pads: transformers gives its embedding no gradient.
+    targets = torch.cat([tokens[:, 1:], torch.full((3, 1), -100)], dim=1)
+    with everything_in_float64():
+        theirs = their_model(family, settings)
+        theirs.save_pretrained(tmp_path / "theirs")
+        want = theirs(tokens).logits
+        loss = torch.nn.functional.cross_entropy(want.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss.backward()
+    ours, config = load_huggingface(tmp_path / "theirs", torch.float64)
+    assert want.std() > 0.02, "not a comparison of zeros"
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(tokens), want, atol=1e-10, rtol=0)
+    ours_loss = ours(tokens, targets)
+    torch.testing.assert_close(ours_loss, loss, atol=1e-9, rtol=0)
+    ours_loss.backward()
+    gradients = {name: each.grad for name, each in theirs.named_parameters()}
+    for tensor in parameter_table(config).tensors:
+        parts = [entry_in_transformers(gradients, entry.name) for entry in tensor.entries]
+        expected = torch.cat([part.T if entry.transposed else part for part, entry in zip(parts, tensor.entries)])
+        found = ours.get_parameter(tensor.name).grad
+        torch.testing.assert_close(found, expected, atol=1e-10 * max(1.0, float(expected.abs().max())), rtol=0)
+
+    assert config_from_huggingface(config_to_huggingface(config)) == config
+    save_huggingface(ours, tmp_path / "ours")
+    with everything_in_float64():
+        back, report = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "ours", output_loading_info=True, attn_implementation="eager", dtype=torch.float64
+        )
+        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        with torch.no_grad():
+            torch.testing.assert_close(back.eval()(tokens).logits, want, atol=1e-10, rtol=0)
