@@ -132,7 +132,7 @@ def test_every_runnable_preset_has_same_parameter_count_in_transformers(tmp_path
     for name, entry in PRESETS.items():
         if entry.config.planning_only or entry.config.encoder:  # encoders: test_encoder.py
             continue
-        config = dataclasses.replace(entry.config, layers=2, windowed_layers=None)
+        config = dataclasses.replace(entry.config, layers=2, windowed_layers=None, unrotated_layers=())
         count = sum(parameter.numel() for parameter in build(config, tmp_path).parameters())
         biases = sum(
             entry.numel for entry in parameter_table(config).entries if entry.balances
