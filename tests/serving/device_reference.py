@@ -55,7 +55,7 @@ def _rotate(x, cosine, sine):
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(x.dtype)
 
 
-def attend(qkv, cache, tiles, window, scratch, arrivals):
+def attend(qkv, cache, tiles, window, scores_how, scratch, arrivals):
     """Every token over every position of its block table, section by section and in each step by step."""
     assert scratch.dtype == torch.float32 and arrivals.dtype == torch.int32
     (keys, values), tokens = cache, len(qkv)
@@ -80,7 +80,9 @@ def attend(qkv, cache, tiles, window, scratch, arrivals):
             visible_TS = places_S <= position_T1
             if window is not None:
                 visible_TS &= places_S > position_T1 - window
-            scores = torch.einsum("tkgd,tskd->tkgs", q_TKGD, k_TSKD) * size**-0.5
+            scores = torch.einsum("tkgd,tskd->tkgs", q_TKGD, k_TSKD) * scores_how[0]
+            if scores_how[1]:
+                scores = scores_how[1] * (scores / scores_how[1]).tanh()
             scores = scores.masked_fill(visible_TS[:, None, None].logical_not(), -torch.inf)
             higher = torch.maximum(highest, scores.amax(-1))
             finite = higher.masked_fill(higher == -torch.inf, 0)

@@ -22,16 +22,28 @@ NEEDS_COMPILER = pytest.mark.skipif(load_kernels() is None, reason="no compiler 
 FAMILIES = (
     *("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny"),
     *("mixtral-tiny", "qwen2-moe-tiny", "qwen3-moe-tiny", "dots1-tiny"),
+    *(
+        "granite-tiny",
+        "olmo2-tiny",
+        "olmo3-tiny",
+        "smollm3-tiny",
+        "gemma2-tiny",
+        "gemma3-tiny",
+        "phi3-tiny",
+        "glm4-tiny",
+    ),
 )
 
 
 def small_config(name: str, **changes: Any) -> ModelConfig:
     """Three layers, 257 tokens, 64 positions; a window of 7 where the family has windows, in some layers if it can."""
     config = preset(name)
-    if config.family in ("mistral", "mixtral", "qwen2"):
+    if config.family in ("mistral", "mixtral", "qwen2", "olmo3", "gemma2", "gemma3_text"):
         changes.setdefault("sliding_window", 7)
     if config.family == "qwen2":
         changes.setdefault("windowed_layers", (False, True, True))
+    if config.family in ("granite", "gemma2", "gemma3_text"):  # tied, a scaled embedding repeats its token
+        changes.setdefault("tied", False)
     changes = {"layers": 3, "vocabulary": 257, "max_positions": 64, "bos_token": None, "eos_token": 256, **changes}
     return dataclasses.replace(config, **changes)
 

@@ -17,9 +17,15 @@ struct QueryTile {
 // lane [LANES], the weighted values [head size, padded].
 static long partial_floats(long head_dim) { return 2 * LANES + (head_dim + LANES - 1) / LANES * LANES; }
 
-// One row's scores of a section, those of tokens outside [low, high) of the section masked: turns them into weights,
-// and rescales what earlier sections gave.
-static void update_softmax(float* scores, long blocks, long low, long high, float scale, float* sums, long floats) {
+// One row's scores of a section, capped if `cap` is not 0, those of tokens outside [low, high) of the section masked:
+// turns them into weights, and rescales what earlier sections gave.
+static void update_softmax(float* scores, long blocks, long low, long high, float scale, float cap, float* sums,
+                           long floats) {
+    if (cap != 0) {
+        for (long i = 0; i < blocks * BLOCK; i += LANES)
+            store(scores + i, softcap(load(scores + i) * broadcast(scale), cap));
+        scale = 1;
+    }
     std::fill_n(scores, low, -INFINITY);
     std::fill(scores + high, scores + blocks * BLOCK, -INFINITY);
     Vec most = broadcast(-INFINITY);
@@ -93,7 +99,7 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
                  scores + first * group * SECTION_TOKENS, SECTION_TOKENS);
         for (long r = first * group; r < last * group; ++r)
             update_softmax(scores + r * SECTION_TOKENS, count, low(r / group), high(r / group), op.scale,
-                           sums + r * floats, floats);
+                           op.softcap, sums + r * floats, floats);
         for (long b = 0; b < count; ++b) {
             const auto from = [&](long t) { return std::max(low(t), b * BLOCK); };
             const auto to = [&](long t) { return std::min(high(t), b * BLOCK + BLOCK); };

@@ -21,7 +21,8 @@ from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import Attention, LayerCache, Linear
 from meshwright.layout import Layout
 from meshwright.planner.hardware.machine_profile import may_measure, read_measurement, write_measurement
-from meshwright.planner.serving.ledger import KERNEL_DTYPES
+from meshwright.planner.serving.ledger import KERNEL_DTYPES, find_kernel_gap
+from meshwright.spec.config import ModelConfig
 
 PLAIN_TORCH = "torch"
 """Value in place of an instruction set: plain torch, without compiled kernels."""
@@ -97,15 +98,17 @@ def choose_instruction_set(log: Callable[[str], None] = lambda line: None) -> st
     return str(stored["instruction_set"])
 
 
-def prepare_kernels(dtype: str, layout: Layout, log: Callable[[str], None]) -> tuple[str, str]:
+def prepare_kernels(config: ModelConfig, dtype: str, layout: Layout, log: Callable[[str], None]) -> tuple[str, str]:
     """Compile the kernels that CPU ranks will load, unless they are in the cache, and return (instruction set, ""). If
-    there are no kernels for this machine or dtype, log a warning and return (`PLAIN_TORCH`, reason).
+    there are no kernels for this machine, model or dtype, log a warning and return (`PLAIN_TORCH`, reason).
 
-    dtype: dtype of the weights, such as "bfloat16". layout: parallel layout of the ranks. log: called with each line.
-    Raises UserError if the instruction set that the user has named cannot be used, or the layout needs kernels and
-    there are none."""
+    config: configuration of the model. dtype: dtype of the weights, such as "bfloat16". layout: parallel layout of the
+    ranks. log: called with each line. Raises UserError if the instruction set that the user has named cannot be used,
+    or the layout needs kernels and there are none."""
     reason = f"there are no kernels for {dtype}, only for {' and '.join(KERNEL_DTYPES)}"
-    if dtype in KERNEL_DTYPES:
+    if gap := find_kernel_gap(config, layout):
+        reason = gap
+    elif dtype in KERNEL_DTYPES:
         try:
             return open_kernels(log=log).instruction_set, ""
         except KernelsUnavailable as error:

@@ -90,6 +90,16 @@ static void activation(const Op& op, long t, long begin) {
     }
 }
 
+// scale * x, capped if `softcap` is not 0.
+static void scale_row(const Op& op, const float* in, float* out) {
+    for (long i = 0; i < op.size; i += LANES) {
+        Vec y = load(in + i, op.size - i) * broadcast(op.scale);
+        if (op.softcap != 0) y = softcap(y, op.softcap);
+        if (op.accumulate) y = load(out + i, op.size - i) + y;
+        store(out + i, y, op.size - i);
+    }
+}
+
 static void gate(const Op& op, const float* in, float* out) {
     Vec total = broadcast(0.0f);
     const long k = op.matrix.k;
@@ -242,6 +252,7 @@ static void execute(const Op& op, Run& run, long item) {
         case GROUP: return group_assignments(op, *run.step);
         case COMBINE: return combine(op, item);
         case GATE: return gate(op, in, out);
+        case SCALE: return scale_row(op, in, out);
         case TAKE_ROWS: std::copy_n(op.in + run.step->output_rows[item] * op.in_stride, op.size, out); return;
     }
 }

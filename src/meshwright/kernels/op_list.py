@@ -21,6 +21,7 @@ from meshwright.kernels.operations import (
     Linear,
     Norm,
     RopeStore,
+    Scale,
     StepArrays,
     TakeRows,
 )
@@ -31,7 +32,7 @@ Execute = Callable[["ctypes.Array[structures.Op]", int, int, structures.Step], N
 
 _KINDS = (
     *("embed", "norm", "linear", "rope_store", "attention", "activation", "route", "group", "grouped_linear"),
-    *("combine", "gate", "take_rows"),
+    *("combine", "gate", "take_rows", "scale"),
 )
 KIND = {name: number for number, name in enumerate(_KINDS)}
 """Numbers of the kinds of operations in `structures.h`."""
@@ -173,7 +174,7 @@ def _lower_attention(op: Attention) -> Iterator[structures.Op]:
     cache, size, window = _cache(op.cache), op.cache.head_dim, op.window or 1 << 40
     yield _op(
         "attention", op.out, op.qkv, width=op.heads * size, in_width=(op.heads + 2 * cache.kv_heads) * size,
-        cache=cache, heads=op.heads, scale=op.scale, window=window,
+        cache=cache, heads=op.heads, scale=op.scale, window=window, softcap=op.softcap,
     )  # fmt: skip
 
 
@@ -222,6 +223,14 @@ def _lower_gate(op: Gate) -> Iterator[structures.Op]:
     yield _op("gate", op.out, op.x, width=op.out.shape[1], in_width=op.x.shape[1], weight=weight, matrix=matrix)
 
 
+def _lower_scale(op: Scale) -> Iterator[structures.Op]:
+    """Yield the ctypes struct of a `Scale` operation (rows times a number, softcap)."""
+    yield _op(
+        "scale", op.out, op.x, width=op.out.shape[1], scale=op.factor, softcap=op.softcap, accumulate=op.accumulate,
+        rows=_ROWS[op.rows],
+    )  # fmt: skip
+
+
 def _lower_take_rows(op: TakeRows) -> Iterator[structures.Op]:
     """Yield the ctypes struct of a `TakeRows` operation (copy of the rows whose logits are wanted)."""
     yield _op("take_rows", op.out, op.x, width=op.out.shape[1], rows=_ROWS["outputs"])
@@ -236,5 +245,6 @@ _LOWER: dict[type, Callable[[Any], Iterator[structures.Op]]] = {
     Activation: _lower_activation,
     Experts: _lower_experts,
     Gate: _lower_gate,
+    Scale: _lower_scale,
     TakeRows: _lower_take_rows,
 }

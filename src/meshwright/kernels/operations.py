@@ -139,7 +139,8 @@ class Attention:
 
     qkv: [T, (N + 2K) D], of which the queries are read, the first N D columns. out: [T, N D]. cache: the layer's KV
     cache. heads: N. window: tokens that a token attends to, itself included (0: no limit). scale: factor of the scores,
-    usually D ** -0.5. Score softcaps and attention sinks are not implemented.
+    usually D ** -0.5. softcap: c that turns the scaled scores x into c tanh(x / c) (0: none). Attention sinks are not
+    implemented.
     """
 
     out: Float32
@@ -148,6 +149,7 @@ class Attention:
     heads: int
     scale: float
     window: int = 0
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +223,21 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """Rows times a number: out = factor * x, then with a softcap c > 0 out = c tanh(out / c).
+
+    out, x: [rows, X], may be the same array. accumulate: if True, add to the present values of `out`. rows: "tokens" if
+    the buffers have a row per token of the step, "outputs" if a row per token whose logits are wanted."""
+
+    out: Float32
+    x: Float32
+    factor: float = 1.0
+    softcap: float = 0.0
+    accumulate: bool = False
+    rows: Rows = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
 class TakeRows:
     """Copy of the rows of the R tokens whose logits are wanted: out[r] = x[step.output_rows[r]], where `step` is the
     batch (`StepArrays`) on which the list of operations is run. out: [R, H]. x: [T, H] for T tokens and hidden size
@@ -230,4 +247,4 @@ class TakeRows:
     x: Float32
 
 
-AnyOp = Embed | Norm | Linear | RopeStore | Attention | Activation | Experts | Gate | TakeRows
+AnyOp = Embed | Norm | Linear | RopeStore | Attention | Activation | Experts | Gate | Scale | TakeRows

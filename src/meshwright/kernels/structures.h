@@ -29,6 +29,7 @@ struct Routing {
 
 enum Kind : int32_t {
     EMBED, NORM, LINEAR, ROPE_STORE, ATTENTION, ACTIVATION, ROUTE, GROUP, GROUPED_LINEAR, COMBINE, GATE, TAKE_ROWS,
+    SCALE,
 };
 enum Rows : int32_t { TOKENS, OUTPUTS, ASSIGNMENTS };
 enum ActivationKind : int32_t { SILU, GELU, GELU_TANH, RELU, RELU2 };
@@ -39,7 +40,7 @@ struct Op {
     const float* in;
     int64_t out_stride, in_stride, size, first, heads, window, rotated;
     const float *weight, *bias, *cosine, *sine, *query_norm, *key_norm;
-    float epsilon, scale;
+    float epsilon, scale, softcap;
     Matrix matrix;
     Cache cache;
     Routing routing;

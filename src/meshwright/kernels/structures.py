@@ -98,7 +98,7 @@ class Op(ctypes.Structure):
         *_typed(_POINTER, "out input"),
         *_typed(_LONG, "out_stride in_stride size first heads window rotated"),
         *_typed(_POINTER, "weight bias cosine sine query_norm key_norm"),
-        *_typed(_FLOAT, "epsilon scale"),
+        *_typed(_FLOAT, "epsilon scale softcap"),
         *_typed(Matrix, "matrix"),
         *_typed(Cache, "cache"),
         *_typed(Routing, "routing"),

@@ -87,10 +87,10 @@ def rotate_and_store(
 
 @triton.jit(do_not_specialize=["stride", "most"])
 def attend(
-    qkv, keys, values, positions, tiles, tables, partial, stats, arrivals, out, scale, width, table_width, stride, most,
-    sections, window, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    qkv, keys, values, positions, tiles, tables, partial, stats, arrivals, out, scale, softcap, width, table_width,
+    stride, most, sections, window, CAPPED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr,
+    STEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one tile of queries for one key-value head, in sections of SECTION keys (split-K), to `out`
     [tokens, query heads, SIZE]. A tile is at most `most` consecutive tokens of one sequence.
@@ -104,6 +104,7 @@ def attend(
     [slots, KV_HEADS, SIZE]. positions: int32 [tokens]. tiles: int32 [3, number of tiles], rows `stride` elements apart:
     first token, number of tokens, and row of `tables`. tables: block tables, `table_width` entries a row. arrivals:
     int32 [tiles, KV_HEADS], number of programs that have finished: 0 before and after. scale: factor of the scores.
+    softcap: if CAPPED, c that turns scores x into c tanh(x / c).
     sections: maximum number of sections of a sequence. window: keys that a query attends to, 0: all. GROUP: query heads
     per key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per iteration. BLOCK: tokens of a KV block.
     GROUP_PADDED, PADDED: powers of 2 >= GROUP, >= SIZE.
@@ -141,6 +142,8 @@ def attend(
             at = (slot[:, None] * KV_HEADS + kv) * SIZE + dims[None, :]
             k = tl.load(keys + at, known[:, None] & held, 0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if CAPPED:
+                scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
             visible = known[None, :] & (places[None, :] <= position[:, None])
             if window > 0:
                 visible = visible & (places[None, :] > position[:, None] - window)

@@ -100,6 +100,15 @@ INLINE Vec exponential(const Vec& x) {
     return choose_at_least(x, low, y, broadcast(0.0f));
 }
 INLINE Vec sigmoid(const Vec& x) { return broadcast(1.0f) / (broadcast(1.0f) + exponential(broadcast(0.0f) - x)); }
+// tanh: a polynomial near 0, where 2 sigmoid(2 x) - 1 loses digits.
+INLINE Vec hyperbolic_tangent(const Vec& x) {
+    const Vec square = x * x;
+    Vec y = broadcast(62.0f / 2835);
+    for (float coefficient : {-17.0f / 315, 2.0f / 15, -1.0f / 3, 1.0f}) y = fma(y, square, broadcast(coefficient));
+    const Vec far = fma(broadcast(2.0f), sigmoid(x + x), broadcast(-1.0f));
+    return choose_at_least(square, 0.0625f, far, x * y);
+}
+INLINE Vec softcap(const Vec& x, float cap) { return broadcast(cap) * hyperbolic_tangent(x / broadcast(cap)); }
 // erfc(z) = exp(-z²) Q(1 / (1 + 0.4 z)) for z >= 0; Q fitted to 6e-8 of erfc itself, so gelu's tail keeps its digits.
 INLINE Vec gelu(const Vec& x) {
     const Vec z = maximum(x, broadcast(0.0f) - x) * broadcast(0.70710678118654752f);

@@ -11,7 +11,7 @@ import math
 import torch
 
 from meshwright.model.precision import at_least_float32
-from meshwright.spec.config import Rotation
+from meshwright.spec.config import ModelConfig, Rotation
 from meshwright.spec.rope_scaling import RopeScaling
 
 
@@ -112,6 +112,29 @@ class RotaryTable:
         if positions_BS is None:
             return cosine[None, None, start:stop], sine[None, None, start:stop]
         return cosine[positions_BS][:, None], sine[positions_BS][:, None]
+
+
+def half_rotation_order(config: ModelConfig) -> list[int] | None:
+    """Return the order of a head's D features in which every layer's rotary positions are half-rotations of all of
+    them: pairs are D/2 apart, and pairs that are not rotated have the angle 0 (`pad_pairs`). Scores do not depend on
+    the order, so that a server may store queries and keys in it. None: they are in this order already."""
+    size, rotated = config.head_dim, config.rotary_dim
+    if config.positions != "rope" or (rotated == size and not config.rotary_interleaved):
+        return None
+    pairs = [
+        (2 * pair, 2 * pair + 1) if config.rotary_interleaved else (pair, pair + rotated // 2)
+        for pair in range(rotated // 2)
+    ]
+    pairs += [(each, each + (size - rotated) // 2) for each in range(rotated, rotated + (size - rotated) // 2)]
+    return [first for first, _ in pairs] + [second for _, second in pairs]
+
+
+def pad_pairs(table: tuple[torch.Tensor, torch.Tensor], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine [P, R/2] extended to all D/2 pairs of a head of `size` D: those beyond R/2 stay as they
+    are."""
+    cosine, sine = table
+    more = cosine.shape[0], size // 2 - cosine.shape[1]
+    return torch.cat([cosine, cosine.new_ones(more)], dim=1), torch.cat([sine, sine.new_zeros(more)], dim=1)
 
 
 def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool = False) -> torch.Tensor:

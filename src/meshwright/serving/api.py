@@ -239,7 +239,7 @@ def load(
     from meshwright.kernels.choice import prepare_kernels
     from meshwright.serving.offline import build_offline_engine, run_on_ranks, run_requests
 
-    kernels = prepare_kernels(name, reading, log)[0] if device == "cpu" else None
+    kernels = prepare_kernels(config, name, reading, log)[0] if device == "cpu" else None
     if reading.world_size > 1:
         return Model(directory, config, partial(run_on_ranks, directory, reading, name, kernels), reading)
     engine = build_offline_engine(directory, Mesh.single(device=device), name, instruction_set=kernels)

@@ -86,8 +86,9 @@ def rotate_and_store(
 
 
 def attend(
-    qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scratch: torch.Tensor, arrivals: torch.Tensor
-) -> torch.Tensor:
+    qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scores: tuple[float, float],
+    scratch: torch.Tensor, arrivals: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """Return the causal attention of a step's T tokens over the cached keys and values of their sequences, [T, N D]. N
     query heads, K key-value heads, head size D.
 
@@ -96,9 +97,9 @@ def attend(
 
     qkv: [T, (N + 2K) D], of which the queries are read, the first N D columns. cache: (keys, values), each [C, K, D]
     for C slots. tiles: tokens that are computed together. window: number of keys that a token attends to, its own
-    included (None: all). scratch: float32 buffer for partial results, large enough for at least one tile. arrivals:
-    int32, at least I x K zeros, which are zeros again afterwards.
-    """
+    included (None: all). scores: scale and softcap (0: none) of the scores. scratch: float32 buffer for partial
+    results, large enough for at least one tile. arrivals: int32, at least I x K zeros, which are zeros again
+    afterwards."""
     keys, values = cache
     kv_heads, size = keys.shape[1:]
     heads = qkv.shape[1] // size - 2 * kv_heads
@@ -116,9 +117,10 @@ def attend(
         many = numbers.shape[1]
         shared = min(sections, max(1, _PROGRAMS // (many * kv_heads)))
         kernels.attend[(many, kv_heads, shared)](
-            qkv, keys, values, tiles.positions, numbers, tiles.tables, scratch, stats, arrivals, out, size**-0.5,
-            qkv.shape[1], tiles.tables.stride(0), numbers.stride(0), tiles.tokens, sections, window or 0, kv_heads,
-            group, triton.next_power_of_2(group), tiles.rows, size, padded, SECTION, step, BLOCK_TOKENS, _PDL,
+            qkv, keys, values, tiles.positions, numbers, tiles.tables, scratch, stats, arrivals, out, *scores,
+            qkv.shape[1], tiles.tables.stride(0), numbers.stride(0), tiles.tokens, sections, window or 0,
+            scores[1] != 0, kv_heads, group, triton.next_power_of_2(group), tiles.rows, size, padded, SECTION, step,
+            BLOCK_TOKENS, _PDL,
             num_warps=4, num_stages=2, **_LAUNCH,
         )  # fmt: skip
     return out

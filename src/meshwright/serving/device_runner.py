@@ -22,10 +22,12 @@ from meshwright.model import layers as modules
 from meshwright.model.attention import Attention
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.experts import Mixture
-from meshwright.model.rope import RotaryTable
+from meshwright.model.loss import cap_logits_
+from meshwright.model.rope import RotaryTable, pad_pairs
 from meshwright.model.transformer import Transformer
 from meshwright.planner.serving.device_ledger import DECODE_ROWS, PREFILL_ROWS, SCRATCH_BYTES, tile_scratch
 from meshwright.serving.device_logits import DeviceLogits
+from meshwright.serving.device_parameters import prepare_parameters
 from meshwright.serving.logit_rows import Draw, StepOutput
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
@@ -59,9 +61,12 @@ class DeviceRunner:
         self._model = Transformer(self.config, axes=axes, device=self._device, dtype=dtype, stages=[self._stage])
         self._model.requires_grad_(False).eval()
         weights.load_into(self._model, dtype)
-        turns = {self.config.layer_rotation(layer) for layer in self._stage.layers} - {None}
+        self._dtype = dtype
+        prepare_parameters(self._model, self.config)
+        head_dim = self.config.head_dim
         self._rotations: dict[Rotation | None, Any] = {None: None} | {
-            turn: RotaryTable(turn, torch.float32).up_to(limits.max_length, self._device) for turn in turns if turn
+            turn: pad_pairs(RotaryTable(turn, torch.float32).up_to(limits.max_length, self._device), head_dim)
+            for turn in self.config.rotations(self._stage.layers)
         }
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         # The last block is for padding tokens.
@@ -137,7 +142,7 @@ class DeviceRunner:
             else:
                 x_TH = None
                 if hidden is not None:
-                    x_TH = self._zeros(size, self.config.hidden, dtype=next(self._model.parameters()).dtype)
+                    x_TH = self._zeros(size, self.config.hidden, dtype=self._dtype)
                     x_TH[:tokens] = torch.from_numpy(hidden)
                 found = self.compute((size, tiles, size if decoding else rows), decoding, x_TH)
             if not self._stage.last:
@@ -170,12 +175,13 @@ class DeviceRunner:
         model, delta_TH = self._model, None
         if x_TH is None:
             x_TH = self._tensor.leave(model.embedding(number[0, :tokens]), "embedding")
+            x_TH = modules.scale_embedding(x_TH, self.config.embedding_factor)
             if model.positions is not None:  # clamped: a token that is only scored may be beyond them
                 x_TH = x_TH + model.positions(number[1, :tokens].clamp(max=self.config.max_positions - 1))
         for layer in self._stage.layers:
             block = model.layers[layer]
             qkv, x_TH = self._norm_product(block.attention_norm, x_TH, delta_TH, block.attention.qkv)
-            delta_TH = self._attend(block.attention, qkv, layer, given)
+            delta_TH = self._finish(block.attention_post_norm, self._attend(block.attention, qkv, layer, given))
             if isinstance(block.mlp, Mixture):
                 delta_TH = self._mix_experts(block.mlp, self._add_norm(block.mlp_norm, x_TH, delta_TH))
             else:
@@ -185,6 +191,7 @@ class DeviceRunner:
                 if not swiglu:
                     up_TF = self._activate(up_TF, mlp.activation, mlp.gated)
                 delta_TH = self._linear(mlp.down, up_TF)
+            delta_TH = self._finish(block.mlp_post_norm, delta_TH)
         assert x_TH is not None and delta_TH is not None
         if not self._stage.last:
             return x_TH + delta_TH
@@ -194,6 +201,8 @@ class DeviceRunner:
             x_TH, delta_TH = (each.index_select(0, number[2, :rows]) for each in (x_TH, delta_TH))
         head = model.embedding if model.head is None else model.head
         local_RV, _ = self._norm_product(model.final_norm, x_TH, delta_TH, head, dtype=torch.float32)
+        if self.config.logit_softcap is not None:
+            cap_logits_(local_RV, self.config.logit_softcap)
         return self._tensor.gather(local_RV, "head.output", dim=1)[:, : self.config.vocabulary]
 
     def _tile_rows(self, decoding: bool) -> int:
@@ -230,12 +239,19 @@ class DeviceRunner:
         `device_operations.Tiles` of the step, one for each block table."""
         table, place = self._block_tables.layers[layer]
         cache, tiles = self._cache[place], given[table]
-        norms = None
+        norms, config = None, self.config
         if attention.query_norm is not None and attention.key_norm is not None:
             norms = attention.query_norm.weight, attention.key_norm.weight
+        if config.projection_norm and norms is not None:
+            ends = [0, len(norms[0]), len(norms[0]) + len(norms[1])]
+            for begin, end, weight in zip(ends, ends[1:], norms, strict=False):
+                part_TX = qkv[:, begin:end].contiguous()
+                qkv[:, begin:end] = self._operations.add_norm(part_TX, None, weight, config.norm_epsilon)
+            norms = None
         rotation = self._rotations[self.config.layer_rotation(layer)]
-        self._operations.rotate_and_store(qkv, cache, tiles, rotation, norms, self.config.norm_epsilon)
-        out = self._operations.attend(qkv, cache, tiles, self.config.layer_window(layer), *self._scratch)
+        self._operations.rotate_and_store(qkv, cache, tiles, rotation, norms, config.norm_epsilon)
+        scores = config.score_scale, config.attention_softcap or 0.0
+        out = self._operations.attend(qkv, cache, tiles, config.layer_window(layer), scores, *self._scratch)
         return self._linear(attention.output, out)
 
     def _mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
@@ -283,6 +299,10 @@ class DeviceRunner:
         the gate and up projection of an MLP, and SwiGLU of it is returned. For a single token it is one kernel
         (`gemv`), where that applies. `x_TH` must not be used afterwards: it may have been added to in place."""
         bias = getattr(linear, "bias", None)
+        if norm is None:
+            x_TH = x_TH if delta_TH is None else x_TH.add_(delta_TH)
+            y_TY = self._product(x_TH, linear.weight, bias, dtype)
+            return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
         if self._uses_gemv(x_TH) and isinstance(norm, modules.RMSNorm) and not (swiglu and bias is not None):
             scale = norm.weight, norm.epsilon
             return self._operations.gemv(  # type: ignore[no-any-return]
@@ -291,13 +311,24 @@ class DeviceRunner:
         y_TY = self._product(self._add_norm(norm, x_TH, delta_TH), linear.weight, bias, dtype)
         return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
 
+    def _finish(self, norm: Any, delta_TH: torch.Tensor) -> torch.Tensor:
+        """Return the output `delta_TH` of a sublayer as it is added to the hidden states: normalised (norm: None: not)
+        and scaled."""
+        if norm is not None:
+            delta_TH = self._add_norm(norm, delta_TH, None)
+        scale = self.config.residual_scale
+        return delta_TH if scale == 1 else delta_TH * scale
+
     def _uses_gemv(self, x: torch.Tensor) -> bool:
         """Return True if matrix products of `x` [T, X] with parameters are computed by the kernel `gemv`: if x has a
         single row and the runner need not be batch-invariant."""
         return len(x) == 1 and not self._invariant
 
     def _add_norm(self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> torch.Tensor:
-        """Add `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return their norm, [T, H]."""
+        """Add `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return their norm, [T, H]. norm: None:
+        return the sum itself."""
+        if norm is None:
+            return x_TH if delta_TH is None else x_TH.add_(delta_TH)
         if isinstance(norm, modules.RMSNorm):
             return self._operations.add_norm(x_TH, delta_TH, norm.weight, norm.epsilon)
         return norm(x_TH if delta_TH is None else x_TH.add_(delta_TH))
@@ -339,7 +370,7 @@ class DeviceRunner:
         self._tables.fill_(self._limits.blocks)
         pool, whole = None, self._stage.first and self._stage.last and self._tensor.trivial
         with torch.inference_mode():
-            many, dtype = numbers.shape[1], next(self._model.parameters()).dtype
+            many, dtype = numbers.shape[1], self._dtype
             x_TH = None if self._stage.first else self._zeros(many, self.config.hidden, dtype=dtype)
             tokens = self._limits.token_budget
             most = self._tile_rows(False) // self._padded_group

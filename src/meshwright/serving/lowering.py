@@ -25,7 +25,7 @@ from meshwright.model.attention import Attention as AttentionModule
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.block import Block
 from meshwright.model.experts import Mixture
-from meshwright.model.rope import RotaryTable
+from meshwright.model.rope import RotaryTable, half_rotation_order, pad_pairs
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel
@@ -77,6 +77,7 @@ class Lowering:
         self.segments: list[Segment] = []
         self.nbytes = dict.fromkeys(("weights", "packed", "workspace", "kv", "logits"), 0)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
+        self._order, self._value_rows = half_rotation_order(self.config), kv_heads * self.config.head_dim
         self._tables = block_tables(self.config, mesh.pp.size)
         self._caches = [self._make_cache(kv_heads) for _ in range(self._tables.depths[self._stage.index])]
         self._buffers: dict[str, Float32] = {}
@@ -94,10 +95,9 @@ class Lowering:
         self._model = Transformer(self.config, axes=axes, device="meta", stages=[self._stage])
         self._names = {id(module): name for name, module in self._model.named_modules()}
         self._rotations: dict[Rotation | None, tuple[Float32, Float32] | tuple[None, None]] = {None: (None, None)}
-        for rotation in dict.fromkeys(self.config.layer_rotation(layer) for layer in self._stage.layers):
-            if rotation is None:
-                continue
+        for rotation in self.config.rotations(self._stage.layers):
             tables = RotaryTable(rotation, torch.float32).up_to(limits.max_length, torch.device("cpu"))
+            tables = pad_pairs(tables, self.config.head_dim)
             cosine, sine = (self._keep(table[: limits.max_length].numpy()) for table in tables)
             self._rotations[rotation] = cosine, sine
         self.states = self._get_buffer("states", self.config.hidden)
@@ -132,6 +132,9 @@ class Lowering:
         table = packed or self._keep(self._read_shard("embedding.weight", self._dtype == "bfloat16"))
         self.ops.append(op.Embed(self.states, table, first=self._first_token))
         self._sum_over_ranks(self.states)
+        if (factor := self.config.embedding_factor) != 1:
+            factor = torch.tensor(factor, dtype=getattr(torch, self._dtype)).item()  # as the model rounds it
+            self.ops.append(op.Scale(self.states, self.states, factor))
         if self._model.positions is not None:
             positions = self._keep(self._read_shard("positions.weight", self._dtype == "bfloat16"))
             self.ops.append(op.Embed(self.states, positions, ids="positions", accumulate=True))
@@ -139,34 +142,50 @@ class Lowering:
 
     def _lower_block(self, block: Block, layer: int) -> None:
         """Append to `ops` the operations of the transformer block with index `layer`. block: the block's module."""
-        normed = self._get_buffer("normed", self.config.hidden)
-        self._lower_norm(block.attention_norm, normed, self.states)
-        self._lower_attention(block.attention, normed, layer)
-        self._lower_norm(block.mlp_norm, normed, self.states)
+        attended = self._lower_attention(block.attention, self._lower_input(block.attention_norm), layer)
+        self._lower_row_parallel(block.attention.output, attended, block.attention_post_norm)
+        normed = self._lower_input(block.mlp_norm)
         if isinstance(block.mlp, Mixture):
-            self._lower_mixture(block.mlp, normed)
+            self._lower_mixture(block.mlp, normed, block.mlp_post_norm)
         else:
-            hidden = self._lower_up(block.mlp, normed)
-            self._lower_row_parallel(block.mlp.down, hidden)
+            self._lower_row_parallel(block.mlp.down, self._lower_up(block.mlp, normed), block.mlp_post_norm)
 
-    def _lower_attention(self, attention: AttentionModule, x: Float32, layer: int) -> None:
-        """Append to `ops` QKV projection, RoPE, KV-cache write, attention and output projection of the layer with index
-        `layer`; the result is added to the hidden states. attention: the layer's module. x: normed input [T, H]."""
+    def _lower_input(self, norm: nn.Module | None) -> Float32:
+        """Append to `ops` the norm before a sublayer; return the buffer with the sublayer's input [T, H]. norm: None:
+        the hidden states are the input."""
+        if norm is None:
+            return self.states
+        normed = self._get_buffer("normed", self.config.hidden)
+        self._lower_norm(norm, normed, self.states)
+        return normed
+
+    def _lower_attention(self, attention: AttentionModule, x: Float32, layer: int) -> Float32:
+        """Append to `ops` QKV projection, RoPE, KV-cache write and attention of the layer with index `layer`; return
+        the buffer of the attention output [T, N D]. attention: the layer's module. x: input [T, H]."""
+        config = self.config
         heads, kv_heads, size = attention.heads, attention.kv_heads, attention.size
         qkv = self._get_buffer("qkv", (heads + 2 * kv_heads) * size)
         self._lower_linear(attention.qkv, qkv, x)
+        q_norm, k_norm = (self._read_optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
+        if config.projection_norm:
+            ends = heads * size, (heads + kv_heads) * size
+            for begin, end, weight in ((0, ends[0], q_norm), (*ends, k_norm)):
+                part = qkv[:, begin:end]
+                assert weight is not None
+                self.ops.append(op.Norm(part, part, weight, None, config.norm_epsilon))
+            q_norm = k_norm = None
         table, place = self._tables.layers[layer]
         cache = op.LayerCache(*self._caches[place], size, table)
         cosine, sine = self._rotations[self.config.layer_rotation(layer)]
-        q_norm, k_norm = (self._read_optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
-        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, q_norm, k_norm, self.config.norm_epsilon))
-        out = self._get_buffer("attention", heads * size)
-        self.ops.append(op.Attention(out, qkv, cache, heads, size**-0.5, self.config.layer_window(layer) or 0))
-        self._lower_row_parallel(attention.output, out)
+        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, q_norm, k_norm, config.norm_epsilon))
+        out, window = self._get_buffer("attention", heads * size), config.layer_window(layer) or 0
+        softcap = config.attention_softcap or 0.0
+        self.ops.append(op.Attention(out, qkv, cache, heads, config.score_scale, window, softcap))
+        return out
 
-    def _lower_mixture(self, mixture: Mixture, x: Float32) -> None:
+    def _lower_mixture(self, mixture: Mixture, x: Float32, norm: nn.Module | None) -> None:
         """Append to `ops` a mixture-of-experts layer (routed and shared experts); the result is added to the hidden
-        states. mixture: the layer's module. x: normed input [T, H]."""
+        states. mixture: the layer's module. x: normed input [T, H]. norm: of the result; None: none."""
         config, experts = self.config, mixture.experts
         width = experts.down.weight.shape[1]
         if self._experts_workspace is None:
@@ -174,7 +193,8 @@ class Lowering:
                 self._limits.token_budget, config.experts, config.experts_per_token, config.hidden, width
             )
             self.nbytes["workspace"] += self._experts_workspace.nbytes
-        out = self._get_buffer("partial", config.hidden) if self._split else self.states
+        added = not self._split and self._adds_directly(norm)
+        out = self.states if added else self._get_buffer("partial", config.hidden)
         router_bias = self._read_optional(mixture.router, "bias")
         router = self._pack(mixture.router, dtype="float32")
         up, down = (self._pack(stacked, count=experts.held) for stacked in (experts.up, experts.down))
@@ -182,13 +202,13 @@ class Lowering:
             op.Experts(
                 out, x, router, up, down, self._experts_workspace, config.experts_per_token, config.activation,
                 config.router, router_bias, config.normalise_choice, config.routed_scale, self._first_expert,
-                accumulate=not self._split,
+                accumulate=added,
             )
         )  # fmt: skip
         if mixture.shared is not None:
             self._lower_shared(mixture, mixture.shared, x, out)
-        if self._split:
-            self._sum_over_ranks(out, self.states)
+        if not added:
+            self._lower_sum(out, None, norm)
 
     def _lower_shared(self, mixture: Mixture, shared: modules.FeedForward, x: Float32, out: Float32) -> None:
         """Append to `ops` the shared expert of a mixture-of-experts layer (`mixture`) with its sigmoid gate, if it has
@@ -213,17 +233,24 @@ class Lowering:
         rows = self._get_buffer("rows", self.config.hidden, self._limits.logits)
         self.ops.append(op.TakeRows(rows, self.states))
         assert self._model.final_norm is not None
-        self._lower_norm(self._model.final_norm, rows, rows, "outputs")
+        self._lower_norm(self._model.final_norm, rows, rows, "outputs", self.config.logit_divisor)
         if packed is None:
             packed = self._pack(self._model.embedding if self._model.head is None else self._model.head)
         self.logits = self._kernels.empty((self._limits.logits, packed.n), np.float32)
         self.nbytes["logits"] += self.logits.nbytes
         self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
+        if self.config.logit_softcap is not None:
+            self.ops.append(op.Scale(self.logits, self.logits, softcap=self.config.logit_softcap, rows="outputs"))
 
-    def _lower_norm(self, norm: nn.Module, out: Float32, x: Float32, rows: op.Rows = "tokens") -> None:
-        """Append to `ops` a norm over the hidden dimension, from `x` to `out`. rows: "tokens" (all T tokens of the
-        step) or "outputs" (the R tokens whose logits are wanted)."""
+    def _lower_norm(
+        self, norm: nn.Module, out: Float32, x: Float32, rows: op.Rows = "tokens", divisor: float = 1.0
+    ) -> None:
+        """Append to `ops` a norm over the hidden dimension, from `x` to `out`, whose result is divided by `divisor`.
+        rows: "tokens" (all T tokens of the step) or "outputs" (the R tokens whose logits are wanted)."""
         weight, bias = self._read_parameter(norm, "weight"), self._read_optional(norm, "bias")
+        for factors in (weight, bias) if divisor != 1 else ():
+            if factors is not None:
+                factors /= np.float32(divisor)
         kind: Literal["rms", "layer"] = "rms" if isinstance(norm, modules.RMSNorm) else "layer"
         self.ops.append(op.Norm(out, x, weight, bias, self.config.norm_epsilon, kind, rows))
 
@@ -232,15 +259,30 @@ class Lowering:
         `out`."""
         self.ops.append(op.Linear(out, x, self._pack(linear), self._read_optional(linear, "bias"), accumulate))
 
-    def _lower_row_parallel(self, linear: modules.Linear, x: Float32) -> None:
+    def _lower_row_parallel(self, linear: modules.Linear, x: Float32, norm: nn.Module | None) -> None:
         """Append to `ops` a row-parallel linear layer of input `x`, all-reduced over tp; the result is added to the
-        hidden states."""
-        if not self._split:
+        hidden states. norm: of the result; None: none."""
+        if not self._split and self._adds_directly(norm):
             self._lower_linear(linear, self.states, x, accumulate=True)
             return
-        partial = self._get_buffer("partial", self.config.hidden)
-        self.ops.append(op.Linear(partial, x, self._pack(linear)))
-        self._sum_over_ranks(partial, self.states, self._read_optional(linear, "bias"))
+        partial, bias = self._get_buffer("partial", self.config.hidden), self._read_optional(linear, "bias")
+        self.ops.append(op.Linear(partial, x, self._pack(linear), None if self._split else bias))
+        self._lower_sum(partial, bias, norm)
+
+    def _adds_directly(self, norm: nn.Module | None) -> bool:
+        """Return True if the output of a sublayer is added to the hidden states as it is. norm: of the output."""
+        return norm is None and self.config.residual_scale == 1
+
+    def _lower_sum(self, partial: Float32, bias: Float32 | None, norm: nn.Module | None) -> None:
+        """Append to `ops` the residual sum of a sublayer: `partial` [T, H], summed over tp with `bias`, normalised and
+        scaled, is added to the hidden states. norm: None: none."""
+        if self._adds_directly(norm):
+            self._sum_over_ranks(partial, self.states, bias)
+            return
+        self._sum_over_ranks(partial, None, bias)
+        if norm is not None:
+            self._lower_norm(norm, partial, partial)
+        self.ops.append(op.Scale(self.states, partial, self.config.residual_scale, accumulate=True))
 
     def _sum_over_ranks(self, partial: Float32, residual: Float32 | None = None, bias: Float32 | None = None) -> None:
         """End the current segment (operations between two all-reduces) with an all-reduce of `partial` [T, H] over tp.
@@ -255,6 +297,7 @@ class Lowering:
         name = f"{self._names[id(module)]}.weight"
         # Packing widens bfloat16 in the processor's cache.
         values = self._read_shard(name, self._dtype == "bfloat16" or self._weights.is_bfloat16(name))
+        values = self._order_features(name, values)
         if count > 1:
             values = values.reshape(count, -1, values.shape[-1])
         packed = self._kernels.pack(values, dtype or self._dtype)
@@ -263,8 +306,24 @@ class Lowering:
 
     def _read_parameter(self, module: nn.Module | None, leaf: str) -> Float32:
         """Return the parameter named `leaf` ("weight", "bias") of `module`, a norm or linear layer, as a new float32
-        array."""
-        return self._keep(self._read_shard(f"{self._names[id(module)]}.{leaf}", bfloat16=False))
+        array; that of a norm with its centre added."""
+        name = f"{self._names[id(module)]}.{leaf}"
+        values = self._keep(self._order_features(name, self._read_shard(name, bfloat16=False)))
+        if isinstance(module, modules.RMSNorm):
+            values += np.float32(module.centre)
+        return values
+
+    def _order_features(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the rows `values` of the parameter `name` with the features of queries and keys in the order of
+        half-rotations (`half_rotation_order`); other parameters are returned as they are."""
+        if self._order is None or not any(part in name for part in (".qkv.", ".query_norm.", ".key_norm.")):
+            return values
+        ordered, size = values.copy(), self.config.head_dim
+        count = len(values) - (self._value_rows if ".qkv." in name else 0)
+        ordered[:count] = (
+            values[:count].reshape(-1, size, *values.shape[1:])[:, self._order].reshape(ordered[:count].shape)
+        )
+        return ordered
 
     def _read_optional(self, module: nn.Module | None, leaf: str) -> Float32 | None:
         """Return the parameter named `leaf` of a module as float32; None if the module is None or lacks it."""

@@ -67,7 +67,7 @@ class PagedCache:
         shape = (2, blocks * BLOCK_TOKENS, kv_heads, config.head_dim)
         depth = 1 + max(tables.layers[layer][1] for layer in layers)
         self.pairs = [torch.empty(shape, dtype=dtype) for _ in range(depth)]  # keys, values
-        self._layers = tables.layers
+        self._layers, self._scale, self._softcap = tables.layers, config.score_scale, config.attention_softcap
         self._windows = {layer: config.layer_window(layer) for layer in layers}
         self._segments: list[tuple[int, torch.Tensor]] = []  # of each selected token: row, slots [W, C] of its context
         self._slots_WT = torch.zeros(len(tables.windows), 0, dtype=torch.long)
@@ -113,7 +113,9 @@ class PagedCache:
         wide = at_least_float32(q_ND.dtype)
         k_KCD, v_KCD = (each[slots_C].transpose(0, 1).to(wide) for each in self.pairs[self._layers[layer][1]])
         q_KGSD = q_ND.to(wide).unflatten(0, (k_KCD.shape[0], -1))[:, :, None]
-        scores_KGSC = torch.matmul(q_KGSD * q_ND.shape[-1] ** -0.5, k_KCD.mT[:, None])
+        scores_KGSC = torch.matmul(q_KGSD * self._scale, k_KCD.mT[:, None])
+        if self._softcap is not None:
+            scores_KGSC = self._softcap * (scores_KGSC / self._softcap).tanh()
         out_KGSD = torch.matmul(scores_KGSC.softmax(dim=-1), v_KCD[:, None])
         return out_KGSD[:, :, 0].flatten(0, 1).to(q_ND.dtype)
 
@@ -137,6 +139,7 @@ class TorchRunner:
         axes = AxisOperations(tensor=OrderedTensorParallel(mesh))
         self._model = Transformer(self.config, axes=axes, device="cpu", dtype=dtype, stages=[self._stage])
         self._model.requires_grad_(False).eval()
+        self._model.served_length = limits.max_length
         weights.load_into(self._model, dtype)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -330,6 +331,16 @@ class ModelConfig:
         if self.window_rope_theta is not None and self.layer_window(layer) is not None:
             return Rotation(self.rotary_dim, self.window_rope_theta)
         return Rotation(self.rotary_dim, self.rope_theta, self.rope_scaling)
+
+    def rotations(self, layers: Iterable[int]) -> tuple[Rotation, ...]:
+        """Return the different rotary positions of the `layers` (indices), in order of first use."""
+        found = dict.fromkeys(self.layer_rotation(layer) for layer in layers)
+        return tuple(rotation for rotation in found if rotation is not None)
+
+    @property
+    def plain_residual(self) -> bool:
+        """True if the outputs of sublayers are added to the residual stream as they are."""
+        return not self.post_norms and self.residual_scale == 1
 
     def layer_window(self, layer: int) -> int | None:
         """Return the sliding window, in tokens with the token itself included, of the layer with index `layer`; None:

@@ -21,8 +21,9 @@ class Setting:
 class Windows:
     """How a ``config.json`` gives the layers with a sliding window. layers: layers that have one without the key
     ``layer_types``: "all"; "late", those from ``max_window_layers`` on; "early", every other one before it; "periodic",
-    all but every ``period``-th, which the key ``period_key`` may give; "unrotated", those without rotary positions. switch: True if ``use_sliding_window``
-    must be true. listed: True if ``layer_types`` may list them; if not, all layers or none have a window."""
+    all but every ``period``-th, which the key ``period_key`` may give; "unrotated", those without rotary positions.
+    switch: True if ``use_sliding_window`` must be true. listed: True if ``layer_types`` may list them; if not, all
+    layers or none have a window."""
 
     layers: Literal["all", "late", "early", "periodic", "unrotated"]
     period: int = 1

@@ -185,7 +185,7 @@ def scale_down_config(
         intermediate=intermediate,
         max_positions=2 * SEQUENCE,
         rope_scaling=scaling,
-        unrotated_layers=(1, 3) if config.unrotated_layers else (),
+        unrotated_layers=tuple(range(1, layers, 2)) if config.unrotated_layers else (),
         # Caps and scales that bend scores and logits of this size.
         attention_scale=None if config.attention_scale is None else 0.6,
         attention_softcap=None if config.attention_softcap is None else 1.5,

@@ -54,7 +54,7 @@ def _rank_ledger(
     return RankLedger(
         weights=item * sum(math.prod(tensor.local_shape(layout)) for tensor in stage_tensors(config, stage)),
         packed=0,
-        workspace=_workspace_bytes(config, layout, sizes) + kv_block,  # the last block is the padding's
+        workspace=_workspace_bytes(config, layout, stage, sizes) + kv_block,  # the last block is the padding's
         logits=_logits_bytes(config, layout, sizes) if stage.last else 0,
         communication=gathered,
         slack=CONTEXT_BYTES + _activation_bytes(config, layout, sizes, item),
@@ -62,7 +62,7 @@ def _rank_ledger(
     )
 
 
-def _workspace_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> int:
+def _workspace_bytes(config: ModelConfig, layout: Layout, stage: Stage, sizes: ServingSizes) -> int:
     """Return the bytes of a rank's permanent GPU buffers: token indices and block tables of a step, tables of rotary
     positions, partial results of attention, random draws of sampling."""
     decoding = 1 << (sizes.max_sequences - 1).bit_length()  # the largest padded number of sequences
@@ -71,7 +71,7 @@ def _workspace_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -
     numbers = (6 + many + max(1, config.kv_heads // layout.tp)) * width
     tables = decoding * many * count_blocks(sizes.max_length)
     positions = 1 << (sizes.max_length - 1).bit_length()
-    rotation = positions * config.head_dim if config.positions == "rope" else 0
+    rotation = len(config.rotations(stage.layers)) * positions * config.head_dim
     scratch = max(SCRATCH_BYTES // 4, tile_scratch(config, layout.tp, sizes.max_length))
     draws = 2 * 3 * sizes.logit_rows  # float64
     return 4 * (numbers + tables + rotation + scratch + draws)

@@ -45,6 +45,14 @@ RANK_BYTES = 96 * 2**20
 _PANEL = 16  # output columns of a packed panel
 
 
+def find_kernel_gap(config: ModelConfig, layout: Layout) -> str | None:
+    """Return the reason, as text for users, why the kernels cannot serve a model on a layout; None if they can. Without
+    kernels a CPU computes in plain torch."""
+    if config.projection_norm and layout.tp > 1:
+        return f"no kernel normalises the queries of several ranks together, as family {config.family} does"
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class ServingSizes:
     """Sizes for which a server allocates memory.
@@ -213,8 +221,8 @@ def _rank_ledger(config: ModelConfig, layout: Layout, stage: Stage, sizes: Servi
             weights += numel * (item if tensor.unit in LOOKED_UP else 4)
         if as_matrix:
             packed += _packed_bytes(config, layout, tensor, item)
-    if config.positions == "rope":
-        weights += sizes.max_length * config.head_dim * 4  # cosines and sines of half the features each
+    # Cosines and sines of half the features each.
+    weights += len(config.rotations(stage.layers)) * sizes.max_length * config.head_dim * 4
     heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
     widths = _buffer_widths(config, layout, stage, heads, kv_heads)
     vocabulary = -(-config.vocabulary // layout.tp)
@@ -257,8 +265,10 @@ def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, i
 def _buffer_widths(config: ModelConfig, layout: Layout, stage: Stage, heads: int, kv_heads: int) -> dict[str, int]:
     """Return {name: width}, the number of float32 elements per token of each activation buffer. heads, kv_heads: query
     and key-value heads of a rank."""
-    tp, found = layout.tp, {"states": config.hidden, "normed": config.hidden}
-    if tp > 1:
+    tp, found = layout.tp, {"states": config.hidden}
+    if config.pre_norms:
+        found["normed"] = config.hidden
+    if tp > 1 or not config.plain_residual:
         found["partial"] = config.hidden
     found["qkv"] = (heads + 2 * kv_heads) * config.head_dim
     found["attention"] = heads * config.head_dim

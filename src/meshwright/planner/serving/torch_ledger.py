@@ -68,9 +68,8 @@ def _workspace_bytes(config: ModelConfig, layout: Layout, stage: Stage, sizes: S
     tables = len(block_tables(config, layout.pp).windows)
     slots = TILE_TOKENS * tables * 8 * (longest + BLOCK_TOKENS)
     context = longest * (2 * kv_heads * config.head_dim * (item + wide) + 3 * heads * wide + 8)
-    rotation = 0
-    if config.positions == "rope":  # cosines and sines of half the features; as much again while the table grows
-        rotation = 2 * (1 << (longest - 1).bit_length()) * config.head_dim * wide
+    # Cosines and sines of half the features; as much again while the table grows.
+    rotation = 2 * len(config.rotations(stage.layers)) * (1 << (longest - 1).bit_length()) * config.head_dim * wide
     inner = max(config.intermediate, config.expert_intermediate, config.shared_intermediate)
     widths = 4 * config.hidden + (heads + 2 * kv_heads) * config.head_dim + 3 * -(-inner // tp)
     scores = config.vocabulary * (item + 4) if stage.last else 0
