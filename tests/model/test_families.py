@@ -135,7 +135,9 @@ def test_family_equals_transformers_in_float64(family: str, settings: dict[str, 
     gradients = {name: each.grad for name, each in theirs.named_parameters()}
     for tensor in parameter_table(config).tensors:
         parts = [entry_in_transformers(gradients, entry.name) for entry in tensor.entries]
-        expected = torch.cat([part.T if entry.transposed else part for part, entry in zip(parts, tensor.entries)])
+        expected = torch.cat(
+            [part.T if entry.transposed else part for part, entry in zip(parts, tensor.entries, strict=True)]
+        )
         found = ours.get_parameter(tensor.name).grad
         torch.testing.assert_close(found, expected, atol=1e-10 * max(1.0, float(expected.abs().max())), rtol=0)
 

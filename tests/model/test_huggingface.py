@@ -219,6 +219,10 @@ def in_place(path: Path) -> Path:
 
 DAMAGES = {
     "missing": (lambda at: rewrite(at, lambda t: t.pop(NAME)), [NAME, r"\[100, 48\]", "missing"]),
+    "several missing": (
+        lambda at: rewrite(at, lambda t: [t.pop(name) for name in sorted(t)[:5]]),
+        [r"missing", r"embed_tokens.weight \[499, 48\]; .*; .* and 2 more is missing"],
+    ),
     "left over": (
         lambda at: rewrite(at, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(2)})),
         ["model.layers.2.mlp.up_proj.weight", "no place"],

@@ -319,7 +319,7 @@ class _Launches:
     grouped_product = staticmethod(lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]))
 
     @staticmethod
-    def attend(qkv, cache, tiles, window, scratch, arrivals):
+    def attend(qkv, cache, tiles, window, scores, scratch, arrivals):
         kv_heads, size = cache[0].shape[1:]
         return qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * size)
 

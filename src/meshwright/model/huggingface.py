@@ -270,7 +270,7 @@ def match_entries(
     prefix = BASE_PREFIX[config.family]
     bare = not any(name.startswith(prefix) for name in files.names)
     written = _map_current_names(files, config)
-    names = {}
+    names, missing, misshapen = dict[str, str](), list[str](), list[str]()
     for entry in table.entries:
         wanted = entry.name.removeprefix(prefix) if bare else entry.name
         names[entry.name] = name = written.get(wanted, wanted)
@@ -278,12 +278,12 @@ def match_entries(
             del names[entry.name]
             continue
         if name not in files.names:
-            raise UserError(f"{files.directory}: tensor {name} {list(entry.shape)} is missing")
+            missing.append(f"{name} {list(entry.shape)}")
+            continue
         files.check_weights(name)
         if files.shape(name) != entry.shape:
-            raise UserError(
-                f"{files.file(name)}: tensor {name} is {list(files.shape(name))}, by config.json {list(entry.shape)}"
-            )
+            found, file = list(files.shape(name)), files.file(name).name
+            misshapen.append(f"{name} of {file} is {found}, by config.json {list(entry.shape)}")
     known = {*names.values(), *(("lm_head.weight",) if config.tied else ())}
     others = OTHER_HEADS.get(config.family, ())
     left = {
@@ -291,12 +291,20 @@ def match_entries(
         for name in written.values()
         if not (name in known or name.endswith(CONSTANTS) or name.removeprefix(prefix).startswith(others))
     }
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise UserError(
-            f"{files.directory}: tensor {min(left)}{more} has no place in the {config.family} model of config.json"
-        )
+    for wrong, what in (
+        (missing, "is missing"),
+        (misshapen, ""),
+        (sorted(left), f"has no place in the {config.family} model of config.json"),
+    ):
+        if wrong:
+            raise UserError(f"{files.directory}: tensor {_list_some(wrong)} {what}".rstrip())
     return names
+
+
+def _list_some(found: Sequence[str]) -> str:
+    """Return the first three of the texts `found` and how many more there are, as one text."""
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return "; ".join(found[:3]) + more
 
 
 def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
