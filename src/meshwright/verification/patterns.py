@@ -18,8 +18,17 @@ TOO_SHORT = "too few elements to identify a pattern"
 
 _FORWARD = (
     *("embedding", "positions", "attention_norm", "attention.qkv", "attention.query_norm", "attention.key_norm"),
-    *("attention.output", "mlp_norm", "mlp.router", "mlp.up", "mlp.experts.up", "mlp.experts.down", "mlp.shared_gate"),
-    *("mlp.shared.up", "mlp.shared.down", "mlp.down", "final_norm", "head"),
+    *(
+        "attention.output",
+        "attention_post_norm",
+        "mlp_norm",
+        "mlp.router",
+        "mlp.up",
+        "mlp.experts.up",
+        "mlp.experts.down",
+        "mlp.shared_gate",
+    ),
+    *("mlp.shared.up", "mlp.shared.down", "mlp.down", "mlp_post_norm", "final_norm", "head"),
 )
 """Modules of the engine in the order of the forward pass; those of a layer without its prefix."""
 

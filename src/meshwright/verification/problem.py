@@ -187,7 +187,7 @@ def scale_down_config(
         rope_scaling=scaling,
         unrotated_layers=tuple(range(1, layers, 2)) if config.unrotated_layers else (),
         # Caps and scales that bend scores and logits of this size.
-        attention_scale=None if config.attention_scale is None else 0.6,
+        attention_scale=None if config.attention_scale is None else 0.4,
         attention_softcap=None if config.attention_softcap is None else 1.5,
         logit_softcap=None if config.logit_softcap is None else 2.0,
         sliding_window=None if config.sliding_window is None else 7,
