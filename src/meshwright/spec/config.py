@@ -236,16 +236,18 @@ class ModelConfig:
     def _family_experts_problem(self) -> str | None:
         """Return an error message if this family's ``config.json`` format has no keys for the mixture-of-experts fields
         of this configuration; None if it has."""
-        if self.family == "mixtral" and self.intermediate != self.expert_intermediate:
-            return f"family mixtral has one width: intermediate {self.intermediate} is expert_intermediate"
-        if self.family == "dots1":
+        keys, family = FAMILIES[self.family].experts, f"family {self.family}"
+        assert keys is not None
+        if keys.width is None and self.intermediate != self.expert_intermediate:
+            return f"{family} has one width: intermediate {self.intermediate} is expert_intermediate"
+        if keys.shared_copies:
             if self.dense_layers != tuple(range(len(self.dense_layers))):
-                return "family dots1 has its dense_layers at the beginning"
+                return f"{family} has its dense_layers at the beginning"
             if self.experts < 2:
-                return "family dots1 has at least 2 experts"
+                return f"{family} has at least 2 experts"
             if not self.shared_intermediate or self.shared_intermediate % self.expert_intermediate:
                 return (
-                    f"family dots1 has shared experts as wide as the others: shared_intermediate must be a multiple "
+                    f"{family} has shared experts as wide as the others: shared_intermediate must be a multiple "
                     f"of expert_intermediate {self.expert_intermediate}, not {self.shared_intermediate}"
                 )
         return None

@@ -108,11 +108,13 @@ def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
     table gives no expert width, it is chosen so that the experts of a token together cost about as much compute as a
     dense MLP of width `intermediate`; in family mixtral each expert is as wide as that MLP."""
     assert model.family
-    fixed = FAMILIES[model.family].fixed
+    fixed, keys = FAMILIES[model.family].fixed, FAMILIES[model.family].experts
+    assert keys is not None
     experts = model.experts or 8
     chosen = model.experts_per_token or min(2, experts)
     width = model.expert_intermediate
-    if model.family == "mixtral":  # experts as wide as the usual MLP
+    one_width = keys.width is None
+    if one_width:  # experts as wide as the usual MLP
         width = width or model.intermediate or intermediate
     else:
         width = width or max(1, intermediate // (chosen + bool(fixed.get("shared_intermediate", 1))))
@@ -123,7 +125,7 @@ def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
         "shared_intermediate": fixed.get("shared_intermediate", width),
         "normalise_choice": True,
         "router_loss": 0.0 if fixed["router_bias"] else 0.001,
-    } | ({"intermediate": width} if model.family == "mixtral" else {})
+    } | ({"intermediate": width} if one_width else {})
 
 
 def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
@@ -138,7 +140,8 @@ def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
         overrides.setdefault("kv_heads", heads)
     if base.intermediate == 4 * base.hidden and not base.gated:
         overrides.setdefault("intermediate", 4 * hidden)
-    if base.family == "mixtral":  # one width with two names
+    keys = FAMILIES[base.family].experts
+    if keys is not None and keys.width is None:  # one width with two names
         width = overrides.get("expert_intermediate", overrides.get("intermediate", base.intermediate))
         overrides |= {"intermediate": width, "expert_intermediate": width}
     if "dense_layers" in overrides:

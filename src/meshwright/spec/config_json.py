@@ -175,7 +175,7 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         read_windows(fields, read)
         fields |= _read_settings(family, read)
         if family.experts:
-            fields |= read_experts(read, family.name, fields["layers"], fields["intermediate"])
+            fields |= read_experts(read, family.experts, fields["layers"], fields["intermediate"])
         if family.attention_bias:
             fields["qkv_bias"] = fields["output_bias"] = read.boolean("attention_bias")
     bos = read.tokens("bos_token_id", fields["vocabulary"])
@@ -232,8 +232,8 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
     # Padding ids that transformers assumes may be outside of a small vocabulary.
     written |= {"attention_dropout": 0.0, "pad_token_id": None, **write_rope(config, family)}
     written |= {setting.key: _write_setting(config, name, setting) for name, setting in family.settings.items()}
-    if config.experts:
-        written |= write_experts(config)
+    if family.experts:
+        written |= write_experts(config, family.experts)
     if family.attention_bias:
         written["attention_bias"] = config.qkv_bias
     return written | write_windows(config, family)

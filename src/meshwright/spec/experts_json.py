@@ -1,4 +1,4 @@
-"""Read and write the ``config.json`` keys of a mixture of experts."""
+"""Read and write the ``config.json`` keys of a mixture of experts, which the record of its family names."""
 
 from __future__ import annotations
 
@@ -6,74 +6,61 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.limits import shorten_repr
+from meshwright.spec.families import Experts
 
 if TYPE_CHECKING:
     from meshwright.spec.config import ModelConfig
     from meshwright.spec.config_reader import Reader
 
 
-def read_experts(read: Reader, family: str, layers: int, intermediate: int) -> dict[str, Any]:
+def read_experts(read: Reader, keys: Experts, layers: int, intermediate: int) -> dict[str, Any]:
     """Read the ModelConfig fields of a mixture of experts, by name: number of experts, their widths, router. read:
-    typed access to the ``config.json``. family: its ``model_type``. layers: number of layers. intermediate: width of a
+    typed access to the ``config.json``. keys: those of the family. layers: number of layers. intermediate: width of a
     dense MLP."""
+    width = read.integer("expert_intermediate", (keys.width,)) if keys.width else intermediate
     fields: dict[str, Any] = {
-        "experts": read.integer("experts", _experts_keys(family)),
+        "experts": read.integer("experts", keys.count),
         "experts_per_token": read.integer("experts_per_token", ("num_experts_per_tok",)),
-        "expert_intermediate": intermediate
-        if family == "mixtral"
-        else read.integer("expert_intermediate", ("moe_intermediate_size",)),
+        "expert_intermediate": width,
     }
-    if family == "dots1":
-        first = _read_whole_number(read, "first_k_dense_replace")
-        fields["dense_layers"] = tuple(range(min(first, layers)))
-        fields["shared_intermediate"] = fields["expert_intermediate"] * read.integer("experts", ("n_shared_experts",))
-        fields["routed_scale"] = read.number(("routed_scaling_factor",), 1.0)
-    else:
-        _, weight = read.get(("router_aux_loss_coef",))
-        fields["router_loss"] = 0.0 if weight == 0 else read.number(("router_aux_loss_coef",), 0.001)
-    if family in ("qwen2_moe", "qwen3_moe"):
+    if keys.normalised:
+        fields["normalise_choice"] = read.boolean(keys.normalised)
+    if keys.loss:
+        _, weight = read.get((keys.loss,))
+        fields["router_loss"] = 0.0 if weight == 0 else read.number((keys.loss,), 0.001)
+    if keys.shared:
+        limit = "experts" if keys.shared_copies else "shared_intermediate"
+        fields["shared_intermediate"] = read.integer(limit, (keys.shared,)) * (width if keys.shared_copies else 1)
+    if keys.scale:
+        fields["routed_scale"] = read.number((keys.scale,), 1.0)
+    if keys.dense == "first":
+        fields["dense_layers"] = tuple(range(min(_read_whole_number(read, "first_k_dense_replace"), layers)))
+    elif keys.dense == "listed":
         fields["dense_layers"] = _dense_layers(read, layers)
-    if family == "qwen2_moe":
-        fields["shared_intermediate"] = read.integer("shared_intermediate", ("shared_expert_intermediate_size",))
-    if family != "mixtral":
-        fields["normalise_choice"] = read.boolean("norm_topk_prob")
     return fields
 
 
-def write_experts(config: ModelConfig) -> dict[str, Any]:
-    """Return the ``config.json`` keys of a mixture of experts with their values; the inverse of `read_experts`."""
-    written: dict[str, Any] = dict.fromkeys(_experts_keys(config.family), config.experts)
+def write_experts(config: ModelConfig, keys: Experts) -> dict[str, Any]:
+    """Return the ``config.json`` keys of a mixture of experts with their values; the inverse of `read_experts`. keys:
+    those of the family."""
+    written: dict[str, Any] = dict.fromkeys(keys.count, config.experts)
     written["num_experts_per_tok"] = config.experts_per_token
-    if config.family != "mixtral":
-        written["moe_intermediate_size"] = config.expert_intermediate
-        written["norm_topk_prob"] = config.normalise_choice
-    if config.family == "dots1":
-        return written | {
-            "first_k_dense_replace": len(config.dense_layers),
-            "n_shared_experts": config.shared_intermediate // config.expert_intermediate,
-            "routed_scaling_factor": config.routed_scale,
-            "n_group": 1,
-            "topk_group": 1,
-        }
-    written["router_aux_loss_coef"] = config.router_loss
-    written["output_router_logits"] = False
-    if config.family in ("qwen2_moe", "qwen3_moe"):
-        written["decoder_sparse_step"] = 1
-        written["mlp_only_layers"] = list(config.dense_layers)
-    if config.family == "qwen2_moe":
-        written["shared_expert_intermediate_size"] = config.shared_intermediate
+    if keys.width:
+        written[keys.width] = config.expert_intermediate
+    if keys.normalised:
+        written[keys.normalised] = config.normalise_choice
+    if keys.loss:
+        written |= {keys.loss: config.router_loss, "output_router_logits": False}
+    if keys.shared:
+        copies = config.expert_intermediate if keys.shared_copies else 1
+        written[keys.shared] = config.shared_intermediate // copies
+    if keys.scale:
+        written[keys.scale] = config.routed_scale
+    if keys.dense == "first":
+        written |= {"first_k_dense_replace": len(config.dense_layers), "n_group": 1, "topk_group": 1}
+    elif keys.dense == "listed":
+        written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
     return written
-
-
-def _experts_keys(family: str) -> tuple[str, ...]:
-    """Return the ``config.json`` keys that may hold the number of experts in a family, in order of precedence
-    (transformers 4, then 5)."""
-    return {
-        "mixtral": ("num_local_experts",),
-        "qwen2_moe": ("num_experts",),
-        "qwen3_moe": ("num_experts", "num_local_experts"),
-        "dots1": ("n_routed_experts",),
-    }[family]
 
 
 def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:

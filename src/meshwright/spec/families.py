@@ -33,6 +33,25 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Keys of a ``config.json`` that describe mixtures of experts. count: of the number of experts (transformers 4,
+    then 5). width: of an expert's width; None: it is that of the dense MLPs. normalised: of ``normalise_choice``; None:
+    the family fixes it. loss: of the load-balancing loss; None: none. shared: of the shared expert: its width, or if
+    ``shared_copies`` how many experts wide it is; None: none. scale: of ``routed_scale``; None: it is 1. dense: the
+    dense layers are the first ones, as many as ``first_k_dense_replace`` says ("first"), those of ``mlp_only_layers``
+    and ``decoder_sparse_step`` ("listed"), or none (None)."""
+
+    count: tuple[str, ...]
+    width: str | None = "moe_intermediate_size"
+    normalised: str | None = "norm_topk_prob"
+    loss: str | None = "router_aux_loss_coef"
+    shared: str | None = None
+    shared_copies: bool = False
+    scale: str | None = None
+    dense: Literal["first", "listed"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Architecture choices that all models of a family share. name: ``model_type`` in config.json. architecture: class
     name in transformers. fixed: {ModelConfig field: the only value that it may have}. defaults: {config.json key: value
@@ -40,9 +59,9 @@ class Family:
     families have. A field of `OPTIONS` that is in neither has its default. keys: {ModelConfig field: its config.json
     keys}, for fields whose keys are not the usual ones. windows: layers with a sliding window; None: no layer has one.
     partial_rotation: True if the key ``partial_rotary_factor`` may be below 1. planning_only: reason why the family can
-    be planned but not run; None if it can be run. experts: True if layers hold mixtures of experts. heads: for an
-    encoder, {class name in transformers: its ``ModelConfig.head``}; empty for a decoder. nested: ``model_type`` of
-    multimodal models whose ``text_config`` is a model of this family."""
+    be planned but not run; None if it can be run. experts: keys of its mixtures of experts; None: every MLP is dense.
+    heads: for an encoder, {class name in transformers: its ``ModelConfig.head``}; empty for a decoder. nested:
+    ``model_type`` of multimodal models whose ``text_config`` is a model of this family."""
 
     name: str
     architecture: str
@@ -53,7 +72,7 @@ class Family:
     windows: Windows | None = None
     partial_rotation: bool = False
     planning_only: str | None = None
-    experts: bool = False  # its layers hold mixtures of experts
+    experts: Experts | None = None
     heads: Mapping[str, str] = field(default_factory=dict)  # of an encoder: architecture -> ``ModelConfig.head``
     nested: str | None = None
 
@@ -131,6 +150,11 @@ _SIGMOID_ROUTER: dict[str, object] = {
     "router": "sigmoid", "router_bias": True, "router_loss": 0.0, "shared_gate": False,
 }  # fmt: skip
 
+_SIGMOID_EXPERTS = Experts(
+    ("n_routed_experts",), loss=None, shared="n_shared_experts", shared_copies=True, scale="routed_scaling_factor",
+    dense="first",
+)  # fmt: skip
+
 OPTIONS = (
     "pre_norms", "post_norms", "zero_centred_norms", "projection_norm", "embedding_norm", "rotary_fraction",
     "rotary_interleaved", "window_rope_theta", "unrotated_layers", "attention_scale", "attention_softcap",
@@ -176,7 +200,7 @@ FAMILIES: dict[str, Family] = {
             | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.001}
             | {"num_local_experts": 8, "num_experts_per_tok": 2},
             windows=Windows("all", listed=False),
-            experts=True,
+            experts=Experts(("num_local_experts",), width=None, normalised=None),
         ),
         Family(
             "qwen2_moe",
@@ -191,7 +215,7 @@ FAMILIES: dict[str, Family] = {
             | {"shared_expert_intermediate_size": 5632},
             {"qkv_bias": Setting("qkv_bias", "flag")},
             windows=Windows("early", switch=True),
-            experts=True,
+            experts=Experts(("num_experts",), shared="shared_expert_intermediate_size", dense="listed"),
         ),
         Family(
             "qwen3_moe",
@@ -204,7 +228,7 @@ FAMILIES: dict[str, Family] = {
             | {"num_key_value_heads": 4, "router_aux_loss_coef": 0.001}
             | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
             windows=Windows("all", switch=True, listed=False),
-            experts=True,
+            experts=Experts(("num_experts", "num_local_experts"), dense="listed"),
         ),
         Family(
             "dots1",
@@ -213,7 +237,7 @@ FAMILIES: dict[str, Family] = {
             {"max_position_embeddings": 2048, "moe_intermediate_size": 1408}
             | {"sliding_window": 4096, "max_window_layers": 62},
             windows=Windows("late"),
-            experts=True,
+            experts=_SIGMOID_EXPERTS,
         ),
         Family(
             "granite",

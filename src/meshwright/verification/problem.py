@@ -12,6 +12,7 @@ from meshwright.names import OBJECTIVES_OF_RECORDS
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.training.preference_loss import Preference
+from meshwright.spec.families import FAMILIES
 
 SEQUENCE = 23  # tokens
 VALIDATION_SEQUENCES = 5
@@ -172,7 +173,9 @@ def scale_down_config(
             long_factors=tuple(2.0 + pair for pair in range(pairs)),
         )
     experts = _scaled_experts(config, tp, ep, etp)
-    intermediate = experts.get("expert_intermediate", 0) if config.family == "mixtral" else -(-37 // tp) * tp
+    keys = FAMILIES[config.family].experts
+    one_width = keys is not None and keys.width is None
+    intermediate = experts.get("expert_intermediate", 0) if one_width else -(-37 // tp) * tp
     return dataclasses.replace(
         config,
         **experts,
@@ -222,7 +225,7 @@ def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str
     cut = tp if ep == etp == 1 else etp
     width = next(
         width
-        for width in itertools.count(37 if config.family == "mixtral" else 11)
+        for width in itertools.count(37 if config.intermediate == config.expert_intermediate else 11)
         if width % cut == 0 and (2 * width % tp == 0 or not config.shared_intermediate)
     )
     experts = min(5, config.experts)
