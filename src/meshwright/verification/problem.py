@@ -11,8 +11,8 @@ from meshwright.layout import Layout
 from meshwright.names import OBJECTIVES_OF_RECORDS
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
-from meshwright.training.preference_loss import Preference
 from meshwright.spec.families import FAMILIES
+from meshwright.training.preference_loss import Preference
 
 SEQUENCE = 23  # tokens
 VALIDATION_SEQUENCES = 5
