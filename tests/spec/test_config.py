@@ -141,7 +141,7 @@ def test_gpt2_intermediate_defaults_to_four_times_hidden():
         (without(LLAMA, "model_type"), '"model_type" is missing'),
         (
             {**LLAMA, "model_type": "mamba"},
-            "olmo3, smollm3, gemma2, gemma3_text, phi3, glm4, gpt2, bert, bloom, nemotron",
+            "olmo3, smollm3, gemma2, gemma3_text, phi3, glm4, glm4_moe, gpt2, bert, bloom, nemotron",
         ),
         (without(LLAMA, "hidden_size"), '"hidden_size" is missing'),
         ({**LLAMA, "hidden_size": "48"}, "\"hidden_size\" must be a whole number above 0, not '48'"),

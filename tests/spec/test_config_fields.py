@@ -43,6 +43,8 @@ def configuration(family: str, **changes: Any) -> dict[str, Any]:
     data = {**CONFIG_MAPPING[family]().to_dict(), "architectures": None}
     if family == "dots1":
         data |= {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
+    if family == "glm4_moe":
+        data |= {"head_dim": 128}
     return {**data, **changes}
 
 

@@ -20,7 +20,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.names import unknown
 from meshwright.spec.config import Head, ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, read_config
-from meshwright.spec.disk_names import BASE_PREFIX, FORMER_ENDINGS, NESTED_PREFIXES, OTHER_HEADS
+from meshwright.spec.disk_names import BASE_PREFIX, FORMER_ENDINGS, FURTHER_LAYERS, NESTED_PREFIXES, OTHER_HEADS
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import ParameterTable, parameter_table
@@ -286,6 +286,8 @@ def match_entries(
             misshapen.append(f"{name} of {file} is {found}, by config.json {list(entry.shape)}")
     known = {*names.values(), *(("lm_head.weight",) if config.tied else ())}
     others = OTHER_HEADS.get(config.family, ())
+    if config.family in FURTHER_LAYERS:
+        others += tuple(f"layers.{config.layers + further}." for further in range(8))
     left = {
         name
         for name in written.values()

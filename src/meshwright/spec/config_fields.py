@@ -146,6 +146,9 @@ _READ: dict[str, str] = {
     "smollm3": _LLAMA + _WINDOWS + "attention_bias mlp_bias no_rope_layers no_rope_layer_interval",
     "phi3": _LLAMA + "sliding_window layer_types partial_rotary_factor",
     "glm4": _LLAMA + "attention_bias partial_rotary_factor",
+    "glm4_moe": _LLAMA
+    + "attention_bias partial_rotary_factor use_qk_norm n_routed_experts num_experts_per_tok n_shared_experts "
+    "moe_intermediate_size first_k_dense_replace routed_scaling_factor norm_topk_prob",
     "nemotron": _DECODER + "hidden_act norm_eps attention_bias mlp_bias",
 }
 
@@ -164,6 +167,7 @@ _OWN_IGNORED: dict[str, str] = {
     "phi3": "embd_pdrop resid_pdrop",
     "nemotron": "partial_rotary_factor rope_percent",
     "dots1": "ep_size",
+    "glm4_moe": "num_mtp_layers num_nextn_predict_layers",  # layers that predict further tokens
     "qwen3_moe": "max_window_layers",  # every layer has a window or none has
 }
 
@@ -174,6 +178,7 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
     "qwen3": {name: _accept_only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
     "qwen3_moe": {name: _accept_only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
     "mixtral": {"norm_topk_prob": _accept_only(True)},
+    "glm4_moe": {"num_local_experts": _EXPERTS},
     "dots1": {
         **{name: _accept_only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
         "scoring_func": _accept_only("sigmoid", "noaux_tc"), "topk_method": _accept_only("noaux_tc"),

@@ -120,6 +120,7 @@ DISK_NAMES: Mapping[str, Mapping[str, str]] = {
     "gemma3_text": _GEMMA2,
     "phi3": _PHI3,
     "glm4": _GLM4,
+    "glm4_moe": _DOTS1,
     "nemotron": _NEMOTRON,
     "bert": _BERT,
 }
@@ -143,6 +144,9 @@ NESTED_PREFIXES = {
         "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
     },
 }  # fmt: skip
+
+# Families whose files also hold layers that predict further tokens, numbered after the last layer; they are ignored.
+FURTHER_LAYERS = frozenset({"glm4_moe"})
 
 # Former endings of tensor names -> current endings.
 FORMER_ENDINGS = {

@@ -315,6 +315,17 @@ FAMILIES: dict[str, Family] = {
             partial_rotation=True,
         ),
         Family(
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            _ROPE_DECODER | _NO_WINDOW | _SIGMOID_ROUTER | {"output_bias": False, "mlp_bias": False},
+            {"max_position_embeddings": 131072, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
+            | {"moe_intermediate_size": 1408, "n_routed_experts": 128, "num_experts_per_tok": 8}
+            | {"n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True},
+            {"qkv_bias": Setting("attention_bias", "flag"), "query_key_norm": Setting("use_qk_norm", "flag")},
+            partial_rotation=True,
+            experts=_SIGMOID_EXPERTS,
+        ),
+        Family(
             "gpt2",
             "GPT2LMHeadModel",
             _GPT | {"positions": "learned"},
