@@ -132,7 +132,13 @@ def test_every_runnable_preset_has_same_parameter_count_in_transformers(tmp_path
     for name, entry in PRESETS.items():
         if entry.config.planning_only or entry.config.encoder:  # encoders: test_encoder.py
             continue
-        config = dataclasses.replace(entry.config, layers=2, windowed_layers=None, unrotated_layers=())
+        config = dataclasses.replace(
+            entry.config,
+            layers=2,
+            windowed_layers=None,
+            unrotated_layers=(),
+            dense_layers=entry.config.dense_layers[:1],
+        )
         count = sum(parameter.numel() for parameter in build(config, tmp_path).parameters())
         biases = sum(
             entry.numel for entry in parameter_table(config).entries if entry.balances

@@ -91,7 +91,10 @@ class Optimizer:
         for shard in self.shards:
             for low, high in shard.balancing:  # arXiv:2408.15664, algorithm 1
                 load = shard.gradient[low:high]
-                sign = load.sign() * (1 - gradient_scale.skip) if isinstance(gradient_scale, GpuScale) else load.sign()
+                # An excess as small as the rounding of its sum is none: its sign would depend on the layout.
+                sign = torch.where(load.abs() > 16 * torch.finfo(load.dtype).eps, load, 0).sign()
+                if isinstance(gradient_scale, GpuScale):
+                    sign *= 1 - gradient_scale.skip
                 shard.master[low:high].sub_(sign, alpha=self.router_bias_rate)
                 load.zero_()
         gradients, scale = [part.gradient for part in self._parts], dict[str, Any]()

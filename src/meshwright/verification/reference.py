@@ -226,7 +226,7 @@ class Reference:
         for name, w in weights.items():
             entry = self.table.entry(name)
             if entry.balances:  # arXiv:2408.15664, algorithm 1
-                after[name] = w - training.router_bias_rate * gradients[name].sign()
+                after[name] = w - training.router_bias_rate * gradients[name].round(decimals=12).sign()
                 continue
             g, decay = gradients[name] * scale, training.weight_decay if len(entry.shape) >= 2 else 0.0
             if training.optimizer == "adamw":
