@@ -10,7 +10,17 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.kernels.library import Kernels
-from meshwright.kernels.operations import Activation, Embed, Experts, ExpertsWorkspace, Gate, Linear, Norm, TakeRows
+from meshwright.kernels.operations import (
+    Activation,
+    Embed,
+    Experts,
+    ExpertsWorkspace,
+    Gate,
+    Linear,
+    Norm,
+    Scale,
+    TakeRows,
+)
 from meshwright.model.experts import Mixture
 from meshwright.spec.config import ModelConfig
 from tests.kernels.conftest import Batch, one_sequence
@@ -47,6 +57,19 @@ def test_norms_equal_float64(kernels: Kernels, size: int):
     exact = wide(x) * torch.rsqrt(wide(x).square().mean(1, keepdim=True) + 1e-3) * wide(weight)
     assert relative_error(rms, exact) < 1e-6
     assert relative_error(layer, F.layer_norm(wide(x), (size,), wide(weight), wide(bias), 1e-3)) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 16, 37])
+@pytest.mark.parametrize("softcap", [0.0, 0.7, 50.0])
+def test_scaled_rows_equal_float64(kernels: Kernels, size: int, softcap: float):
+    x, start = draw_floats(0, ROWS, size) * 10 ** draw_floats(3, ROWS, size), draw_floats(1, ROWS, size)
+    out, added = np.empty_like(x), start.copy()
+    run(kernels, Scale(out, x, 0.22, softcap), Scale(added, x, 0.22, softcap, accumulate=True))
+    exact = wide(x) * 0.22
+    exact = softcap * torch.tanh(exact / softcap) if softcap else exact
+    assert relative_error(out, exact) < 1e-6
+    assert np.allclose(out, exact.numpy(), rtol=2e-6, atol=0)  # also near 0
+    assert relative_error(added, exact + wide(start)) < 1e-6
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 
 from meshwright.checkpoint.model_directory import save_huggingface
+from meshwright.errors import ModelWarning
 from meshwright.model.huggingface import load_huggingface
+from meshwright.model.rope import RotaryTable, half_rotation_order, pad_pairs, rotate
 from meshwright.spec.config_json import config_from_huggingface, config_to_huggingface
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
 from tests.model.transformers_names import entry_in_transformers
 
 ODD: dict[str, Any] = {
@@ -176,3 +180,53 @@ def test_family_equals_transformers_in_float64(family: str, settings: dict[str, 
         assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         with torch.no_grad():
             torch.testing.assert_close(back.eval()(tokens).logits, want, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_language_model_of_a_multimodal_directory_loads_alone(prefix: str, tmp_path: Path):
+    text = {**GEMMA, "final_logit_softcapping": None, "sliding_window_pattern": 3}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    found = {
+        "model.language_model." + name.partition("language_model.")[2].removeprefix("model."): value
+        for name, value in tensors.items()
+        if "language_model." in name
+    }
+    found = {name.replace("model.language_model.", prefix): value for name, value in found.items()}
+    save_file(found | {n: t for n, t in tensors.items() if "language_model." not in n}, tmp_path / "model.safetensors")
+    with pytest.warns(ModelWarning, match="only the language model of this gemma3 model"):
+        ours, _ = load_huggingface(tmp_path)
+    tokens = torch.randint(1, 499, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
+
+
+def test_a_server_chooses_longrope_factors_by_its_longest_sequence():
+    config = preset("phi-4-mini")
+    rotation = config.layer_rotation(0)
+    assert rotation is not None
+    short, long = (RotaryTable(rotation, torch.float64, length) for length in (4096, 4097))
+    cpu = torch.device("cpu")
+    assert torch.equal(short.up_to(9, cpu)[0], RotaryTable(rotation, torch.float64).up_to(9, cpu)[0])
+    assert not torch.equal(short.up_to(9, cpu)[0], long.up_to(9, cpu)[0])
+    assert torch.equal(long.up_to(9, cpu)[0], RotaryTable(rotation, torch.float64).up_to(5000, cpu)[0][:16])
+
+
+@pytest.mark.parametrize("name", ["phi3-tiny", "glm4-tiny", "llama-tiny"])
+def test_half_rotation_order_leaves_scores_as_they_are(name: str):
+    config = preset(name)
+    rotation, order = config.layer_rotation(0), half_rotation_order(config)
+    assert rotation is not None and (order is None) == (name == "llama-tiny")
+    table = RotaryTable(rotation, torch.float64).up_to(16, torch.device("cpu"))
+    q, k = torch.randn(2, 1, 1, 16, config.head_dim, dtype=torch.float64)
+    want = rotate(q, *table, config.rotary_interleaved) @ rotate(k, *table, config.rotary_interleaved).mT
+    table = pad_pairs(table, config.head_dim)
+    q, k = (each if order is None else each[..., order] for each in (q, k))
+    torch.testing.assert_close(rotate(q, *table) @ rotate(k, *table).mT, want)

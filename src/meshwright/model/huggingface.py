@@ -268,8 +268,8 @@ def match_entries(
     the embedding is ignored, as in transformers, and so are an encoder's other heads. `new_head`: True: do not raise
     for entries of the head that are missing or of another shape; leave them out of the result."""
     prefix = BASE_PREFIX[config.family]
-    bare = not any(name.startswith(prefix) for name in files.names)
     written = _map_current_names(files, config)
+    bare = not any(name.startswith(prefix) for name in written)
     names, missing, misshapen = dict[str, str](), list[str](), list[str]()
     for entry in table.entries:
         wanted = entry.name.removeprefix(prefix) if bare else entry.name
