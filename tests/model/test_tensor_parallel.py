@@ -18,6 +18,11 @@ CONFIGS = {
     ),
     "llama, one key-value head, tied": dataclasses.replace(preset("llama-tiny"), **ODD, kv_heads=1, tied=True),
     "qwen3": dataclasses.replace(preset("qwen3-tiny"), **ODD),
+    "granite": dataclasses.replace(preset("granite-tiny"), **ODD),
+    "olmo2, one key-value head": dataclasses.replace(preset("olmo2-tiny"), **ODD, kv_heads=1),
+    "gemma2": dataclasses.replace(preset("gemma2-tiny"), **ODD, windowed_layers=(True, False), logit_softcap=0.8),
+    "phi3": dataclasses.replace(preset("phi3-tiny"), **ODD),
+    "glm4": dataclasses.replace(preset("glm4-tiny"), **ODD),
     "gpt2": dataclasses.replace(preset("gpt2-tiny"), **ODD),
 }
 

@@ -14,6 +14,7 @@ from meshwright.layout import Layout
 from meshwright.model import attention_spans
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
+from meshwright.model.tiled_attention import Scores
 from meshwright.parallel.context import context_operations, local_positions
 
 CPU = torch.device("cpu")
@@ -36,40 +37,48 @@ def ids_of(shape: tuple[int, ...], documents: bool) -> torch.Tensor:
     return ids if documents else torch.zeros_like(ids)
 
 
-def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor, window: int | None) -> Any:
-    """Softmax over an explicit mask."""
+def by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor, window: int | None, how: Scores | None
+) -> Any:
+    """Softmax over an explicit mask, of scores with scale and softcap `how`."""
     places = torch.arange(ids.shape[1])
     distance = places[:, None] - places
     allowed = (ids[:, :, None] == ids[:, None, :]) & (distance >= 0) & (distance < (window or len(places)))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~allowed[:, None], float("-inf"))
-    return torch.softmax(scores, dim=-1) @ v
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if how is not None:
+        scores = how.softcap * torch.tanh(how.scale * (q @ k.mT) / how.softcap)
+    return torch.softmax(scores.masked_fill(~allowed[:, None], float("-inf")), dim=-1) @ v
 
 
-def attention(mesh: Mesh, case: Case, dtype: torch.dtype, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def attention(
+    mesh: Mesh, case: Case, dtype: torch.dtype, seed: int = 0, how: Scores | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's result and gradients of queries, keys and values, each with its float64 reference."""
     shape, documents, window, tiles.TILE_QUERIES = case
     ids, layout = ids_of(shape, documents), mesh.layout
     places = local_positions(layout, mesh.cp.rank, shape[1])
     *whole, direction = inputs(shape, seed)
     whole = [x.requires_grad_() for x in whole]
-    wanted = by_definition(*whole, ids, window)
+    wanted = by_definition(*whole, ids, window, how)
     want = [wanted.detach(), *torch.autograd.grad(wanted, whole, direction)]
     mine = [x.detach()[:, :, places].to(dtype).requires_grad_() for x in whole]
     operations = context_operations(mesh)
     visible = operations.visibility(Documents.from_ids(ids).select_tokens(places), len(places), window, CPU)
-    found = operations.attend(*mine, visible)
+    found = operations.attend(*mine, visible, how)
     gradients = torch.autograd.grad(found, mine, direction[:, :, places].to(dtype))
     return list(zip([found.detach(), *gradients], [x[:, :, places] for x in want], strict=True))
 
 
-def errors(method: str, cases: list[Case], dtype: torch.dtype = torch.float64) -> list[float]:
+def errors(
+    method: str, cases: list[Case], dtype: torch.dtype = torch.float64, how: Scores | None = None
+) -> list[float]:
     """The largest absolute error of each case over result and gradients on this rank."""
     mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
     worst = []
     for case in cases:
-        worst.append(_largest(attention(mesh, case, dtype)))
+        worst.append(_largest(attention(mesh, case, dtype, how=how)))
     mesh.close()
     return worst
 

@@ -12,6 +12,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
+from meshwright.model.tiled_attention import Scores
 from meshwright.parallel.context import list_spans, local_positions, shard_sequences
 from tests.parallel import context_cases as cases
 
@@ -133,6 +134,12 @@ def test_context_attention_on_two_ranks_matches_for_every_dtype(two, method):
         for worst in two.run(cases.errors, method, CASES, dtype):
             assert max(worst) < most, (dtype, worst)
     assert two.run(cases.without_gradients, method) == [True, True]
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_scaled_and_capped_scores_on_two_ranks_match_one_device(two, method):
+    for worst in two.run(cases.errors, method, CASES, torch.float64, Scores(0.9, 1.3)):
+        assert max(worst) < 1e-12
 
 
 def test_merged_fused_kernel_results_match_one_device(two):
