@@ -46,7 +46,8 @@ def attention(at: MicroBatch, window: int | None) -> Iterator[Operator]:
     if config.query_key_norm:
         yield Operator(
             "attention.norms", pointwise(at, "attention.norms", elements, elementwise.norm("rmsnorm", fusion)),
-            tuple(_query_key_norms(at)), parameters=2 * size,
+            tuple(_query_key_norms(at)),
+            parameters=(at.heads + at.kv_heads if config.projection_norm else 2) * size,
         )  # fmt: skip
     if config.positions == "rope":
         yield Operator("attention.rotary", pointwise(at, "attention.rotary", elements, elementwise.rotary(fusion)))
@@ -73,7 +74,9 @@ def attention(at: MicroBatch, window: int | None) -> Iterator[Operator]:
 def _query_key_norms(at: MicroBatch) -> Iterator[SavedTensor]:
     """Yield the tensors that the norms of queries and keys save; a copy of the input only for narrow types."""
     for name, heads in (("attention.query_norm", at.heads), ("attention.key_norm", at.kv_heads)):
-        shape = at.rows, at.tokens, heads, at.config.head_dim
+        size = at.config.head_dim
+        one = (heads * size,) if at.config.projection_norm else (heads, size)
+        shape = at.rows, at.tokens, *one
         if at.narrow:
             yield SavedTensor(f"{name}.input", shape, "wide")
         yield from scaled(name, shape)

@@ -34,12 +34,12 @@ def block(at: MicroBatch, layer: int) -> Iterator[Operator]:
     """Yield the operators of the layer with index `layer`, in the order of its forward. Names of saved tensors are
     relative to the layer.
 
-    Decoders normalise before attention and MLP, and with `post_norms` after them too; encoders only after the residual
-    addition.
+    Decoders normalise before attention and MLP (`pre_norms`), after them (`post_norms`), or both; encoders only after
+    the residual addition.
     """
     window, mixed = layer_kind(at, layer)
     config = at.config
-    before, after = not config.encoder, config.post_norms
+    before, after = config.pre_norms and not config.encoder, config.post_norms
     inner = list(mixture(at, layer)) if mixed else list(feed_forward(at))
     for name, operators in (("attention", list(attention(at, window))), ("mlp", inner)):
         if before:
@@ -48,7 +48,7 @@ def block(at: MicroBatch, layer: int) -> Iterator[Operator]:
         if after:
             yield norm(at, f"{name}_post_norm")
         yield from residual(at)
-        if not before:
+        if config.encoder:
             yield norm(at, f"{name}_norm")
 
 

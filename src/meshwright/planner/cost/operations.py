@@ -100,7 +100,7 @@ def _last_product(at: MicroBatch, mixed: bool) -> str | None:
     """Return the name of the product whose result the backward does not need, as it is only added to the residual
     stream; None if there is none. mixed: the layer's MLP is a mixture of experts."""
     config = at.config
-    if config.encoder:  # the sum with it is normalised
+    if config.encoder or config.post_norms:  # a norm reads it, or the sum with it
         return None
     if not mixed:
         return "mlp.down"
