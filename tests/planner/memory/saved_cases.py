@@ -168,7 +168,8 @@ def watch(case: Case) -> Watched:
     time.sleep(0.02 if mesh.world_size > 1 else 0)  # gloo's threads release sent tensors a little later
     alive = storages.alive()
     assert compute._kept
-    stayed = set() if model._rotary is None else {each.untyped_storage()._cdata for each in model._rotary._table}
+    tables = [table for rotary in model._rotary.values() for pair in rotary._tables.values() for table in pair]
+    stayed = {table.untyped_storage()._cdata for table in tables}
     own = {unit.parameters.untyped_storage()._cdata for unit in parallel._units.values()}
     seen = {at: (size, str(tuple(tensor.shape))) for at, (tensor, size) in packed.items() if size}
     mixtures = [layer for layer in stages[case.stage].layers if case.config.has_experts(layer)]
