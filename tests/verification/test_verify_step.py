@@ -17,9 +17,9 @@ from meshwright.data.order import SampleOrder
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model import experts, layers
-from meshwright.model.tiled_attention import TILE_QUERIES
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.policy import TILE_QUERIES
 from meshwright.spec.presets import preset
 from meshwright.training import optimizer, trainer
 from meshwright.verification.cases import Case, CaseBuilder, choose_other_layout

@@ -19,9 +19,9 @@ import torch
 from meshwright.model.axis_operations import SINGLE_DEVICE, TensorOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.policy import SLICE_LOGITS
 
 IGNORED = -100  # target of ignored tokens
-SLICE_LOGITS = 1 << 19  # logits processed together on a CPU, so that intermediate values stay in the caches
 
 
 def linear_cross_entropy(

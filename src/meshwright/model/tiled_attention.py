@@ -19,11 +19,7 @@ import torch
 
 from meshwright.comm.custom_operator import custom_operator
 from meshwright.model.precision import at_least_float32
-
-TILE_QUERIES = 128
-TILE_SCORES = 1 << 20  # 4 MiB in float32, which fits in a core's caches
-ACCELERATOR_TILE = 1024, 1 << 27  # queries and scores of a tile on an accelerator
-
+from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES
 
 HIDDEN = -1e30
 """Added to the score of a key that a query does not see. Finite: a query may see none of the keys of a tile."""

@@ -16,14 +16,12 @@ from meshwright.model.weight_gradients import WeightGradients, defer_weight_grad
 from meshwright.parallel.pipeline import Compute, Key, Pipeline
 from meshwright.parallel.stage_compute import BackwardOrder, MicroBatch, Objective, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
-from meshwright.planner.cost.traffic import PREFERENCE_FIGURES
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
+from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL, PREFERENCE_FIGURES
 
 TARGET_SITE = "data.targets"
 TermCount = int | torch.Tensor
 """Number of a step's loss terms. On a GPU it is an integer scalar there, for which the host does not wait."""
-WORTH_ADDING_AT_ONCE = 2**17
-"""Elements of a weight above which accumulating inside its matrix product is faster than a separate addition."""
 
 
 class ForwardBackward:
@@ -37,7 +35,7 @@ class ForwardBackward:
         model: Transformer,
         engine: ZeroEngine,
         program: PipelineProgram,
-        fused_accumulation_min_numel: int = WORTH_ADDING_AT_ONCE,
+        fused_accumulation_min_numel: int = FUSED_ACCUMULATION_MIN_NUMEL,
         preference: Callable[[torch.Tensor, Pairs], PreferenceLoss] | None = None,
     ) -> None:
         self.model, self.engine, self.program = model, engine, program

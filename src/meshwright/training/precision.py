@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.errors import UserError
-from meshwright.parallel.step import WORTH_ADDING_AT_ONCE
+from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL
 
 PARAMETER_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Parameter dtype of each precision of the layout notation."""
@@ -21,7 +21,7 @@ class Arithmetic(NamedTuple):
 
     parameter_dtype: torch.dtype
     master_dtype: torch.dtype = torch.float32
-    fused_accumulation_min_numel: int = WORTH_ADDING_AT_ONCE
+    fused_accumulation_min_numel: int = FUSED_ACCUMULATION_MIN_NUMEL
     compile_backend: str = "inductor"
 
 

@@ -25,7 +25,7 @@ from meshwright.model.pairs import Pairs
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import TermCount, count_pairs, loss_share
-from meshwright.planner.cost.traffic import PREFERENCE_FIGURES
+from meshwright.spec.policy import PREFERENCE_FIGURES
 from meshwright.training.objective import Policy
 from meshwright.training.preference_loss import Preference
 from meshwright.training.reference import (

@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 
 from meshwright.layout import Layout
-from meshwright.model.tiled_attention import TILE_QUERIES
 from meshwright.schedules.library import generate_for_layout
 from meshwright.spec.chunks import CHUNK_LOGITS
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.policy import TILE_QUERIES
 from meshwright.spec.refuse import refuse
 from meshwright.training.preference_loss import Preference
 from meshwright.verification.problem import ADAMW, SGD, Problem, choose_sequence_length, scale_down_config

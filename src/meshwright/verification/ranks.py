@@ -24,8 +24,8 @@ from meshwright.errors import RanksDisagree, UserError
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.flat_buffers import TensorSlice
-from meshwright.parallel.step import WORTH_ADDING_AT_ONCE
 from meshwright.recipe import CollectivesRecipe
+from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.precision import Arithmetic
@@ -205,7 +205,7 @@ class _VerificationRun:
         problem, training = self.problem, self.problem.training
         data = SyntheticData(problem)
         # 0: wgrad kernels accumulate into the gradient buffer, as in large models.
-        fused = 0 if problem.fused_gradient_accumulation else WORTH_ADDING_AT_ONCE
+        fused = 0 if problem.fused_gradient_accumulation else FUSED_ACCUMULATION_MIN_NUMEL
         dtypes = getattr(torch, problem.dtype), getattr(torch, problem.resolved_master_dtype)
         arithmetic = Arithmetic(*dtypes, fused, problem.compile_backend or "inductor")
         task = LanguageModelTask(

@@ -25,7 +25,8 @@ from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.stage_compute import BackwardOrder, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed
-from meshwright.planner.memory.saved import Saved, saved_activations
+from meshwright.planner.memory.saved import saved_activations
+from meshwright.planner.memory.tensors import Saved
 from meshwright.program.pipeline import Kind
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table

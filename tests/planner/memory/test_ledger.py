@@ -9,7 +9,7 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.memory import moments, states, temporaries
+from meshwright.planner.memory import states
 from meshwright.planner.memory.ledger import CATEGORIES, Ledger, ledger
 from meshwright.planner.search.estimate import evaluate
 from meshwright.spec.presets import preset
@@ -119,14 +119,6 @@ def test_states_and_peak_of_ranks_match_prediction(steps: list[Step]) -> None:
 def test_engine_constants_match_planner() -> None:
     assert states.STATE_KINDS["adamw"] == optimizer.STATE_KINDS["adamw"]
     assert states.STATE_KINDS["momentum"] == optimizer.STATE_KINDS["sgd"]
-    from meshwright.model import loss, tiled_attention
-    from meshwright.parallel import step
-
-    assert moments.WORTH_ADDING_AT_ONCE == step.WORTH_ADDING_AT_ONCE
-    assert moments.SLICE_LOGITS == loss.SLICE_LOGITS
-    here = temporaries.TILE_QUERIES, temporaries.TILE_SCORES, temporaries.ACCELERATOR_TILE
-    there = tiled_attention.TILE_QUERIES, tiled_attention.TILE_SCORES, tiled_attention.ACCELERATOR_TILE
-    assert here == there
 
 
 def of(layout: str, batch: int = 64, rank: int = 0) -> Ledger:

@@ -11,7 +11,8 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed
-from meshwright.planner.memory.saved import Saved, saved_activations
+from meshwright.planner.memory.saved import saved_activations
+from meshwright.planner.memory.tensors import Saved
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model

@@ -17,6 +17,7 @@ from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.rank_memory import fullest
 from meshwright.planner.problem import Problem, parse_reserve
+from meshwright.planner.search import decided as decided_room
 from meshwright.planner.search import search as search_room
 from meshwright.planner.search.estimate import Estimate, priced
 from meshwright.planner.search.screen import Priced, screen
@@ -291,7 +292,7 @@ def test_stopped_search_reports_undecided_layouts(monkeypatch: pytest.MonkeyPatc
     assert whole.undecided == 0 and "stopped" not in found_text(whole)
     assert document(problem, whole.best, whole)["undecided"] == 0
     longer = search(problem, 20)
-    monkeypatch.setattr(search_room, "MOST_PRICED", 5)  # one of them does not fit
+    monkeypatch.setattr(decided_room, "MOST_PRICED", 5)  # one of them does not fit
     some = search(problem, 4)
     shown, slowest = {one.layout for one in some.best}, some.best[-1].time.seconds
     better = [one for one in longer.best if one.layout not in shown and one.time.seconds < slowest]
@@ -300,7 +301,7 @@ def test_stopped_search_reports_undecided_layouts(monkeypatch: pytest.MonkeyPatc
     assert f"{some.undecided:,} more layouts may be better than the last one listed" in found_text(some)
     assert f"{some.undecided:,} more layouts" in page(problem, "gpt3-175b", some.best, some)
     assert document(problem, some.best, some)["undecided"] == some.undecided
-    monkeypatch.setattr(search_room, "MOST_PRICED", 0)
+    monkeypatch.setattr(decided_room, "MOST_PRICED", 0)
     none = search(problem, 3)
     assert not none.best and none.undecided > 1000
     assert "more layouts may be small enough" in found_text(none)

@@ -16,13 +16,11 @@ from meshwright.planner.cost.micro_batch import Number
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.hardware.measured import Curve, Measured, Products
 from meshwright.program.durations import Floats
+from meshwright.spec.policy import SLICE_LOGITS, TILE_QUERIES
 
-ATTENTION_TILE = 128
-"""Queries of a tile of attention on processors (model/tiled_attention.py, TILE_QUERIES)."""
-
-LOSS_SLICE_BYTES = 2.0 * 4 * 2**19
+LOSS_SLICE_BYTES = 2.0 * 4 * SLICE_LOGITS
 """Read and written by one kernel of the loss on processors, which works on so many logits at once that they stay in the
-caches (model/loss.py, SLICE_LOGITS)."""
+caches."""
 
 SCORE_BYTES = 4
 HEAD_SIZES = (32, 128)
@@ -45,7 +43,7 @@ def attention_scores(queries: float, keys_seen: float, row: float) -> float:
     This is half a tile of keys more for each query than it attends to, as all queries of a tile compute the scores of
     its last one.
     """
-    return queries * (keys_seen + 0.5 * min(ATTENTION_TILE, row))
+    return queries * (keys_seen + 0.5 * min(TILE_QUERIES, row))
 
 
 def attention_name(head_size: int, piece: int | None = None) -> str:

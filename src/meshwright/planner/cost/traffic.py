@@ -23,15 +23,12 @@ from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
+from meshwright.spec.policy import PREFERENCE_FIGURES
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import LOOKED_UP, Stage
 
 ROUTED = tuple(f"experts.{what}{way}" for what in ("dispatch", "gather", "sum", "combine") for way in ("", ".backward"))
 """Sites of expert parallelism that send what routers choose: predicted as if every expert got equally many tokens."""
-
-
-PREFERENCE_FIGURES = 5
-"""Numbers that ranks add up of the responses of a step, beside its loss."""
 
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:

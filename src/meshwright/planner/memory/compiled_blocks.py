@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch
 from meshwright.planner.cost.operators import SavedTensor
-from meshwright.planner.memory.kernels import Buffer, Kernel
+from meshwright.planner.memory.inductor import Buffer, Kernel
 from meshwright.planner.memory.temporaries import ring_backward, tiled_backward
 
 GRADIENT, RESULT, INPUT, INPUT_GRADIENT = "gradient of the output", "result", "input", "gradient of the input"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, RESULT, CompiledBlock
-from meshwright.planner.memory.kernels import Kernel
+from meshwright.planner.memory.inductor import Kernel
 
 RANDOM_STATE = 632
 """Numbers of eight bytes in the state of a CPU's random numbers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, RESULT, CompiledBlock
-from meshwright.planner.memory.kernels import Kernel, highest
+from meshwright.planner.memory.inductor import Kernel, highest
 
 Value = tuple[str, tuple[tuple[int, ...], str]]
 

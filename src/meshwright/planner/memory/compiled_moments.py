@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT
 from meshwright.planner.memory.compiled_layers import block_of
-from meshwright.planner.memory.kernels import Held, highest
-from meshwright.planner.memory.temporaries import Extra, mixture_backward
+from meshwright.planner.memory.inductor import Held, highest
+from meshwright.planner.memory.temporaries import mixture_backward
+from meshwright.planner.memory.tensors import Temporary
 
 if TYPE_CHECKING:
-    from meshwright.planner.memory.saved import Saved
+    from meshwright.planner.memory.tensors import Saved
 
 COLLECTED = ".weight gradients"
 """When the compiled backward is over: it gives all weight gradients of the block at once."""
 
 
-def forward_extras(at: MicroBatch, layer: int, x: int) -> Iterator[Extra]:
+def forward_extras(at: MicroBatch, layer: int, x: int) -> Iterator[Temporary]:
     """Yield the tensors allocated at the memory peak of a compiled layer's forward, including those that it saves.
 
     at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
@@ -31,7 +32,7 @@ def forward_extras(at: MicroBatch, layer: int, x: int) -> Iterator[Extra]:
 
 def backward_extras(
     at: MicroBatch, layer: int, x: int, arrived: frozenset[str] = frozenset()
-) -> Iterator[tuple[str, list[Extra]]]:
+) -> Iterator[tuple[str, list[Temporary]]]:
     """Yield (snapshot name, tensors other than saved activations) for the memory snapshots of a compiled layer's
     backward.
 
@@ -62,7 +63,7 @@ def spread_backward(
     kept: tuple[Sequence[Saved], Sequence[Saved]],
     stream: int,
     arrived: frozenset[str] = frozenset(),
-) -> Iterator[tuple[str, list[Extra]]]:
+) -> Iterator[tuple[str, list[Temporary]]]:
     """Yield (snapshot name, temporary tensors) for the backward of a layer whose expert-parallel mixture is not
     compiled, while the rest of the layer is.
 
@@ -78,12 +79,12 @@ def spread_backward(
         yield front.pop(0)
         block = block_of(at, layer, x)
         again += sum(block.bytes(name) for name in block.kept())
-    gradient = Extra("activations", "gradient of the layer's output", stream * (2 if at.layout.tp > 1 else 1))
-    more = [gradient, Extra("activations", "recomputed", again)]
+    gradient = Temporary("activations", "gradient of the layer's output", stream * (2 if at.layout.tp > 1 else 1))
+    more = [gradient, Temporary("activations", "recomputed", again)]
     for name, extras in mixture_backward(at, mlp, kept[0], x, False):
         yield f".mlp{name}", [*more, *extras]
     for name, extras in front:
-        yield name, [*extras, Extra("activations", f"{mlp}: freed", -here)]
+        yield name, [*extras, Temporary("activations", f"{mlp}: freed", -here)]
 
 
 def alike(at: MicroBatch, layer: int) -> int:
@@ -95,14 +96,14 @@ def alike(at: MicroBatch, layer: int) -> int:
     return kinds.index(kinds[-1])
 
 
-def extras_of(held: Held, unit: str) -> Iterator[Extra]:
+def extras_of(held: Held, unit: str) -> Iterator[Temporary]:
     """Yield the tensors that are allocated during a kernel, as entries of a memory snapshot. held: memory during the
     kernel; unit: prefix of the entries' names, such as "layers.3"."""
     for name, each in held.buffers.items():
-        yield Extra(each.category, f"{unit}.{name}", each.bytes)
+        yield Temporary(each.category, f"{unit}.{name}", each.bytes)
     yield from held.inside
     if held.gone:
-        yield Extra("activations", f"{unit}: freed", -held.gone)
+        yield Temporary("activations", f"{unit}: freed", -held.gone)
 
 
 @lru_cache(maxsize=64)
@@ -128,13 +129,13 @@ def _backward(at: MicroBatch, layer: int, x: int, arrived: frozenset[str] = froz
     kept = {name: block.bytes(name) for name in block.kept()}
     given = {name: block.bytes(name) for name in (INPUT, *block.gradients())}
     weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
-    gradients = tuple(Extra("activations", name, given[name]) for name in block.gradients())
+    gradients = tuple(Temporary("activations", name, given[name]) for name in block.gradients())
     for name in arrived:
         del given[name]
     if block.again == "full":
         again = forward_held(at, layer, x)
         found.append((".forward again", Held(again.name, again.buffers, 0, (*again.inside, *gradients))))
-        made_again = tuple(Extra("activations", name, size) for name, size in kept.items())
+        made_again = tuple(Temporary("activations", name, size) for name, size in kept.items())
     else:
         made_again = ()
     held = highest(kernels, given | kept, {*weights, INPUT_GRADIENT})

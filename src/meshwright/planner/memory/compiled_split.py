@@ -10,8 +10,8 @@ from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.compiled_layers import block_of
 from meshwright.planner.memory.compiled_moments import COLLECTED, alike, extras_of, forward_held
-from meshwright.planner.memory.kernels import Held, Kernel, highest
-from meshwright.planner.memory.temporaries import Extra
+from meshwright.planner.memory.inductor import Held, Kernel, highest
+from meshwright.planner.memory.tensors import Temporary
 
 PRODUCTS = "mlp.down", "mlp.up", "attention.output", "attention.qkv"
 """In the order in which their weight gradients are asked for."""
@@ -39,7 +39,7 @@ def queued_bytes(at: MicroBatch, layer: int, x: int) -> int:
 
 def split_backward_extras(
     at: MicroBatch, layer: int, x: int, arrived: frozenset[str], at_once: bool, fused: bool
-) -> Iterator[tuple[str, list[Extra]]]:
+) -> Iterator[tuple[str, list[Temporary]]]:
     """Yield (snapshot name, temporary tensors) for a compiled layer's backward that queues its weight gradients.
 
     at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
@@ -65,9 +65,9 @@ def _backward(
     kept = {name: block.bytes(name) for name in block.kept()}
     stays = {INPUT_GRADIENT, *(name for pair in pairs(block).values() for name in pair)}
     given = {name: block.bytes(name) for name in (INPUT, GRADIENT) if name not in arrived}
-    gradient = Extra("activations", GRADIENT, block.bytes(GRADIENT))
+    gradient = Temporary("activations", GRADIENT, block.bytes(GRADIENT))
     again = block.again == "full"
-    made_again = {name: Extra("activations", name, size) for name, size in kept.items()} if again else {}
+    made_again = {name: Temporary("activations", name, size) for name, size in kept.items()} if again else {}
     if again:
         held = forward_held(at, layer, x)
         found.append((".forward again", Held(held.name, held.buffers, 0, (*held.inside, gradient))))
@@ -80,7 +80,7 @@ def _backward(
     if GRADIENT in arrived or GRADIENT in stays:
         left.append(gradient)
     if at_once and not fused:
-        left.append(Extra("workspace", "weight gradient", _products(block)))
+        left.append(Temporary("workspace", "weight gradient", _products(block)))
     found.append((COLLECTED, Held(COLLECTED, made, gone + given.get(INPUT, 0), tuple(left))))
     return found
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, CompiledBlock
-from meshwright.planner.memory.kernels import Kernel
+from meshwright.planner.memory.inductor import Kernel
 
 NORMED, NORMED_GRADIENT, BETWEEN = "mlp.input", "gradient of the mixture's input", "input of the sum"
 

@@ -15,9 +15,9 @@ from meshwright.layout import Layout
 from meshwright.names import unknown
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed, Starts
 from meshwright.planner.memory.compiled_blocks import known
-from meshwright.planner.memory.moment import Moment, Reduction, Ways
-from meshwright.planner.memory.moments import StageMoments
 from meshwright.planner.memory.saved import position_tables, saved_activations
+from meshwright.planner.memory.snapshot import BackwardState, Reduction, Snapshot
+from meshwright.planner.memory.stage_snapshots import StageSnapshots
 from meshwright.planner.memory.states import flats_of, gradient_buffers, states
 from meshwright.program.consumed_sends import (
     Row,
@@ -184,7 +184,7 @@ def _complete(program: PipelineProgram) -> PipelineProgram:
 class _Highest(NamedTuple):
     """Memory peak of a computing step: its snapshot, bytes, gradient reductions in flight before and after."""
 
-    moment: Moment
+    moment: Snapshot
     bytes: int
     before: tuple[Reduction, ...]
     leaves: tuple[Reduction, ...]
@@ -223,7 +223,7 @@ class _Step:
         self.units = self.partition.units_on(self.place["pp"])
         self.flats = flats_of(self.table, layout, self.units)
         self.states = list(states(self.flats, dtype, self.master, optimizer))
-        self.stages: dict[tuple[int, bool], StageMoments] = {}
+        self.stages: dict[tuple[int, bool], StageSnapshots] = {}
         self._same: dict[tuple[Reduction, ...], tuple[Reduction, ...]] = {}
         self._highest_of: dict[tuple[int, int, bool, bool, int], _Highest] = {}
         self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
@@ -235,7 +235,7 @@ class _Step:
         """Return the ledger of all tensors at the step's memory peak."""
         stay = list(self._staying())
         base = sum(item.bytes for item in stay)
-        best: tuple[int, Moment | None, dict[tuple[str, str, int], int]] = (0, None, {})
+        best: tuple[int, Snapshot | None, dict[tuple[str, str, int], int]] = (0, None, {})
         alive: dict[tuple[str, str, int], int] = {}
         for (moment, size, *_), now in self._moments(alive):
             here = now + size
@@ -330,38 +330,38 @@ class _Step:
                 change("communication", _SENT, stage, stream)
 
     def _highest(
-        self, part: StageMoments, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
+        self, part: StageSnapshots, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
     ) -> _Highest:
         """Return the memory peak of a computing step of a stage (`part`). kind: forward, backward ...; later: it is not
         the stage's first; over: it is the stage's last; before: gradient reductions in flight."""
         key = id(part), kind, later, over, id(before)
         if key not in self._highest_of:
-            ways = Ways(later, over, before)
+            state = BackwardState(later, over, before)
             if kind == _FORWARD:
                 moments = part.forward()
             elif kind == _WEIGHT_GRADIENT:
-                moments = part.weight_gradients(ways)
+                moments = part.weight_gradients(state)
             else:
-                moments = part.backward(kind == _INPUT_GRADIENT, ways)
+                moments = part.backward(kind == _INPUT_GRADIENT, state)
             moment = max(moments, key=lambda moment: moment.bytes)
             leaves = before
             if kind == _FORWARD:
                 moment = moment.beside(part.under_way(before))
             else:
                 half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
-                leaves = (*before, *part.reduced(ways, half))[-REDUCTIONS_IN_FLIGHT:]
+                leaves = (*before, *part.reduced(state, half))[-REDUCTIONS_IN_FLIGHT:]
                 leaves = self._same.setdefault(leaves, leaves)
             self._highest_of[key] = _Highest(moment, moment.bytes, before, leaves)
         return self._highest_of[key]
 
-    def stage(self, index: int, at_once: bool) -> StageMoments:
+    def stage(self, index: int, at_once: bool) -> StageSnapshots:
         """Return the generator of a stage's memory snapshots. index: stage; at_once: backwards directly follow
         forwards."""
         if (index, at_once) not in self.stages:
             self.stages[index, at_once] = self._stage(self.partition.stages[index], at_once)
         return self.stages[index, at_once]
 
-    def _stage(self, stage: Stage, at_once: bool) -> StageMoments:
+    def _stage(self, stage: Stage, at_once: bool) -> StageSnapshots:
         """Build the generator of a stage's memory snapshots. at_once: backwards directly follow their forwards."""
 
         at = MicroBatch.of(
@@ -373,7 +373,7 @@ class _Step:
             for each in (at, replace(at, layout=replace(self.layout, recompute="none")))
         )
         flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
-        return StageMoments(
+        return StageSnapshots(
             at, stage, self.partition.units(stage), kept, whole, flats,
             self.dtype, self.master, gradient_buffers(self.flats), self.table.tied, self.compiled, self.split,
         )  # fmt: skip
@@ -402,7 +402,7 @@ class _Step:
         """Return this rank's steps of the pipeline program (forwards, backwards, sends, receives), in order."""
         return list_rank_steps(self.program, self.place["pp"])
 
-    def _at(self, moment: Moment, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
+    def _at(self, moment: Snapshot, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
         """Yield the non-persistent tensors at a snapshot. others: bytes of other steps' ones by (category, name,
         stage)."""
         for (category, name, of), size in others.items():
@@ -414,8 +414,8 @@ class _Step:
                     yield Item(category, title, each.shape, each.dtype, each.bytes * count, of, "forward", "backward")
                 continue
             yield Item(category, f"stage {of}: {name}", (), "", size, of, "forward", "backward")
-        stage = None if moment.part is None else moment.part.stage.index
-        for each in moment.saved():
+        stage = moment.stage
+        for each in moment.list_saved():
             yield Item("activations", each.name, each.shape, each.dtype, each.bytes, stage, "forward", "backward")
-        for extra in moment.extras:
+        for extra in moment.temporaries:
             yield Item(extra.category, extra.name, (), "", extra.bytes, stage, moment.name, moment.name)

@@ -14,13 +14,14 @@ from meshwright.planner.cost.piece_times import alike, layer_examples, micro_bat
 from meshwright.planner.memory import compiled_split
 from meshwright.planner.memory.compiled_blocks import known
 from meshwright.planner.memory.compiled_moments import passing_bytes
-from meshwright.planner.memory.moments import SLICE_LOGITS, queued_bytes
 from meshwright.planner.memory.published import PUBLISHED, LayerShape, StateBytes
 from meshwright.planner.memory.saved import saved_activations
+from meshwright.planner.memory.stage_snapshots import queued_bytes
 from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.problem import Candidate, Problem
 from meshwright.program.durations import Floats
 from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.policy import SLICE_LOGITS
 from meshwright.spec.stages import Stage
 from meshwright.spec.work import count_predictions
 

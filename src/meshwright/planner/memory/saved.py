@@ -9,30 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from meshwright.planner.cost.blocks import block, embedding, layer_kind, norm
-from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number, at_least, at_most
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most
 from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory import compiled_blocks, compiled_layers
+from meshwright.planner.memory.tensors import Saved
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """An activation saved by a forward for its backward. name: such as "layers.3.mlp.up.input"; dtype: torch's type
-    name; bytes: of its whole storage."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: Number
 
 
 def saved_activations(

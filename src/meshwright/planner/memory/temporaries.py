@@ -1,33 +1,19 @@
-"""What attention and mixtures of experts hold for a moment on the way back, beside what their forward has kept.
+"""Temporary tensors of the backward of attention and of mixtures of experts, beside saved activations.
 
-Counted as the engine's own loops allocate: a name of the turn before keeps its tensor until the next one is made, so
-that of two tiles both are there. Held against PyTorch's record of its allocator on a CPU; what CUDA's kernels take
-inside is that of their sources.
+They are counted as the engine's loops allocate: a variable keeps its tensor until the next one is assigned, so that two
+tiles are allocated at once. Compared with PyTorch's record of its allocator on a CPU; workspaces of CUDA kernels are
+those of their sources.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.attention_tiles import Heads, Lies, backward_bytes
-
-if TYPE_CHECKING:  # it prices compiled blocks, whose kernels need what is here
-    from meshwright.planner.memory.saved import Saved
-
-TILE_QUERIES, TILE_SCORES = 128, 1 << 20
-ACCELERATOR_TILE = 1024, 1 << 27
-"""Queries and scores of a tile on a CPU and elsewhere (`model/tiled_attention.py`)."""
-
-
-class Extra(NamedTuple):
-    """A tensor of a memory snapshot that is neither persistent nor a saved activation. category: of the memory ledger,
-    such as "workspace"; bytes: negative for a saved activation that is already freed."""
-
-    category: str
-    name: str
-    bytes: int
+from meshwright.planner.memory.tensors import Saved, Temporary
+from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES
 
 
 class _Tiles(NamedTuple):
@@ -69,12 +55,12 @@ def _cut(at: MicroBatch, heads: int, kv_heads: int, length: int) -> _Tiles:
     return _Tiles(rows, together, group, queries, length, together < kv_heads or rows < at.rows)
 
 
-def attention_backward(at: MicroBatch, window: int | None, x: int) -> Iterator[tuple[str, list[Extra]]]:
+def attention_backward(at: MicroBatch, window: int | None, x: int) -> Iterator[tuple[str, list[Temporary]]]:
     """Yield (snapshot name, temporary tensors) of attention's backward. at: sizes of the micro-batch; window: most
     tokens that a query attends to, None for all; x: bytes of an activation's element."""
     wide, size = max(4, x), at.config.head_dim
     of_head = at.rows * at.tokens * size
-    result = Extra("activations", "gradient of attention's result", at.heads * of_head * x)
+    result = Temporary("activations", "gradient of attention's result", at.heads * of_head * x)
     if at.ring:
         yield "", [result, *ring_backward(at, window, x, wide)]
         return
@@ -86,7 +72,7 @@ def attention_backward(at: MicroBatch, window: int | None, x: int) -> Iterator[t
     if at.repeats(window):
         kv_heads = heads
     three = (heads + 2 * kv_heads) * of_head * x
-    gradients = Extra("activations", "gradients of queries, keys and values", three)
+    gradients = Temporary("activations", "gradients of queries, keys and values", three)
     tiled = at.device == "cpu" and not at.config.encoder  # an encoder's kernel is PyTorch's own
     inside = list(tiled_backward(at, heads, kv_heads, window, x, wide)) if tiled else []
     if at.device == "cuda":
@@ -95,13 +81,19 @@ def attention_backward(at: MicroBatch, window: int | None, x: int) -> Iterator[t
     if at.layout.cp > 1:  # what travels, what is sent of it and what comes, before it is put together
         yield (
             ".tokens traded",
-            [result, Extra("communication", "gradient of the result after the all-to-all", 3 * heads * of_head * x)],
+            [
+                result,
+                Temporary("communication", "gradient of the result after the all-to-all", 3 * heads * of_head * x),
+            ],
         )
-        freed = Extra("activations", "queries, keys and values after the all-to-all, freed", -three)
-        yield ".heads traded", [gradients, freed, Extra("communication", "gradients after the all-to-all", 3 * three)]
+        freed = Temporary("activations", "queries, keys and values after the all-to-all, freed", -three)
+        yield (
+            ".heads traded",
+            [gradients, freed, Temporary("communication", "gradients after the all-to-all", 3 * three)],
+        )
 
 
-def fused_backward(at: MicroBatch, heads: int, kv_heads: int, window: int | None, x: int) -> Iterator[Extra]:
+def fused_backward(at: MicroBatch, heads: int, kv_heads: int, window: int | None, x: int) -> Iterator[Temporary]:
     """Yield the workspaces of PyTorch's CUDA attention backward (aten/src/ATen/native/transformers/cuda).
 
     at: sizes of the micro-batch; heads, kv_heads: on this rank; window: most tokens that a query attends to, None for
@@ -115,18 +107,20 @@ def fused_backward(at: MicroBatch, heads: int, kv_heads: int, window: int | None
         lines = at.rows * heads * (-(-length // 128) * 128)
         if at.varlen(window):
             lines = heads * (at.rows * length + 128 * at.varlen_documents)
-        yield Extra("workspace", "result times its gradient", lines * 4)
-        yield Extra("workspace", "upcast gradient of queries", lines * (-(-size // 32) * 32) * 4)
+        yield Temporary("workspace", "result times its gradient", lines * 4)
+        yield Temporary("workspace", "upcast gradient of queries", lines * (-(-size // 32) * 32) * 4)
         if kv_heads < heads:
             each_head = 2 * at.rows * length * heads * size * x
-            yield Extra("workspace", "gradients of keys and values of every query head", each_head)
+            yield Temporary("workspace", "gradients of keys and values of every query head", each_head)
         return
-    yield Extra("workspace", "result times its gradient", at.rows * heads * (-(-length // 32) * 32) * 4)
+    yield Temporary("workspace", "result times its gradient", at.rows * heads * (-(-length // 32) * 32) * 4)
     wide = "upcast gradient of queries" if narrow else "elements of result times its gradient"
-    yield Extra("workspace", wide, at.rows * heads * length * size * 4)
+    yield Temporary("workspace", wide, at.rows * heads * length * size * 4)
 
 
-def tiled_backward(at: MicroBatch, heads: int, kv_heads: int, window: int | None, x: int, wide: int) -> Iterator[Extra]:
+def tiled_backward(
+    at: MicroBatch, heads: int, kv_heads: int, window: int | None, x: int, wide: int
+) -> Iterator[Temporary]:
     """Yield the temporaries of tiled attention's backward on a CPU: masks, tiles, gradient sums of keys and values.
 
     at: sizes of the micro-batch; heads, kv_heads: on this rank; window: most tokens that a query attends to, None for
@@ -140,12 +134,12 @@ def tiled_backward(at: MicroBatch, heads: int, kv_heads: int, window: int | None
     lies = Lies(turned, apart=at.layout.cp > 1)
     found = backward_bytes(whole, lies, window, x, wide, at.starts, at.masked and at.starts is None)
     if found.masks:
-        yield Extra("workspace", "tile masks", found.masks)
-    yield Extra("workspace", "attention tiles", found.tiles)
-    yield Extra("workspace", "tile keys and values", found.keys_and_values)
+        yield Temporary("workspace", "tile masks", found.masks)
+    yield Temporary("workspace", "attention tiles", found.tiles)
+    yield Temporary("workspace", "tile keys and values", found.keys_and_values)
 
 
-def ring_backward(at: MicroBatch, window: int | None, x: int, wide: int) -> Iterator[Extra]:
+def ring_backward(at: MicroBatch, window: int | None, x: int, wide: int) -> Iterator[Temporary]:
     """Yield the temporaries of ring attention's backward: gradient sums, KV blocks in flight, a tile or kernel results.
 
     at: sizes of the micro-batch; window: most tokens that a query attends to, None for all; x, wide: bytes of an
@@ -153,9 +147,9 @@ def ring_backward(at: MicroBatch, window: int | None, x: int, wide: int) -> Iter
     """
     heads, kv_heads, size, ranks = at.heads, at.kv_heads, at.config.head_dim, at.layout.cp
     of_head = at.rows * at.tokens * size
-    yield Extra("workspace", "result times its gradient", at.rows * heads * at.tokens * wide)
-    yield Extra("workspace", "upcast gradient of queries", heads * of_head * wide)
-    yield Extra("communication", "upcast gradients of keys and values", 6 * kv_heads * of_head * wide)
+    yield Temporary("workspace", "result times its gradient", at.rows * heads * at.tokens * wide)
+    yield Temporary("workspace", "upcast gradient of queries", heads * of_head * wide)
+    yield Temporary("communication", "upcast gradients of keys and values", 6 * kv_heads * of_head * wide)
     passing = 2 * kv_heads * of_head * x * (1 + min(2, ranks - 1))
     results = (heads + 2 * kv_heads) * of_head * x  # once all have gone round
     if at.device == "cuda" and x < wide and not at.limited(window) and size % 8 == 0 and size <= 256:
@@ -170,15 +164,15 @@ def ring_backward(at: MicroBatch, window: int | None, x: int, wide: int) -> Iter
         if x < wide:
             work += cut.rows * cut.kv_heads * at.tokens * size * wide
     if passing + work >= results:
-        yield Extra("communication", "keys and values in transfer", passing)
-        yield Extra("workspace", "attention tiles", work)
+        yield Temporary("communication", "keys and values in transfer", passing)
+        yield Temporary("workspace", "attention tiles", work)
     else:
-        yield Extra("activations", "gradients of queries, keys and values", results)
+        yield Temporary("activations", "gradients of queries, keys and values", results)
 
 
 def mixture_backward(
     at: MicroBatch, name: str, whole: Sequence[Saved], x: int, split: bool
-) -> Iterator[tuple[str, list[Extra]]]:
+) -> Iterator[tuple[str, list[Temporary]]]:
     """Yield (snapshot name, temporary tensors) of the backward of a mixture of experts: shared expert, then routing
     weights, matrix products and dispatch of the experts.
 
@@ -188,35 +182,41 @@ def mixture_backward(
     config, layout = at.config, at.layout
     sizes = {each.name.removeprefix(f"{name}."): each for each in whole if each.name.startswith(f"{name}.")}
 
-    def freed(*names: str) -> Extra:
+    def freed(*names: str) -> Temporary:
         """Return an entry of negative bytes for the freed saved activations whose names begin with one of `names`."""
         found = sum(each.bytes for title, each in sizes.items() if title.startswith(names))
-        return Extra("activations", "freed", 0 if split else -found)
+        return Temporary("activations", "freed", 0 if split else -found)
 
     hidden = config.hidden * x
     used: tuple[str, ...] = ()
-    beside: list[Extra] = []
+    beside: list[Temporary] = []
     if config.shared_intermediate:
         columns = at.rows * at.tokens * (config.shared_intermediate // layout.tp) * x
-        yield ".shared", [Extra("activations", "gradients of the shared expert's gate and up", (2 + split) * columns)]
+        yield (
+            ".shared",
+            [Temporary("activations", "gradients of the shared expert's gate and up", (2 + split) * columns)],
+        )
         used = ("shared.",)
-        beside = [Extra("activations", "gradient of the shared expert's input", at.rows * at.tokens * hidden)]
+        beside = [Temporary("activations", "gradient of the shared expert's input", at.rows * at.tokens * hidden)]
     copies = at.routed_tokens * config.experts_per_token * hidden
-    yield ".weights", [freed(*used), *beside, Extra("activations", "gradients of the experts' results", 2 * copies)]
+    yield ".weights", [freed(*used), *beside, Temporary("activations", "gradients of the experts' results", 2 * copies)]
     rows = sizes["experts.up.input"].shape[0]
     columns = rows * (config.expert_intermediate // (layout.etp if at.spread else layout.tp)) * x
     weight = 0 if split else config.experts // layout.ep * columns // max(1, rows) * config.hidden
     used = (*used, "experts.output", "experts.order")
-    results = Extra("activations", "gradients of the experts' results", rows * hidden)
-    inner = Extra("activations", "gradient of down's input", columns)
-    made = Extra("workspace", "weight gradient of the experts", weight)
+    results = Temporary("activations", "gradients of the experts' results", rows * hidden)
+    inner = Temporary("activations", "gradient of down's input", columns)
+    made = Temporary("workspace", "weight gradient of the experts", weight)
     yield ".experts.down", [freed(*used), *beside, results, inner, made]
     used = (*used, "experts.down.input")
-    three = Extra("activations", "gradients of gate and up, and of their product", 3 * columns)
+    three = Temporary("activations", "gradients of gate and up, and of their product", 3 * columns)
     yield ".experts", [freed(*used), *beside, three, *([results] if split else [])]
     used = (*used, "experts.up.output", "experts.activation")
-    both = Extra("activations", "gradients of gate and up", 2 * columns)
-    arriving = Extra("activations", "gradient of the experts' tokens", rows * hidden)
+    both = Temporary("activations", "gradients of gate and up", 2 * columns)
+    arriving = Temporary("activations", "gradient of the experts' tokens", rows * hidden)
     yield ".experts.up", [freed(*used), *beside, both, arriving, made._replace(bytes=2 * weight)]
     most = max(rows * hidden, copies)
-    yield ".dispatch", [freed(*used, "experts."), *beside, Extra("activations", "gradients of tokens sent", 2 * most)]
+    yield (
+        ".dispatch",
+        [freed(*used, "experts."), *beside, Temporary("activations", "gradients of tokens sent", 2 * most)],
+    )

@@ -14,9 +14,10 @@ from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.devices import find_device
 from meshwright.planner.memory.rank_memory import fullest
 from meshwright.planner.problem import Problem
+from meshwright.planner.search.decided import DOUBT_ABOVE, on_device
 from meshwright.planner.search.estimate import Estimate, priced
 from meshwright.planner.search.screen import Priced, screen
-from meshwright.planner.search.search import DOUBT_ABOVE, Found, on_device
+from meshwright.planner.search.search import Found
 from meshwright.spec.refuse import refuse
 
 MOST_ASKED = 8

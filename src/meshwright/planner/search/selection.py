@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,11 +10,9 @@ from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE
 from meshwright.planner.cost.process_groups import Array
 from meshwright.planner.cost.step_time import PARTS
+from meshwright.planner.search.decided import Decided
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.screen import Priced
-
-if TYPE_CHECKING:
-    from meshwright.planner.search.search import Decided
 
 MOST_KINDS = 12
 """Kinds whose fastest layouts are looked for; further layouts of a longer list are the next fastest of any kind."""

@@ -8,8 +8,9 @@ from typing import Any
 from meshwright.collectives.quantities import GIB
 from meshwright.planner.memory.rank_memory import memory_of, unlike_ranks
 from meshwright.planner.problem import Problem
+from meshwright.planner.search.decided import MOST_PRICED
 from meshwright.planner.search.estimate import Estimate, model_document
-from meshwright.planner.search.search import MOST_PRICED, Found
+from meshwright.planner.search.search import Found
 
 MOST_TOP = 100
 """Layouts that a search can be asked for: it prices somewhat more exactly."""

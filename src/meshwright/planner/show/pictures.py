@@ -11,8 +11,9 @@ from meshwright.draw.bars import draw_stacked_bars
 from meshwright.draw.markup import Markup, join
 from meshwright.draw.page import legend
 from meshwright.draw.scatter import draw_scatter
+from meshwright.planner.search.decided import on_device
 from meshwright.planner.search.estimate import Estimate
-from meshwright.planner.search.search import Found, on_device
+from meshwright.planner.search.search import Found
 from meshwright.planner.show.text import Unit, share_text
 
 COLOURS = {

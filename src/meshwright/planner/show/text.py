@@ -13,9 +13,10 @@ from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.memory.ledger import Item
 from meshwright.planner.memory.rank_memory import RankMemory, by_layers
 from meshwright.planner.problem import Problem
+from meshwright.planner.search.decided import MOST_PRICED
 from meshwright.planner.search.estimate import Estimate, model_document
 from meshwright.planner.search.nearest import Nearest
-from meshwright.planner.search.search import MOST_PRICED, Advice, Found
+from meshwright.planner.search.search import Advice, Found
 from meshwright.planner.show.explain import Row
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
 

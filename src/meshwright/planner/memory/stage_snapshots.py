@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number
 from meshwright.planner.memory import compiled_split
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, known
 from meshwright.planner.memory.compiled_moments import COLLECTED, backward_extras, forward_extras, spread_backward
 from meshwright.planner.memory.compiled_split import split_backward_extras
-from meshwright.planner.memory.moment import FIRST_AND_LAST, Moment, Reduction, Ways
-from meshwright.planner.memory.saved import Saved
+from meshwright.planner.memory.snapshot import FIRST_AND_LAST, BackwardState, Reduction, Snapshot
 from meshwright.planner.memory.states import Flat
-from meshwright.planner.memory.temporaries import Extra, attention_backward, mixture_backward
+from meshwright.planner.memory.temporaries import attention_backward, mixture_backward
+from meshwright.planner.memory.tensors import Saved, Temporary
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
+from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL, SLICE_LOGITS
 from meshwright.spec.stages import LOOKED_UP, Stage
 from meshwright.spec.work import count_predictions
-
-SLICE_LOGITS = 1 << 19
-"""Logits that are worked on at once on a CPU (`model/loss.py`)."""
-
-WORTH_ADDING_AT_ONCE = 1 << 17
-"""Elements of a weight from which products are functions of our own (`parallel/step.py`)."""
 
 OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
 """How the names of what the head's unit keeps begin."""
@@ -52,7 +48,7 @@ def queued_bytes(at: MicroBatch, whole: Sequence[Saved], layer: int, x: int, att
     return found
 
 
-class StageMoments:
+class StageSnapshots:
     """Generator of the memory snapshots of a stage's forward and backward on one rank. at: sizes of a micro-batch.
 
     A unit is a layer, the embedding or the head. saved: saved activations of the forward; whole: the same without
@@ -113,100 +109,120 @@ class StageMoments:
             each for each in self.saved if self._place(each) < place + back or (back and _of_loss(each))
         ]  # what the loss keeps stays until the whole backward is over
 
-    def forward(self) -> Iterator[Moment]:
+    def forward(self) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the forward of one micro-batch."""
         before = self.of_unit[-1]
         for place, unit in enumerate(self.units):
             gathered = self._gathered(place, +1)
             found = self._losses() if unit == "head" else [("", list(self._layer_forward(place)))]
             for what, extras in found:
-                yield Moment(f"{unit}{what}: forward", before, (*gathered, *extras), self, place)
+                yield Snapshot(
+                    f"{unit}{what}: forward",
+                    before,
+                    (*gathered, *extras),
+                    self.stage.index,
+                    partial(self.saved_at, place, False),
+                )
             before += self.of_unit[place]
         if not self.stage.last:
-            out = (Extra("communication", "output", self.stream),)
-            yield Moment("end of forward", before, out, self, len(self.units))
+            out = (Temporary("communication", "output", self.stream),)
+            yield Snapshot(
+                "end of forward", before, out, self.stage.index, partial(self.saved_at, len(self.units), False)
+            )
 
-    def _layer_forward(self, place: int) -> Iterator[Extra]:
+    def _layer_forward(self, place: int) -> Iterator[Temporary]:
         """Yield the tensors in memory during the forward of the unit with index `place`, a layer or an embedding."""
         unit = self.units[place]
         if not unit.startswith("layers."):
-            yield Extra("workspace", f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
+            yield Temporary("workspace", f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
             return
         if self._known(unit) and not self._spread(unit):
             yield from forward_extras(self.at, int(unit.split(".")[1]), self.x)
             return
-        yield Extra("activations", f"{unit} being computed", max(self.of_whole[place], self.of_unit[place]))
-        yield Extra("workspace", f"{unit} product and sums", 2 * self.stream)
+        yield Temporary("activations", f"{unit} being computed", max(self.of_whole[place], self.of_unit[place]))
+        yield Temporary("workspace", f"{unit} product and sums", 2 * self.stream)
         if self.at.config.has_experts(int(unit.split(".")[1])):  # what is sent, what comes back, and that times weights
             copies = self.at.routed_tokens * self.at.config.experts_per_token * self.at.config.hidden * self.x
-            yield Extra("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
+            yield Temporary("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
 
-    def _losses(self, again: bool = False) -> list[tuple[str, list[Extra]]]:
+    def _losses(self, again: bool = False) -> list[tuple[str, list[Temporary]]]:
         """Return (snapshot name, tensors) of the loss: at the logits of its last chunk, and when the head's weight
         gradient is added. again: in the backward, since the forward saved no gradient."""
         config, at = self.at.config, self.at
-        states = [Extra("activations", "output of the last layer", self.stream)] if config.encoder else []
+        states = [Temporary("activations", "output of the last layer", self.stream)] if config.encoder else []
         if config.head not in ("next", "masked"):
             return [("", states)]
         width = min(-(-config.vocabulary // at.layout.tp), config.vocabulary)
         chunks = loss_chunks(self.predicted, width, at.device)
         longest, hidden = max(chunks, default=0), self.predicted * config.hidden * self.x
         weight, several = width * config.hidden, len(chunks) > 1
-        both = [*states, Extra("logits", "chunk", longest * width * self.x)]
+        both = [*states, Temporary("logits", "chunk", longest * width * self.x)]
         if not again:
-            both += [Extra("activations", each.name, each.bytes) for each in self.saved if _of_norm_or_known(each)]
-            both.append(Extra("activations", "head.input", hidden))
+            both += [Temporary("activations", each.name, each.bytes) for each in self.saved if _of_norm_or_known(each)]
+            both.append(Temporary("activations", "head.input", hidden))
         forms = again or any(each.name == "head.weight.gradient" for each in self.saved)
         if forms:
-            both.append(Extra("activations", "head.hidden.gradient", hidden))
-        summed = Extra("activations", "head.weight.gradient", weight * (self.wide if several else self.x))
+            both.append(Temporary("activations", "head.hidden.gradient", hidden))
+        summed = Temporary("activations", "head.weight.gradient", weight * (self.wide if several else self.x))
         at_once = longest if at.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
-        wide = Extra("workspace", "upcast logits", 2 * at_once * width * self.wide)
+        wide = Temporary("workspace", "upcast logits", 2 * at_once * width * self.wide)
         fused = [] if self.compiled else [wide]
         so_far = summed._replace(bytes=weight * (self.wide if len(chunks) > 2 else self.x))  # of all but the last chunk
         found = [(".statistics", [*both, *fused, *([so_far] if forms and several else [])])]
         if forms:
             parts = (self.x if several else 0) + (self.x if several and self.x < self.wide else 0)
-            found.append((".gradient", [*both, summed, Extra("workspace", "gradient of a chunk", weight * parts)]))
+            found.append((".gradient", [*both, summed, Temporary("workspace", "gradient of a chunk", weight * parts)]))
         return found
 
-    def backward(self, split: bool = False, ways: Ways = FIRST_AND_LAST) -> Iterator[Moment]:
-        """Yield the snapshots of a backward that begins in state `ways`. split: it computes only input gradients."""
+    def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
+        """Yield the snapshots of a backward that begins in state `state`. split: it computes only input gradients."""
         left = self.kept
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
             whole = self._known(unit) and not self._spread(unit)
-            around = [*self._gathered(place, -1), *self._reductions(place, ways, split, whole)]
+            around = [*self._gathered(place, -1), *self._reductions(place, state, split, whole)]
             opened = self._opened(place) if whole and not split else []
             if self.tied and unit != "head" and self.stage.first and self.stage.last:
                 # Autograd holds it until what looking up rows adds is there too.
                 table = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
-                around.append(Extra("gradients", "head's part of the embedding's gradient", table * self.x))
+                around.append(Temporary("gradients", "head's part of the embedding's gradient", table * self.x))
             elif split and self.stage.last and unit != "head" and self.at.config.head == "next":
                 weight = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
-                around.append(Extra("gradients", "head weight gradient, held", weight * self.x))
+                around.append(Temporary("gradients", "head weight gradient, held", weight * self.x))
             if queue:
-                around.append(Extra("activations", "queue of weight gradients", queue))
+                around.append(Temporary("activations", "queue of weight gradients", queue))
             if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
-                around.append(Extra("communication", "gradient from the next stage", self.stream))
+                around.append(Temporary("communication", "gradient from the next stage", self.stream))
             for name, extras in self._unit_backward(place, split):
                 more = opened if name == COLLECTED else []
-                yield Moment(f"{unit}{name}: backward", left, (*around, *more, *extras), self, place, True)
+                yield Snapshot(
+                    f"{unit}{name}: backward",
+                    left,
+                    (*around, *more, *extras),
+                    self.stage.index,
+                    partial(self.saved_at, place, True),
+                )
             if split and unit.startswith("layers."):
                 queue += self._queue_of(unit)
             left -= self.of_unit[place] - (self.of_loss if unit == "head" else 0)
         if split:  # units without products are complete: until now their gradients were held beside the sums
             ends = [each for place in range(len(self.units)) if not self._waits(place) for each in self._opened(place)]
-            waiting = Extra("activations", "queue of weight gradients", queue)
-            yield Moment("input gradients", left, (waiting, *ends, *self.under_way(ways.before)), self, 0, True)
+            waiting = Temporary("activations", "queue of weight gradients", queue)
+            yield Snapshot(
+                "input gradients",
+                left,
+                (waiting, *ends, *self.under_way(state.before)),
+                self.stage.index,
+                partial(self.saved_at, 0, True),
+            )
 
-    def weight_gradients(self, ways: Ways) -> Iterator[Moment]:
-        """Yield the snapshots of the pass that computes queued weight gradients, which begins in state `ways`."""
+    def weight_gradients(self, state: BackwardState) -> Iterator[Snapshot]:
+        """Yield the snapshots of the pass that computes queued weight gradients, which begins in state `state`."""
         widest = max(self._weight_bytes(), default=0)
-        extras = () if self.fused else (Extra("workspace", "weight gradient", widest),)
-        around = [*self.under_way([*ways.before, *self.reduced(ways, True)]), *self._opened(0)]
-        yield Moment("weight gradients", 0, (*extras, *around))
+        extras = () if self.fused else (Temporary("workspace", "weight gradient", widest),)
+        around = [*self.under_way([*state.before, *self.reduced(state, True)]), *self._opened(0)]
+        yield Snapshot("weight gradients", 0, (*extras, *around))
 
     def _weight_bytes(self) -> Iterator[int]:
         """Yield the bytes of the weight of the QKV product and of the first MLP product on this rank."""
@@ -214,12 +230,12 @@ class StageMoments:
         yield (self.at.heads + 2 * self.at.kv_heads) * config.head_dim * config.hidden * self.x
         yield config.intermediate // tp * (2 if config.gated else 1) * config.hidden * self.x
 
-    def _unit_backward(self, place: int, split: bool) -> Iterator[tuple[str, list[Extra]]]:
+    def _unit_backward(self, place: int, split: bool) -> Iterator[tuple[str, list[Temporary]]]:
         """Yield (snapshot name, tensors) of the backward of unit `place` (index); split: input gradients only."""
         unit = self.units[place]
         if unit == "head":
             if self.at.config.encoder:
-                yield ".rows", [Extra("activations", "gradient of the last layer's output", self.stream)]
+                yield ".rows", [Temporary("activations", "gradient of the last layer's output", self.stream)]
             if self.at.config.head not in ("next", "masked"):
                 return
             yield "", [*self._loss_backward()]
@@ -238,7 +254,7 @@ class StageMoments:
                 yield from backward_extras(self.at, layer, self.x, arrived)
         elif unit.startswith("layers."):
             again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
-            more = [Extra("activations", "recomputed", again)] if again > 0 else []
+            more = [Temporary("activations", "recomputed", again)] if again > 0 else []
             for name, extras in self._layer_backward(unit, split):
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP:
@@ -253,41 +269,41 @@ class StageMoments:
         if not self.at.config.post_norms:
             names += [f"{unit}.mlp.{what}" for what in ("down.sum", "output")]
             down = self.at.config.intermediate // self.at.layout.tp * self.at.config.hidden
-            if not self.queued and down < WORTH_ADDING_AT_ONCE:
+            if not self.queued and down < FUSED_ACCUMULATION_MIN_NUMEL:
                 names.append(f"{unit}.mlp.down.product")  # of a larger weight it is read: its own function makes it
         return sum(each.bytes for each in self.saved if each.name in names)
 
-    def _loss_backward(self) -> Iterator[Extra]:
+    def _loss_backward(self) -> Iterator[Temporary]:
         """Yield the gradients of the head's input and weight, and their copies, that the loss's backward allocates."""
         config = self.at.config
         hidden = self.predicted * config.hidden
         both = self.x if self.x == self.wide else self.x + self.wide
-        yield Extra("activations", "gradient of the head's input", hidden * both)
+        yield Temporary("activations", "gradient of the head's input", hidden * both)
         width = -(-config.vocabulary // self.at.layout.tp)
         weight = next((each for each in self.saved if each.name == "head.weight.gradient"), None)
-        yield Extra("gradients", "head weight gradient", width * config.hidden * self.x)
+        yield Temporary("gradients", "head weight gradient", width * config.hidden * self.x)
         if weight is not None and weight.dtype != self._dtype and self.at.device == "cpu":  # elsewhere number by number
-            yield Extra("workspace", "upcast head weight gradient", weight.bytes)
+            yield Temporary("workspace", "upcast head weight gradient", weight.bytes)
         if weight is None:  # made now, for a moment
-            yield Extra("gradients", "head weight gradient, unscaled", width * config.hidden * self.x)
-            yield Extra("activations", "gradient of the head's input, unscaled", hidden * self.x)
+            yield Temporary("gradients", "head weight gradient, unscaled", width * config.hidden * self.x)
+            yield Temporary("activations", "gradient of the head's input, unscaled", hidden * self.x)
 
-    def _table_backward(self, unit: str) -> Iterator[Extra]:
+    def _table_backward(self, unit: str) -> Iterator[Temporary]:
         """Yield the temporaries of the backward of a lookup table, unit "embedding" or so, which sums in float32."""
         config = self.at.config
         tables = {"positions": config.max_positions, "token_types": config.token_types}
         rows = tables.get(unit, -(-config.vocabulary // self.at.layout.tp))
-        yield Extra("activations", "gradient of the rows", self.tokens * config.hidden * self.x)
+        yield Temporary("activations", "gradient of the rows", self.tokens * config.hidden * self.x)
         if self.x < self.wide:
-            yield Extra("workspace", "upcast gradient of the rows", self.tokens * config.hidden * self.wide)
-            yield Extra("gradients", f"{unit} gradient", rows * config.hidden * self.x)
-        yield Extra("gradients", f"{unit} upcast gradient", rows * config.hidden * self.wide)
+            yield Temporary("workspace", "upcast gradient of the rows", self.tokens * config.hidden * self.wide)
+            yield Temporary("gradients", f"{unit} gradient", rows * config.hidden * self.x)
+        yield Temporary("gradients", f"{unit} upcast gradient", rows * config.hidden * self.wide)
 
-    def _layer_backward(self, unit: str, split: bool) -> Iterator[tuple[str, list[Extra]]]:
+    def _layer_backward(self, unit: str, split: bool) -> Iterator[tuple[str, list[Temporary]]]:
         """Yield (snapshot name, tensors) of an uncompiled layer's backward. unit: "layers.N"; split: no weight
         gradients."""
         at, config, layout, x = self.at, self.at.config, self.at.layout, self.x
-        gradient = Extra("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
+        gradient = Temporary("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
         weights, number = not (self.fused or split), int(unit.split(".")[1])
         after = config.encoder  # norms follow the sums: on the way back they come first
         gone = [f"{unit}.mlp_norm."] if after else []
@@ -300,25 +316,25 @@ class StageMoments:
             columns = self.tokens * width * x
             product = width * config.hidden * x if weights else 0
             if config.gated:
-                both = Extra("activations", "gradients of gate and up", (2 + split) * columns)
+                both = Temporary("activations", "gradients of gate and up", (2 + split) * columns)
                 yield ".mlp", [gradient, both]
                 if product > columns:
-                    grads = Extra("activations", "gradient of down's input", columns)
-                    yield ".mlp.down", [gradient, grads, Extra("workspace", "weight gradient of down", product)]
+                    grads = Temporary("activations", "gradient of down's input", columns)
+                    yield ".mlp.down", [gradient, grads, Temporary("workspace", "weight gradient of down", product)]
             else:
-                extra = Extra("activations", "gradient of up's output", columns + (columns if split else 0))
-                yield ".mlp", [*around, extra, Extra("workspace", "weight gradient", product)]
+                extra = Temporary("activations", "gradient of up's output", columns + (columns if split else 0))
+                yield ".mlp", [*around, extra, Temporary("workspace", "weight gradient", product)]
         if config.norm == "rmsnorm" and not (split or after):
-            sums = Extra("workspace", "gradients inside a norm", 4 * (self.stream // x) * self.wide)
+            sums = Temporary("workspace", "gradients inside a norm", 4 * (self.stream // x) * self.wide)
             yield ".mlp_norm", [gradient._replace(bytes=self.stream), *self._used([f"{unit}.mlp."]), sums]
         # Everything of the MLP is freed when attention's turn comes, but for what weight gradients wait for.
         gone = [f"{unit}.mlp.", f"{unit}.mlp_norm.", *([] if at.ring or split else [f"{unit}.attention.output."])]
         around = [gradient, *self._used([*gone, *([f"{unit}.attention_norm."] if after else [])])]
         if split:
             of_products = queued_bytes(at, self._of(unit), number, x, attention=False)
-            around.append(Extra("activations", "queue of the MLP's weight gradients", of_products))
+            around.append(Temporary("activations", "queue of the MLP's weight gradients", of_products))
         elif unit == self.units[-1]:  # of a stage that is not the last one
-            around.append(Extra("communication", "gradient from the next stage", self.stream))
+            around.append(Temporary("communication", "gradient from the next stage", self.stream))
         for name, extras in attention_backward(at, config.layer_window(number), x):
             yield f".attention{name}", [*around, *extras]
 
@@ -329,13 +345,13 @@ class StageMoments:
                 self._by_units.setdefault(".".join(each.name.split(".")[:2]), []).append(each)
         return self._by_units.get(unit, [])
 
-    def _used(self, names: Sequence[str]) -> Iterator[Extra]:
+    def _used(self, names: Sequence[str]) -> Iterator[Temporary]:
         """Yield an entry of negative bytes for freed saved activations: those whose names begin with one of `names`."""
         begin = tuple(names)
         units = {".".join(name.split(".")[:2]) for name in begin}
         freed = sum(each.bytes for unit in units for each in self._of(unit) if each.name.startswith(begin))
         if freed:
-            yield Extra("activations", "freed", -freed)
+            yield Temporary("activations", "freed", -freed)
 
     def _queue_of(self, unit: str) -> int:
         """Return the bytes that a layer's queued weight gradients keep allocated. unit: such as "layers.3"."""
@@ -344,7 +360,7 @@ class StageMoments:
             return compiled_split.queued_bytes(self.at, layer, self.x)
         return int(queued_bytes(self.at, self._of(unit), layer, self.x))
 
-    def _gathered(self, place: int, step: int) -> list[Extra]:
+    def _gathered(self, place: int, step: int) -> list[Temporary]:
         """Return ZeRO-3's gathered parameters of units `place` and `place + step` (1 in forward, -1 in backward)."""
         following = place + step
         names = {self.units[place], *((self.units[following],) if 0 <= following < len(self.units) else ())}
@@ -353,21 +369,21 @@ class StageMoments:
         if self.tied and ("head" in names or (step > 0 and self.stage.first and self.stage.last)):
             names.add("embedding")
         return [
-            Extra("communication", f"{flat.name} gathered", flat.padded * self.x)
+            Temporary("communication", f"{flat.name} gathered", flat.padded * self.x)
             for name in sorted(names)
             for flat in self.flats.get(name, ())
             if flat.zero == 3
         ]
 
-    def _reductions(self, place: int, ways: Ways, split: bool, later: bool = False) -> list[Extra]:
+    def _reductions(self, place: int, state: BackwardState, split: bool, later: bool = False) -> list[Temporary]:
         """Return the tensors of gradient reductions in flight, and unsharded gradient buffers, in the backward of unit
         `place` (index). split: input gradients only; later: the unit allocates its gradient buffers at its end."""
         if split:
-            return self.under_way(ways.before)
-        posted = [*ways.before, *self._reduced(range(place + 1, len(self.units)), ways)]
+            return self.under_way(state.before)
+        posted = [*state.before, *self._reduced(range(place + 1, len(self.units)), state)]
         return [*self.under_way(posted), *([] if later else self._opened(place))]
 
-    def _opened(self, place: int) -> list[Extra]:
+    def _opened(self, place: int) -> list[Temporary]:
         """Return the unsharded gradient buffers of unit `place` (index), and of an embedding tied to the head."""
         now = list(self.flats.get(self.units[place], ())) if place < len(self.units) else []
         opened = list(now)
@@ -387,33 +403,33 @@ class StageMoments:
         """Return True if unit `place` is a layer: its gradients are complete only after the weight-gradient pass."""
         return self.units[place].startswith("layers.")
 
-    def _reduced(self, places: Iterable[int], ways: Ways) -> list[Reduction]:
-        """Return, in order, the reductions that a backward in state `ways` starts for the units `places` (indices)."""
+    def _reduced(self, places: Iterable[int], state: BackwardState) -> list[Reduction]:
+        """Return, in order, the reductions that a backward in state `state` starts for the units `places` (indices)."""
         flats = [flat for place in sorted(places, reverse=True) for flat in self.flats.get(self.units[place], ())]
-        return [Reduction(flat, ways.later) for flat in flats if flat.zero >= 2 or ways.last]
+        return [Reduction(flat, state.later) for flat in flats if flat.zero >= 2 or state.last]
 
-    def under_way(self, posted: Sequence[Reduction]) -> list[Extra]:
+    def under_way(self, posted: Sequence[Reduction]) -> list[Temporary]:
         """Return the tensors that reductions in flight hold: the last of `posted`, all reductions started."""
         found = []
         for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
             shard = flat.padded // flat.shards * self.master
             if flat.zero >= 2 and later:
-                found.append(Extra("communication", f"{flat.name} shard of a later micro-batch", shard))
+                found.append(Temporary("communication", f"{flat.name} shard of a later micro-batch", shard))
             if self.at.device == "cpu":  # gloo sends to each rank alone
-                found.append(Extra("communication", f"{flat.name} parts of other ranks", shard * (flat.shards - 1)))
+                found.append(Temporary("communication", f"{flat.name} parts of other ranks", shard * (flat.shards - 1)))
             found += self._whole(flat)
         return found
 
-    def _whole(self, flat: Flat) -> list[Extra]:
+    def _whole(self, flat: Flat) -> list[Temporary]:
         """Return the unsharded gradient of a flat buffer under ZeRO-2 and 3, unless it is one of the reused buffers."""
         if flat.zero < 2 or flat.padded in self.pooled:
             return []
-        return [Extra("gradients", f"{flat.name} unsharded gradient", flat.padded * self.master)]
+        return [Temporary("gradients", f"{flat.name} unsharded gradient", flat.padded * self.master)]
 
-    def reduced(self, ways: Ways, weights: bool | None = None) -> list[Reduction]:
+    def reduced(self, state: BackwardState, weights: bool | None = None) -> list[Reduction]:
         """Return the reductions a backward starts. weights: True its weight pass, False its input pass, None both."""
         places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
-        return self._reduced(places, ways)
+        return self._reduced(places, state)
 
 
 def _of_norm_or_known(saved: Saved) -> bool:

@@ -1,17 +1,13 @@
-"""One moment of a stage's forward or backward, and what a backward finds when it begins."""
+"""A memory snapshot of a pipeline stage, and the state in which a backward begins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from meshwright.planner.memory.saved import Saved
 from meshwright.planner.memory.states import Flat
-from meshwright.planner.memory.temporaries import Extra
-
-if TYPE_CHECKING:
-    from meshwright.planner.memory.moments import StageMoments
+from meshwright.planner.memory.tensors import Saved, Temporary
 
 
 class Reduction(NamedTuple):
@@ -23,7 +19,7 @@ class Reduction(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class BackwardState:
     """State of a pipeline stage when a backward begins.
 
     later: the backward is not the first of the step; last: it is the last through this stage; before: gradient
@@ -35,38 +31,32 @@ class Ways:
     before: tuple[Reduction, ...] = ()
 
 
-FIRST_AND_LAST = Ways(later=False, last=True)
+FIRST_AND_LAST = BackwardState(later=False, last=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class Snapshot:
     """A memory snapshot of a pipeline stage: the tensors that are allocated at one point of a forward or backward.
 
     Attributes:
         name: Such as "layers.3: forward".
         kept: Bytes of the stage's own saved activations of this micro-batch.
-        extras: Other tensors.
-        part: Predictor of the stage's snapshots; None for one without saved activations.
-        place: Index of the unit (layer, embedding, head) being computed.
-        back: True in the backward.
+        temporaries: Other tensors.
+        stage: Index of the stage; None for a snapshot without saved activations.
+        list_saved: Function that returns the saved activations whose bytes `kept` sums.
     """
 
     name: str
     kept: int
-    extras: tuple[Extra, ...]
-    part: StageMoments | None = None
-    place: int = 0
-    back: bool = False
+    temporaries: tuple[Temporary, ...]
+    stage: int | None = None
+    list_saved: Callable[[], list[Saved]] = list
 
     @property
     def bytes(self) -> int:
         """Total bytes of the snapshot."""
-        return self.kept + sum(extra.bytes for extra in self.extras)
+        return self.kept + sum(one.bytes for one in self.temporaries)
 
-    def beside(self, more: Sequence[Extra]) -> Moment:
+    def beside(self, more: Sequence[Temporary]) -> Snapshot:
         """Return a copy of the snapshot with the tensors `more` added."""
-        return replace(self, extras=(*self.extras, *more)) if more else self
-
-    def saved(self) -> list[Saved]:
-        """Return the saved activations whose bytes `kept` sums."""
-        return [] if self.part is None else self.part.saved_at(self.place, self.back)
+        return replace(self, temporaries=(*self.temporaries, *more)) if more else self

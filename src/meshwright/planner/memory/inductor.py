@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshwright.planner.memory.temporaries import Extra
+from meshwright.planner.memory.tensors import Temporary
 
 
 class Buffer(NamedTuple):
@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
     reads: tuple[str, ...]
     makes: tuple[Buffer, ...]
     over: Mapping[str, str] = {}
-    inside: tuple[Extra, ...] = ()
+    inside: tuple[Temporary, ...] = ()
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Held:
     name: str
     buffers: dict[str, Buffer] = field(default_factory=dict)
     gone: int = 0
-    inside: tuple[Extra, ...] = ()
+    inside: tuple[Temporary, ...] = ()
 
     @property
     def bytes(self) -> int:

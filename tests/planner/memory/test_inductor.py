@@ -10,7 +10,7 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT
 from meshwright.planner.memory.compiled_layers import block_of
-from meshwright.planner.memory.kernels import Buffer, Held, Kernel, run
+from meshwright.planner.memory.inductor import Buffer, Held, Kernel, run
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 

@@ -1,0 +1,216 @@
+"""Candidates of a search in the order of their exact predictions: seconds by the simulator, memory by the ledger."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+
+import numpy as np
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.names import RECOMPUTE
+from meshwright.planner.cost.process_groups import Array
+from meshwright.planner.cost.step_time import Step
+from meshwright.planner.memory.rank_memory import context_bytes, memory_of, slack, unlike_ranks
+from meshwright.planner.problem import Problem
+from meshwright.planner.search.estimate import Estimate, priced
+from meshwright.planner.search.screen import Priced
+from meshwright.program.makespan import MakespanCache
+from meshwright.spec.refuse import refuse
+
+MOST_PRICED = 120
+"""Exact prices that a search may take."""
+
+DOUBT_ABOVE, DOUBT_BELOW = 1.15, 1 / 0.9
+"""A closed form of memory may be so many times the ledger's, or the ledger's so many times it, where the ledger has not
+been asked of a layout like it (tests/planner/search/test_search.py)."""
+
+
+def on_device(problem: Problem, peak: Array) -> Array:
+    """Return the bytes on a device, CUDA context and fragmentation included, for tensors of `peak` bytes (an array)."""
+    return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem)
+
+
+class Decided:
+    """The best candidate layouts of a search with exact predictions: seconds by the simulator, memory by the ledger if
+    the closed form is near the limit. every: closed-form predictions of all candidates; wanted: number of layouts to
+    decide."""
+
+    def __init__(self, problem: Problem, every: Priced, wanted: int) -> None:
+        self.problem, self.every = problem, every
+        self.room = problem.room
+        self.best: list[tuple[float, int, Layout]] = []
+        self.difference: dict[int, float] = {}
+        self.makespans = MakespanCache()
+        self.kinds, self._memory = self._kinds(), self._memory_kinds()
+        self.factors: dict[int, float] = {}
+        self.stopped = False
+        self._wanted, self.budget, self.asked = wanted, MOST_PRICED, 0
+        self._needed = on_device(problem, every.bytes)
+        self._left = self._needed <= self.room * DOUBT_ABOVE
+        # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
+        self.told = np.where(self._left, every.seconds, np.inf)
+        self._decide()
+
+    @property
+    def differences(self) -> list[float]:
+        """Relative errors of closed-form times against the simulator, best layouts first."""
+        return [self.difference[at] for _, at, _ in self.best]
+
+    def _decide(self) -> None:
+        """Predict candidates exactly, fastest by closed form first, until as many as wanted are decided or the budget
+        is used."""
+        every, problem, wanted = self.every, self.problem, self._wanted
+        needed, left, told = self._needed, self._left, self.told
+        kinds, factors = self.kinds, self.factors
+        for _ in range(self.budget):
+            self.asked += 1
+            at = int(told.argmin())
+            if told[at] == np.inf or (len(self.best) >= wanted and told[at] > self.best[wanted - 1][0]):
+                break
+            closed = told[at]
+            told[at], left[at] = np.inf, False
+            layout = self.layout(at)
+            if not self.takes(layout):
+                continue
+            if needed[at] * DOUBT_BELOW > self.room:
+                exact = device_bytes(problem, layout, self.room)
+                self._learn(at, exact)
+                if exact > self.room:
+                    continue
+            seconds = self.seconds(at, layout)
+            kind, ratio = int(kinds[at]), seconds / float(every.seconds[at])
+            if kind not in factors or abs(ratio / factors[kind] - 1) > 0.002:
+                alike = (kinds == kind) & left
+                told[alike] = every.seconds[alike] * ratio
+                if (
+                    kind not in factors and abs(ratio - 1) > 0.002
+                ):  # what it is to be compared with is the corrected one
+                    closed = seconds
+                factors[kind] = ratio
+            self.difference[at] = closed / seconds - 1
+            insort(self.best, (seconds, at, layout))
+        else:
+            self.stopped = True
+
+    def leave_out(self, alike: Array, budget: int) -> int:
+        """Exclude the candidates of a mask (`alike`), and decide the best of the others. budget: most exact predictions
+        to make; return how many were made."""
+        before, self.budget = self.asked, budget
+        self.told[alike], self._left[alike], self._wanted = np.inf, False, 1
+        self.best = [entry for entry in self.best if not alike[entry[1]]]
+        self._decide()
+        return self.asked - before
+
+    def _learn(self, at: int, exact: float) -> None:
+        """Scale the closed-form memory of all candidates of the same kind as candidate `at` (index), whose `exact`
+        bytes are known."""
+        alike = self._memory == self._memory[at]
+        self._needed[alike] *= exact / self._needed[at]
+        too_large = alike & self._left & (self._needed > self.room * DOUBT_ABOVE)
+        self.told[too_large], self._left[too_large] = np.inf, False
+
+    def _kinds(self) -> Array:
+        """Return an integer for each candidate, equal for equal pipelines and micro-batches per pipeline rank (rounded
+        to a power of two): their closed-form times have similar errors."""
+        every = self.every
+        inner = np.array([one.layout.tp * one.layout.cp * 1.0 / one.rows for one in every.candidates])[every.candidate]
+        ranks = np.array([pipe.ranks for pipe in every.pipes])[every.pipe]
+        micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
+        rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)
+        return np.asarray(every.pipe * 64 + rounds)
+
+    def _memory_kinds(self) -> Array:
+        """Return an integer for each candidate, equal for equal schedules and recompute: their closed-form memory has
+        similar errors."""
+        schedules = list(dict.fromkeys(pipe.schedule for pipe in self.every.pipes))
+        of_pipe = np.array([schedules.index(pipe.schedule) for pipe in self.every.pipes])[self.every.pipe]
+        of_way = np.array([RECOMPUTE.index(one.layout.recompute) for one in self.every.candidates])[
+            self.every.candidate
+        ]
+        return np.asarray(of_pipe * len(RECOMPUTE) + of_way)
+
+    def takes(self, layout: Layout) -> bool:
+        """Return True if training accepts the layout (or, for models and engines that can only be planned, if it is
+        feasible)."""
+        problem = self.problem
+        try:
+            refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
+        except UserError:
+            return False
+        return True
+
+    def fits(self, layout: Layout) -> bool:
+        """Return True if training accepts the layout and it fits into device memory."""
+        return self.takes(layout) and device_bytes(self.problem, layout, self.room) <= self.room
+
+    def seconds(self, at: int, layout: Layout) -> float:
+        """Return the simulated seconds of a step. at, layout: index of the candidate, and its layout."""
+        return self._step(at, layout).price(parts=False).seconds
+
+    def expected(self) -> Array:
+        """Return the closed-form seconds of all candidates, corrected by the simulator's results for similar ones."""
+        factor = np.ones(int(self.kinds.max()) + 1)
+        factor[list(self.factors)] = list(self.factors.values())
+        return np.asarray(self.every.seconds * factor[self.kinds])
+
+    def _step(self, at: int, layout: Layout) -> Step:
+        """Return the step-time predictor of one candidate, which reuses results of earlier candidates. at: index of the
+        candidate. layout: its layout."""
+        pieces = self.every.pieces.take(int(self.every.candidate[at]))
+        return Step(self.problem, layout, pieces=pieces, makespans=self.makespans)
+
+    def layout(self, at: int) -> Layout:
+        """Return the layout of the candidate with index `at`."""
+        return self.every.layout(at)
+
+    def undecided(self, best: list[Estimate], top: int) -> int:
+        """Return the number of candidates that may beat the last of `best` but were not decided when the search
+        stopped. top: number of layouts asked for."""
+        if not self.stopped:
+            return 0
+        return int((self.told < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
+
+    def estimates(self, top: int) -> list[Estimate]:
+        """Return the full estimates of the `top` best layouts; those that turn out not to fit are replaced by the next
+        best."""
+        found: dict[int, Estimate] = {}
+        while True:
+            fit: list[Estimate] = []
+            too_large: dict[int, float] = {}
+            for _, at, layout in self.best:
+                if at not in found and (size := self._too_large(layout)) is not None:
+                    too_large[at] = size
+                    continue
+                if at not in found:
+                    found[at] = priced(self.problem, layout, self._step(at, layout))
+                fit.append(found[at])
+                if len(fit) == top:
+                    break
+            self.best = [entry for entry in self.best if entry[1] not in too_large]
+            if len(fit) == top or not too_large or self.stopped:
+                return fit
+            for at, size in too_large.items():
+                self._learn(at, size)
+            self._decide()
+
+    def _too_large(self, layout: Layout) -> float | None:
+        """Return the device bytes of the first pipeline rank that needs more than a device may use; None if none
+        does."""
+        layout = layout.with_(precision=self.problem.precision)
+        sizes = (memory_of(self.problem, layout, rank).device_bytes for rank in unlike_ranks(self.problem, layout))
+        return next((size for size in sizes if size > self.room), None)
+
+
+def device_bytes(problem: Problem, layout: Layout, room: float = math.inf) -> int:
+    """Return the device bytes of a layout by the ledger: the larger of the first and the last pipeline rank.
+
+    room: limit in bytes; if the first rank exceeds it, the last is not computed.
+    """
+    most = 0
+    for rank in sorted({0, layout.pp - 1}):
+        most = max(most, memory_of(problem, layout, rank).device_bytes)
+        if most > room:
+            break
+    return most
