@@ -49,11 +49,14 @@ def closed_makespan(
     meanwhile. Under GEMS two are in flight, and backwards of all micro-batches follow one another (Li and Hoefler 2021,
     figure 2).
     """
-    whole = phases.sum(axis=0)
-    busiest = whole.argmax(axis=-1)[..., None]
-    most = np.take_along_axis(whole, busiest, -1)[..., 0]
-    busy = [np.take_along_axis(times, busiest, -1)[..., 0] for times in phases]
-    f, b, w = ((times * counts).sum(-1) - own for times, own in zip(phases, busy, strict=True))
+    whole = phases[0] + phases[1] + phases[2]
+    if len(counts) == 1:
+        busy = list(phases[..., 0])
+    else:
+        busiest = whole.argmax(axis=-1)[..., None]
+        busy = [np.take_along_axis(times, busiest, -1)[..., 0] for times in phases]
+    most = whole.max(axis=-1)
+    f, b, w = (times @ counts - own for times, own in zip(phases, busy, strict=True))
     none = np.zeros(())
     bubble = {
         "zb-h1": lambda: np.maximum(none, f + b - w),

@@ -53,6 +53,8 @@ def zero_calls(
     """
     gather = scatter = np.zeros(())
     for numel, (_, axis, _) in zip((dense, spread), SHARES, strict=True):
+        if not numel.any():
+            continue
         if zero == 3:
             gather = gather + seconds("all-gather", axis, numel * itemsize)
         if zero >= 2:
@@ -113,6 +115,8 @@ def gradient_waits(
     """
     sums = gathers = np.zeros(())
     for (numel, count), (whole, axis, replicas) in zip(((dense, shards), (spread, spread_shards)), SHARES, strict=True):
+        if not numel.any():
+            continue
         size = numel * gradient_bytes
         if zero == 0:
             sums = sums + seconds("all-reduce", whole, size)

@@ -102,7 +102,7 @@ class PipelineTimes:
         """Return `times` with communication of ZeRO-2 and 3, which counts as the last part."""
         found = self.times(at_once, 0, groups).copy()
         gather, scatter = self.zero_calls(zero, groups, self.dense / self.layers, self.spread / self.layers)
-        forward, *back = np.moveaxis(found.sum(axis=-1), -1, 0)
+        forward, *back = np.moveaxis(add_parts(found), -1, 0)
         waits = zero_waits(gather, scatter, self.layers, forward, back[0] + back[1], groups.gradient_tax(True)[:, None])
         found[:, :, 0, -1] += waits[0]
         found[:, :, 1, -1] += waits[1]
@@ -131,8 +131,8 @@ class PipelineTimes:
         for all their seconds, as if nothing were computed beside them.
         """
         pieces, engine = self.pieces, self.pieces.problem.engine
-        busy = ranks.sum(axis=-1)
-        forward, backward = (passes * each.max(axis=1) for each in (busy[..., 0], busy[..., 1:].sum(axis=-1)))
+        busy = add_parts(ranks)
+        forward, backward = (passes * each.max(axis=1) for each in (busy[..., 0], busy[..., 1] + busy[..., 2]))
         return gradient_waits(
             zero, groups.seconds, self.rank_dense.T, self.rank_spread.T, *groups.shards,
             (self.of_rank @ self.layers)[:, None], forward, backward, groups.gradient_tax(zero > 0),
@@ -148,3 +148,9 @@ class PipelineTimes:
     def level(self, zero: int) -> int:
         """Return the ZeRO stage whose communication a step makes. zero: of the layout."""
         return level_in_time(zero, self.ranks, self.pieces.problem.engine)
+
+
+def add_parts(times: Floats) -> Floats:
+    """Return the sum of the parts of seconds [..., parts]."""
+    found: Floats = times[..., 0] if times.shape[-1] == 1 else times.sum(axis=-1)
+    return found

@@ -62,16 +62,17 @@ def with_bounds(cluster: Cluster, seconds: float) -> tuple[float, float, float]:
 
 def step_time(
     config: ModelConfig, layout: Layout, cluster: Cluster, sequence: int, batch: int, *, simulate: bool = True,
-    **options: Any,
+    in_place: Floats = AS_ADDED, **options: Any,
 ) -> StepTime:  # fmt: skip
     """Predict the time of one training step of `batch` sequences of `sequence` tokens.
 
-    simulate: run the pipeline simulator; else use the closed form, where there is one; options: of `problem_for`.
-    Raises `UserError` for what the device lacks and for a batch that the layout cannot divide; `refuse` checks whether
-    the model fits the layout.
+    simulate: run the pipeline simulator; else use the closed form, where there is one; in_place: factor for each part
+    of a micro-batch by which it takes longer than operations timed alone; options: of `problem_for`. Raises `UserError`
+    for what the device lacks and for a batch that the layout cannot divide; `refuse` checks whether the model fits the
+    layout.
     """
     problem = problem_for(config, layout, cluster, sequence, batch, **options)
-    return Step(problem, layout).price(simulate)
+    return Step(problem, layout, in_place).price(simulate)
 
 
 def problem_for(

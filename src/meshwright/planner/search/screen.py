@@ -219,7 +219,7 @@ def _priced(of: _Pipeline, pipe: Pipe) -> Iterator[tuple[Array, ...]]:
             continue
         phases, once = of.seconds(pipe, at_once, of.of.level(zero), inside)
         if pipe.ranks == 1:
-            makespan = grid.micro * phases.sum(axis=0)[:, 0]
+            makespan = grid.micro * (phases[0] + phases[1] + phases[2])[:, 0]
         else:
             makespan, _ = closed_makespan(
                 pipe.schedule, pipe.chunks, grid.micro, phases / of.of.replicas, of.of.counts, of.of.count,
