@@ -16,7 +16,7 @@ from bench.published_runs import PUBLISHED
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.communication import calls, count_parameters, group_of
-from meshwright.planner.cost.data_time import beside
+from meshwright.planner.cost.data_time import exposed
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import operations
@@ -252,9 +252,9 @@ def test_preference_loss_computes_logits_twice():
 
 def test_overlapped_communication_costs_one_layers_share():
     calls, layers = np.array(8.0), 4
-    assert beside(calls, np.array(100.0), layers, 0.0) == 2.0  # the first of four layers overlaps with nothing
-    assert beside(calls, np.array(100.0), layers, 0.5) == 2.0 + 0.5 * 6.0
-    assert beside(calls, np.array(4.0), layers, 0.0) == 8.0 - 3.0  # more than three quarters of the pass
+    assert exposed(calls, np.array(100.0), layers, 0.0) == 2.0  # the first of four layers overlaps with nothing
+    assert exposed(calls, np.array(100.0), layers, 0.5) == 2.0 + 0.5 * 6.0
+    assert exposed(calls, np.array(4.0), layers, 0.0) == 8.0 - 3.0  # more than three quarters of the pass
 
 
 def test_interleaved_pipeline_overlaps_more_of_its_reductions():

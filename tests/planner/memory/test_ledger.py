@@ -155,5 +155,3 @@ def test_zero_reduces_memory_of_a_rank() -> None:
 def test_unknown_names_suggest_the_nearest() -> None:
     with pytest.raises(UserError, match='unknown optimizer "adamq"; did you mean "adam"'):
         ledger(LLAMA, Layout(), batch=1, sequence=8, optimizer="adamq")
-    with pytest.raises(UserError, match='unknown engine "mesh"'):
-        ledger(LLAMA, Layout(), batch=1, sequence=8, engine="mesh")

@@ -48,3 +48,14 @@ def test_irregular_program_is_walked_completely():
         layout = Layout.parse(text)
         assert repeating(layout) == layout
     assert set(ENGINES["meshwright"].schedules) - set(REPEATING) == {"gpipe"}
+
+
+def test_items_add_up_where_a_split_backward_ends():
+    """The peak is at the end of the input gradients, when the units' saved activations are freed already."""
+    layout = Layout.parse("dp12 zero3 pp2:zb-h2 mb8")
+    found = ledger(
+        MODELS["llama-3-8b"], layout, batch=96, sequence=4096, precision="bf16", rank=12, documents=True, device="cuda",
+        compile=True,
+    )  # fmt: skip
+    assert found.moment == "input gradients"
+    assert sum(item.bytes for item in found.items if item.category != "framework") == found.peak_bytes

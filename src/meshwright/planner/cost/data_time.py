@@ -84,56 +84,7 @@ def zero_waits(
     return waited + taken[0], waited_back + taken[1]
 
 
-def gradient_waits(
-    zero: int,
-    seconds: Seconds,
-    dense: Floats,
-    spread: Floats,
-    shards: Floats | int,
-    spread_shards: Floats | int,
-    layers: Floats | int,
-    first_forward: Floats,
-    last_backward: Floats,
-    share: Floats | float,
-    engine: Engine,
-    itemsize: int,
-    gradient_bytes: int,
-) -> Floats:
-    """Return the exposed seconds, once a step, of gradient reductions and of ZeRO's parameter all-gathers; those that
-    ZeRO-2 and 3 repeat in every micro-batch are not included.
-
-    Args:
-        zero: ZeRO stage.
-        seconds: Cost function of (operation, axis, bytes).
-        dense, spread: Number of dense and of expert-parallel parameters of a rank, unsharded.
-        shards, spread_shards: Number of ranks over which ZeRO shards these.
-        layers: Number of layers of a rank.
-        first_forward, last_backward: Seconds of the computation that gathers and reductions can overlap.
-        share: Slow-down of overlapped computation, as a fraction of the communication's seconds.
-        engine: Training engine, which decides what is overlapped.
-        itemsize, gradient_bytes: Bytes of a parameter and of a gradient.
-    """
-    sums = gathers = np.zeros(())
-    for (numel, count), (whole, axis, replicas) in zip(((dense, shards), (spread, spread_shards)), SHARES, strict=True):
-        if not numel.any():
-            continue
-        size = numel * gradient_bytes
-        if zero == 0:
-            sums = sums + seconds("all-reduce", whole, size)
-        elif zero == 1:
-            sums = sums + seconds("reduce-scatter", axis, size)
-        if zero:
-            sums = sums + seconds("all-reduce", replicas, size / count)
-        if zero in (1, 2):
-            gathers = gathers + seconds("all-gather", axis, numel * itemsize)
-    if not engine.overlaps_data:
-        return sums + gathers
-    if not engine.overlaps_gathers:
-        return beside(sums, last_backward, layers, share) + gathers
-    return beside(sums, last_backward, layers, share) + beside(gathers, first_forward, layers, share)
-
-
-def beside(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
+def exposed(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
     """Return the exposed seconds of communication that overlaps a forward or backward pass, layer by layer.
 
     calls: seconds of the communication; work: seconds of the pass; layers: number of layers in it; share: seconds by

@@ -96,6 +96,11 @@ class MicroBatch:
         return ITEM_BYTES[self.dtype]
 
     @property
+    def sum_dtype(self) -> str:
+        """Torch's type name of master weights and sums of gradients."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
     def wide(self) -> int:
         """Bytes of an element of sums: at least those of float32."""
         return max(4, self.itemsize)

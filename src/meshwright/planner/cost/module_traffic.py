@@ -5,11 +5,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from typing import NamedTuple
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.data_calls import DataCalls, Work
 from meshwright.spec.foreign import REST, ModulePartition
 from meshwright.spec.parameters import ParameterTable
+
+
+class BufferChanges(NamedTuple):
+    """Changes of a module's buffers in a step. averaged, copied: elements of float and of integer buffers that change;
+    reported: number of buffers for which ranks report if they changed."""
+
+    averaged: int = 0
+    copied: int = 0
+    reported: int = 0
 
 
 def module_calls(
@@ -19,36 +29,30 @@ def module_calls(
     rank: int = 0,
     *,
     held: Collection[str] = (),
-    averaged: int = 0,
-    copied: int = 0,
-    looked_at: int = 0,
+    buffers: BufferChanges | None = None,
 ) -> Counter[tuple[str, str]]:
     """Return the bytes that `rank` sends in one training step of a user's own module, by (call site, axis).
 
     table: the module's parameters; work: sizes of the step; held: FSDP units that stay gathered for a whole
-    micro-batch, as they are used outside their modules; averaged, copied: elements of float and of integer buffers that
-    change in a step; looked_at: number of buffers for which ranks report if they changed.
+    micro-batch, as they are used outside their modules; buffers: what changes in the module's buffers in a step.
     """
     step = _ModuleStep(table, ModulePartition.whole(table), layout, work, rank)
-    return step.step({REST, *held}, averaged, copied, looked_at)
+    return step.step({REST, *held}, buffers or BufferChanges())
 
 
 class _ModuleStep(DataCalls):
     """Counter of the bytes that one rank sends in a training step of a user's own module."""
 
-    def step(self, held: Collection[str], averaged: int, copied: int, looked_at: int) -> Counter[tuple[str, str]]:
-        """Count all calls of the step; return bytes sent by (call site, axis).
-
-        held: FSDP units that stay gathered for a whole micro-batch; averaged, copied: elements of float and of integer
-        buffers that change in a step; looked_at: number of buffers for which ranks report if they changed.
-        """
+    def step(self, held: Collection[str], buffers: BufferChanges) -> Counter[tuple[str, str]]:
+        """Count all calls of the step; return bytes sent by (call site, axis). held: FSDP units that stay gathered for
+        a whole micro-batch; buffers: what changes in the module's buffers."""
         passes = self.layout.micro_batches
         self.reduce("data.targets", "data", 1, 8)
         for unit in self.table.units:
             self.gradients(unit, passes)
         self.gathers(held, passes)
-        self.reduce("module.buffers.changed", "data", looked_at, 8)
-        for numel in (averaged, copied):
+        self.reduce("module.buffers.changed", "data", buffers.reported, 8)
+        for numel in (buffers.averaged, buffers.copied):
             self.reduce("module.buffers", "data", numel, 8)
         self.verdict()
         return self.sent

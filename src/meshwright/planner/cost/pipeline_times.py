@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from meshwright.planner.cost.data_time import (
-    gradient_waits,
+    SHARES,
+    exposed,
     level_in_time,
     update_bytes,
     updated,
@@ -131,13 +131,27 @@ class PipelineTimes:
         for all their seconds, as if nothing were computed beside them.
         """
         pieces, engine = self.pieces, self.pieces.problem.engine
+        sums = gathers = np.zeros((1, 1))
+        numbers = (self.rank_dense.T, groups.shards[0]), (self.rank_spread.T, groups.shards[1])
+        for (numel, shards), (whole, axis, replicas) in zip(numbers, SHARES, strict=True):
+            if not numel.any():
+                continue
+            size = numel * pieces.gradient_bytes
+            if zero == 0:
+                sums = sums + groups.seconds("all-reduce", whole, size)
+            elif zero == 1:
+                sums = sums + groups.seconds("reduce-scatter", axis, size)
+            if zero:
+                sums = sums + groups.seconds("all-reduce", replicas, size / shards)
+            if zero in (1, 2):
+                gathers = gathers + groups.seconds("all-gather", axis, numel * pieces.itemsize)
+        if not (overlaps and engine.overlaps_data):
+            return sums + gathers
         busy = add_parts(ranks)
         forward, backward = (passes * each.max(axis=1) for each in (busy[..., 0], busy[..., 1] + busy[..., 2]))
-        return gradient_waits(
-            zero, groups.seconds, self.rank_dense.T, self.rank_spread.T, *groups.shards,
-            (self.of_rank @ self.layers)[:, None], forward, backward, groups.gradient_tax(zero > 0),
-            engine if overlaps else replace(engine, overlaps_data=False), pieces.itemsize, pieces.gradient_bytes,
-        )  # fmt: skip
+        layers, tax = (self.of_rank @ self.layers)[:, None], groups.gradient_tax(zero > 0)
+        waits = exposed(sums, backward, layers, tax)
+        return waits + (exposed(gathers, forward, layers, tax) if engine.overlaps_gathers else gathers)
 
     def update(self, zero: int, groups: ProcessGroups) -> Floats:
         """Return the seconds of the optimizer step on the rank that updates most parameters [n]."""

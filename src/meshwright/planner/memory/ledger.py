@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.names import unknown
+from meshwright.names import check_options, unknown
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed, Starts
 from meshwright.planner.memory.compiled_blocks import known
 from meshwright.planner.memory.saved import position_tables, saved_activations
-from meshwright.planner.memory.snapshot import BackwardState, Reduction, Snapshot
+from meshwright.planner.memory.snapshot import BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
 from meshwright.planner.memory.states import flats_of, gradient_buffers, states
 from meshwright.program.consumed_sends import (
@@ -41,7 +41,6 @@ CATEGORIES = (
     *("parameters", "gradients", "optimizer", "activations", "communication", "logits", "workspace", "framework"),
     "unexplained",
 )
-ENGINES = ("meshwright",)
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 STORED = {"fp8": "bf16"}
 """What a precision of products keeps parameters and activations in, where it is another."""
@@ -119,46 +118,52 @@ class Ledger:
         return found
 
 
+class LedgerOptions(TypedDict, total=False):
+    """Keyword options of `ledger`.
+
+    Attributes:
+        optimizer: Such as "adamw", the default.
+        precision: The layout's own or "fp32" unless given.
+        parameter_dtype: Torch's type name that replaces the precision ("float64" in tests).
+        documents: True if sequences pack several (CPU attention then counts with the worst case), or the tokens at
+            which they begin in each of this rank's sequences.
+        device: "cpu" (gloo), the default, or "cuda" (NCCL).
+        routed: Token copies by layer with experts.
+        pairs: True for training on response pairs.
+        compile: Blocks, norm and loss are compiled; the result's `compiled` says if that is modelled.
+        architecture: Of a CUDA device, as in the catalogue.
+    """
+
+    optimizer: str
+    precision: str | None
+    parameter_dtype: str | None
+    documents: bool | Starts
+    device: str
+    routed: Mapping[int, Routed] | None
+    pairs: bool
+    compile: bool
+    architecture: str
+
+
 def ledger(
-    config: ModelConfig,
-    layout: Layout,
-    *,
-    batch: int,
-    sequence: int,
-    optimizer: str = "adamw",
-    precision: str | None = None,
-    parameter_dtype: str | None = None,
-    engine: str = "meshwright",
-    rank: int = 0,
-    documents: bool | Starts = False,
-    device: str = "cpu",
-    routed: Mapping[int, Routed] | None = None,
-    pairs: bool = False,
-    compile: bool = False,
-    architecture: str = "",
+    config: ModelConfig, layout: Layout, *, batch: int, sequence: int, rank: int = 0, **options: Unpack[LedgerOptions]
 ) -> Ledger:
     """Return the memory of `rank` in a step of `batch` sequences of `sequence` tokens over all ranks.
 
-    precision: the layout's own or fp32 unless given; parameter_dtype: a torch type name that replaces it ("float64" in
-    tests). documents: sequences pack several (CPU attention then counts with the worst case), or the tokens at which
-    they begin in each of this rank's sequences. device: "cpu" (gloo) or "cuda" (NCCL). routed: token copies by mixture
-    layer. pairs: training on response pairs. compile: blocks, norm and loss are compiled; the result's `compiled` says
-    if that is modelled. architecture: of a CUDA device, as in the catalogue. `UserError` for an infeasible layout.
+    options: fields of `LedgerOptions`. Raises `UserError` for an infeasible layout.
     """
-    if engine not in ENGINES:
-        raise UserError(unknown("engine", engine, ENGINES))
+    check_options(ledger, options, LedgerOptions)
     refuse(layout, config, batch, sequence, planning=True)
-    name = precision or layout.precision or "fp32"
-    if parameter_dtype is None and name not in DTYPES:
+    name = options.get("precision") or layout.precision or "fp32"
+    dtype = options.get("parameter_dtype")
+    if dtype is None and name not in DTYPES:
         raise UserError(f"{unknown('precision', name, DTYPES)}: memory is priced for these")
-    dtype = parameter_dtype or DTYPES[name]
-    of_cublas = 0
-    if device == "cuda":
-        of_cublas = CUBLAS_WORKSPACES.get(architecture, CUBLAS_WORKSPACE)
-    step = _Step(
-        config, layout, batch, sequence, optimizer, dtype, rank, documents, device, routed, pairs, compile, of_cublas
-    )
-    return step.ledger()
+    at = MicroBatch.of(
+        config, layout, batch // (layout.dp * layout.micro_batches), sequence, dtype=dtype or DTYPES[name],
+        packed=options.get("documents", False), device=options.get("device", "cpu"),
+        responses=int(options.get("pairs", False)), routed=options.get("routed") or {},
+    )  # fmt: skip
+    return _Step(at, rank, options).ledger()
 
 
 @lru_cache(maxsize=16)
@@ -191,38 +196,25 @@ class _Highest(NamedTuple):
 
 
 class _Step:
-    """Replay of one rank's training step that finds its memory peak. Arguments: as of `ledger`."""
+    """Replay of one rank's training step that finds its memory peak.
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layout: Layout,
-        batch: int,
-        sequence: int,
-        optimizer: str,
-        dtype: str,
-        rank: int,
-        documents: bool | Starts,
-        device: str,
-        routed: Mapping[int, Routed] | None,
-        pairs: bool,
-        compiled: bool,
-        of_cublas: int,
-    ) -> None:
-        self.of_cublas = of_cublas
-        self.config, self.layout, self.sequence, self.dtype = config, layout, sequence, dtype
-        several = documents if isinstance(documents, bool) else any(len(row) > 1 for row in documents)
-        self.starts = documents
-        self.documents, self.device, self.routed, self.pairs, self.compiled = several, device, routed, pairs, compiled
-        self.master = "float64" if dtype == "float64" else "float32"
-        self.rows = batch // (layout.dp * layout.micro_batches)
+    at: micro-batch; options: of `ledger`; rank: global.
+    """
+
+    def __init__(self, at: MicroBatch, rank: int, options: LedgerOptions) -> None:
+        config, layout, sequence = at.config, at.layout, at.whole
+        self.at, self.config, self.layout = at, config, layout
+        self.compiled = options.get("compile", False)
+        self.workspace = 0
+        if at.device == "cuda":
+            self.workspace = CUBLAS_WORKSPACES.get(options.get("architecture", ""), CUBLAS_WORKSPACE)
         self.place = layout.coordinates(rank)
         self.table = _table(config)
         self.program = _complete(program_for(repeating(layout), config, sequence))
         self.partition = Partition.of(self.program, config, self.table, sequence)
         self.units = self.partition.units_on(self.place["pp"])
         self.flats = flats_of(self.table, layout, self.units)
-        self.states = list(states(self.flats, dtype, self.master, optimizer))
+        self.states = list(states(self.flats, at.dtype, at.sum_dtype, options.get("optimizer", "adamw")))
         self.stages: dict[tuple[int, bool], StageSnapshots] = {}
         self._same: dict[tuple[Reduction, ...], tuple[Reduction, ...]] = {}
         self._highest_of: dict[tuple[int, int, bool, bool, int], _Highest] = {}
@@ -245,13 +237,12 @@ class _Step:
         assert moment_found is not None
         items = [*stay, *self._at(moment_found, others)]
         total = base + transient
-        framework = (0, 0) if self.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
+        framework = (0, 0) if self.at.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
         items.append(Item("framework", "CUDA context", (), "", framework[1], None, "start", "end"))
         items.append(Item("unexplained", "not itemised", (), "", 0, None, "start", "end"))
         assert sum(item.bytes for item in items) == total + framework[1]
         layers = {layer for part in self.stages.values() for layer in part.stage.layers}
-        sizes = next(iter(self.stages.values())).at
-        compiled = self.compiled and all(known(sizes, layer) for layer in layers)
+        compiled = self.compiled and all(known(self.at, layer) for layer in layers)
         return Ledger(tuple(items), total, moment_found.name, base, framework, compiled)
 
     def _staying(self) -> Iterator[Item]:
@@ -259,18 +250,17 @@ class _Step:
         for state in self.states:
             yield Item(OF_STATE[state.kind], state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
-            for table in position_tables(self.config, self.sequence, self.dtype):
+            for table in position_tables(self.config, self.at.whole, self.at.dtype):
                 yield Item("workspace", table.name, table.shape, table.dtype, table.bytes, None, "start", "end")
-        for way in ("forward", "backward") if self.of_cublas else ():
-            size = self.of_cublas
+        for way in ("forward", "backward") if self.workspace else ():
+            size = self.workspace
             yield Item("workspace", f"cuBLAS, {way}", (size,), "uint8", size, None, "start", "end")
-        tokens = self.sequence // self.layout.cp
-        shape = self.layout.micro_batches * self.rows, tokens
+        shape = self.layout.micro_batches * self.at.rows, self.at.tokens
         targets = (shape[0],) if self.config.head == "classes" else shape
         for name, of in (("batch.tokens", shape), ("batch.targets", targets)):
             yield Item("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
-        if self.documents:
-            whole = shape[0], self.sequence
+        if self.at.masked:
+            whole = shape[0], self.at.whole
             size = 8 * whole[0] * whole[1]
             yield Item("workspace", "batch.documents", whole, "int64", size, None, "start of step", "end of step")
 
@@ -364,26 +354,18 @@ class _Step:
     def _stage(self, stage: Stage, at_once: bool) -> StageSnapshots:
         """Build the generator of a stage's memory snapshots. at_once: backwards directly follow their forwards."""
 
-        at = MicroBatch.of(
-            self.config, self.layout, self.rows, self.sequence, packed=self.starts, dtype=self.dtype,
-            device=self.device, responses=int(self.pairs), routed=self.routed or {},
-        )  # fmt: skip
+        at = self.at
         kept, whole = (
             saved_activations(each, stage, at_once=at_once, tp_rank=self.place["tp"], compiled=self.compiled)
             for each in (at, replace(at, layout=replace(self.layout, recompute="none")))
         )
         flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
-        return StageSnapshots(
-            at, stage, self.partition.units(stage), kept, whole, flats,
-            self.dtype, self.master, gradient_buffers(self.flats), self.table.tied, self.compiled, self.split,
-        )  # fmt: skip
+        buffers = Buffers(self.partition.units(stage), flats, gradient_buffers(self.flats), self.table.tied)
+        return StageSnapshots(at, stage, buffers, kept, whole, compiled=self.compiled, queued=self.split)
 
     def _stream(self) -> int:
         """Return the bytes of the hidden states that pass from stage to stage."""
-        sizes = next(iter(self.stages.values()), None) or self.stage(
-            self.partition.stages_on(self.place["pp"])[0].index, False
-        )
-        return int(sizes.stream)
+        return int(self.at.rows * self.at.slice * self.config.hidden * self.at.itemsize)
 
     def _followed_at_once(self) -> set[tuple[int, int, int]]:
         """Return (stage, replica, micro-batch) keys of forwards that their own backward directly follows."""

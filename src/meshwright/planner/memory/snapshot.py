@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -29,6 +29,17 @@ class BackwardState:
     later: bool
     last: bool
     before: tuple[Reduction, ...] = ()
+
+
+class Buffers(NamedTuple):
+    """Flat buffers of a stage. units: its FSDP units, each a layer, the embedding or the head; flats: flat parameter
+    buffers by unit; reused: number of unsharded gradient buffers that layers reuse, by elements; tied: head and
+    embedding share a matrix."""
+
+    units: Sequence[str]
+    flats: Mapping[str, Sequence[Flat]]
+    reused: Mapping[int, int]
+    tied: bool
 
 
 FIRST_AND_LAST = BackwardState(later=False, last=True)

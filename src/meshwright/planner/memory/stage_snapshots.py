@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number
@@ -10,7 +10,7 @@ from meshwright.planner.memory import compiled_split
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, known
 from meshwright.planner.memory.compiled_moments import COLLECTED, backward_extras, forward_extras, spread_backward
 from meshwright.planner.memory.compiled_split import split_backward_extras
-from meshwright.planner.memory.snapshot import FIRST_AND_LAST, BackwardState, Reduction, Snapshot
+from meshwright.planner.memory.snapshot import FIRST_AND_LAST, BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.states import Flat
 from meshwright.planner.memory.temporaries import attention_backward, mixture_backward
 from meshwright.planner.memory.tensors import Saved, Temporary
@@ -18,7 +18,6 @@ from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL, SLICE_LOGITS
 from meshwright.spec.stages import LOOKED_UP, Stage
-from meshwright.spec.work import count_predictions
 
 OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
 """How the names of what the head's unit keeps begin."""
@@ -49,33 +48,28 @@ def queued_bytes(at: MicroBatch, whole: Sequence[Saved], layer: int, x: int, att
 
 
 class StageSnapshots:
-    """Generator of the memory snapshots of a stage's forward and backward on one rank. at: sizes of a micro-batch.
+    """Generator of the memory snapshots of a stage's forward and backward on one rank.
 
-    A unit is a layer, the embedding or the head. saved: saved activations of the forward; whole: the same without
-    recompute; flats: flat buffers by unit; pooled: unsharded gradient buffers reused by layers (size -> count); tied:
-    head and embedding share a matrix; compiled: blocks, norm and loss are compiled; queued: split backwards queue
-    weight grads.
+    saved: saved activations of the forward; whole: the same without recompute; compiled: blocks, norm and loss are
+    compiled; queued: split backwards queue weight gradients.
     """
 
     def __init__(
         self,
         at: MicroBatch,
         stage: Stage,
-        units: Sequence[str],
+        buffers: Buffers,
         saved: Sequence[Saved],
         whole: Sequence[Saved],
-        flats: Mapping[str, Sequence[Flat]],
-        parameter_dtype: str,
-        master_dtype: str,
-        pooled: Mapping[int, int],
-        tied: bool,
+        *,
         compiled: bool = False,
         queued: bool = False,
     ) -> None:
         self.compiled, self.queued, self.tapped = compiled, queued, compiled and queued
-        self.at, self.stage, self.units, self.flats, self.pooled, self.tied = at, stage, units, flats, pooled, tied
-        self.saved, self.whole, self._dtype = saved, whole, parameter_dtype
-        self.x, self.master = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
+        self.at, self.stage, self.saved, self.whole = at, stage, saved, whole
+        self.units, self.flats, self.pooled, self.tied = buffers
+        units = buffers.units
+        self.x, self.master = at.itemsize, ITEM_BYTES[at.sum_dtype]
         self.wide = max(4, self.x)
         self.fused = self.x == self.master  # products add their weight gradients to the sums themselves
         self._by_units: dict[str, list[Saved]] = {}
@@ -85,7 +79,7 @@ class StageSnapshots:
         self.kept = sum(each.bytes for each in saved)
         self.stream = at.rows * at.slice * at.config.hidden * self.x
         self.tokens = at.rows * at.tokens
-        self.predicted = count_predictions(at.config, at.rows, at.tokens)
+        self.predicted = at.predictions
         layers = [unit for unit in units if unit.startswith("layers.")] if queued else []
         self.queue = sum(map(self._queue_of, layers))
 
@@ -214,7 +208,7 @@ class StageSnapshots:
                 left,
                 (waiting, *ends, *self.under_way(state.before)),
                 self.stage.index,
-                partial(self.saved_at, 0, True),
+                partial(self.saved_at, -1, True),
             )
 
     def weight_gradients(self, state: BackwardState) -> Iterator[Snapshot]:
@@ -282,7 +276,9 @@ class StageSnapshots:
         width = -(-config.vocabulary // self.at.layout.tp)
         weight = next((each for each in self.saved if each.name == "head.weight.gradient"), None)
         yield Temporary("gradients", "head weight gradient", width * config.hidden * self.x)
-        if weight is not None and weight.dtype != self._dtype and self.at.device == "cpu":  # elsewhere number by number
+        if (
+            weight is not None and weight.dtype != self.at.dtype and self.at.device == "cpu"
+        ):  # elsewhere number by number
             yield Temporary("workspace", "upcast head weight gradient", weight.bytes)
         if weight is None:  # made now, for a moment
             yield Temporary("gradients", "head weight gradient, unscaled", width * config.hidden * self.x)

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import limit_error, shorten_repr
+from meshwright.names import check_options
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.flops import FLOPS_CONVENTION, training_flops_per_token
@@ -132,26 +133,41 @@ class Estimate:
         return {} if found is None else {"calibration": found.table()}
 
 
+class ProblemOptions(TypedDict, total=False):
+    """Keyword options of `problem_of` and `evaluate`.
+
+    Attributes:
+        engine: Training engine (framework) whose kernels and buffers are modelled; `"meshwright"` unless given.
+        compile: Predict for blocks compiled with torch.compile.
+        optimizer: Such as `"adamw"`, the default.
+        precision: Such as `"bf16"`; the layout's, else the cluster's default, unless given.
+        documents: Average number of documents packed into one sequence; 1 unless given.
+    """
+
+    engine: str | Engine
+    compile: bool
+    optimizer: str
+    precision: str | None
+    documents: float
+
+
 def problem_of(
     model: ModelConfig | Recipe | str | Path | Mapping[str, Any],
     wanted: Cluster | str | Mapping[str, Any],
     *,
     sequence: int,
     batch: int,
-    engine: str | Engine = "meshwright",
-    compile: bool = False,
-    optimizer: str = "adamw",
-    precision: str | None = None,
-    documents: float = 1.0,
+    **options: Unpack[ProblemOptions],
 ) -> Problem:
     """Return the checked planning problem that the arguments of a plan describe.
 
     model: preset, Hugging Face directory, config.json or its content, or recipe; wanted: cluster, as object, text, file
-    or mapping; sequence: tokens of a sequence; batch: sequences a step over all ranks; engine: training engine whose
-    kernels are modelled; compile: with compiled blocks; optimizer: such as "adamw"; precision: such as "bf16", None for
-    the cluster's default; documents: average number packed into a sequence. Raises `UserError` for an unknown name,
-    with the most similar one, and for numbers out of range.
+    or mapping; sequence: tokens of a sequence; batch: sequences a step over all ranks; options: fields of
+    `ProblemOptions`. Raises `UserError` for an unknown name, with the most similar one, and for numbers out of range.
     """
+    check_options(problem_of, options, ProblemOptions)
+    documents, compile = options.get("documents", 1.0), options.get("compile", False)
+    optimizer = options.get("optimizer", "adamw")
     for name, value in (("sequence", sequence), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{name}: takes a whole number, at least 1, not {shorten_repr(value)}")
@@ -172,15 +188,15 @@ def problem_of(
         config, assumed = config_of(recipe)
     else:
         config, assumed = model_of(model), model_substitution_note(model)
-    chosen = precision or default_precision(where)
+    chosen = options.get("precision") or default_precision(where)
     where.peak(chosen)
     pairs = recipe is not None and recipe.objective != "next-token"
     process: tuple[tuple[str, int], ...] = ()
     if where.kind == "cpu" and where.measured is not None:
         process = find_process_items(chosen, where.device.name, where.measured.threads, compile)
+    whose = engines.engine(options.get("engine", "meshwright"), compile=compile)
     return Problem(
-        config, where, sequence, batch, engines.engine(engine, compile=compile), compile, optimizer, chosen, documents,
-        pairs, assumed, process=process,
+        config, where, sequence, batch, whose, compile, optimizer, chosen, documents, pairs, assumed, process=process
     )  # fmt: skip
 
 
@@ -191,25 +207,20 @@ def evaluate(
     *,
     sequence: int,
     batch: int,
-    engine: str | Engine = "meshwright",
-    compile: bool = False,
-    optimizer: str = "adamw",
-    documents: float = 1.0,
+    **options: Unpack[ProblemOptions],
 ) -> Estimate:
     """Predict time and memory of one layout.
 
     model: a preset, a Hugging Face directory, a config.json or its content, or a recipe; cluster: text such as
     "64xh100-sxm", a file, "this" (this machine), or a mapping with `device` and `devices`; sequence: tokens of a
-    sequence; batch: sequences a step over all ranks; engine: training engine whose kernels and buffers are modelled,
-    such as "megatron"; compile: with compiled blocks; optimizer: such as "adamw"; documents: average number packed into
-    a sequence. Raises `UserError` for unknown names, and for an infeasible layout with the reason.
+    sequence; batch: sequences a step over all ranks; options: fields of `ProblemOptions`. Raises `UserError` for
+    unknown names, and for an infeasible layout with the reason.
     """
+    check_options(evaluate, options, ProblemOptions)
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
-    problem = problem_of(
-        model, cluster, sequence=sequence, batch=batch, engine=engine, compile=compile, optimizer=optimizer,
-        precision=parsed.precision, documents=documents,
-    )  # fmt: skip
-    return priced(problem, parsed)
+    if parsed.precision is not None:
+        options["precision"] = parsed.precision
+    return priced(problem_of(model, cluster, sequence=sequence, batch=batch, **options), parsed)
 
 
 def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estimate:

@@ -19,7 +19,7 @@ from meshwright.parallel.module.table import ModuleDescription
 from meshwright.parallel.step import TARGET_SITE
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.cost.data_calls import Work, by_axis, by_site
-from meshwright.planner.cost.module_traffic import module_calls
+from meshwright.planner.cost.module_traffic import BufferChanges, module_calls
 from meshwright.spec.foreign import ModulePartition
 from meshwright.training.module.data import BatchShare, TrainingSamples, derive_seed, move_to_device, seed_generators
 from meshwright.training.module.passes import Batch, ModulePasses
@@ -199,9 +199,7 @@ class ModuleTask:
             work,
             self.mesh.rank,
             held=self.passes.prefetcher.held,
-            averaged=averaged,
-            copied=copied,
-            looked_at=self.values.count_compared(),
+            buffers=BufferChanges(averaged, copied, self.values.count_compared()),
         )
 
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
