@@ -1,8 +1,7 @@
 """Tables of published training runs, one metric of a run per row, with the inputs of the planner.
 
-`bench/data/published_runs.csv` has runs that no rate of the planner was chosen by; its columns are those of the
-table that `bench/plan_accuracy.py` takes, and two more: the engine whose kernels are priced, and whether its blocks
-were compiled.
+`bench/data/published_runs.csv` has the columns of the table that `bench/plan_accuracy.py` takes, and two more: the
+engine whose kernels are priced, and whether its blocks were compiled.
 """
 
 from __future__ import annotations
@@ -52,6 +51,9 @@ ARCHITECTURES = {
     "Grok": {"family": "mixtral", "activation": "gelu", "tied": True, "experts": 8, "experts_per_token": 2},
     "TinyLlama": {"family": "llama", "activation": "silu"},
     "llama-34b": {"family": "llama", "activation": "silu"},
+    "Llama-1.34B": {"family": "llama", "activation": "silu", "tied": True},
+    "Llama-3.57B": {"family": "llama", "activation": "silu", "tied": True},
+    "Llama-8": {"family": "llama", "activation": "silu"},
     "GPT-NeoX": {"family": "gpt2", "activation": "gelu_tanh"},
     "": {"family": "gpt2", "activation": "gelu_tanh", "tied": True},
 }
@@ -167,8 +169,8 @@ def layouts(row: dict[str, str], batch: int) -> Iterator[Layout]:
     parts = [f"dp{dp}"]
     if "FULL_SHARD" in row["zero_or_fsdp"] or "HSDP" in row["zero_or_fsdp"]:
         parts += ["zero3", *(f"hs{size}" for size in re.findall(r"HSDP_(\d+)", row["zero_or_fsdp"]))]
-    elif row["zero_or_fsdp"] == "zero1":
-        parts.append("zero1")
+    elif row["zero_or_fsdp"] in ("zero1", "zero2"):
+        parts.append(row["zero_or_fsdp"])
     if tp > 1:
         parts.append(f"tp{tp}" + ("" if row["sp"] == "yes" else ":nosp"))
     if int(row["cp"] or 1) > 1:

@@ -17,6 +17,7 @@ from meshwright.layout import Layout
 from meshwright.monitoring.comparison import Prediction, StepTimes, collect_measured_memory, format_comparison
 from meshwright.monitoring.metrics import peak_memory_bytes
 from meshwright.monitoring.step_memory import StepMemory
+from meshwright.planner.cost.bounds import Bounds
 from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.hardware.machine_profile import PROBE_VARIABLE, profile_directory
 from meshwright.planner.hardware.measured import ReferenceStep
@@ -195,7 +196,9 @@ def test_time_of_step_is_median_without_first_two():
 
 
 def test_predicted_wait_is_step_minus_own_work():
-    time = StepTime(1.0, 0.9, 1.2, {"compute": 0.5, "data": 0.25, "bubble": 0.15, "optimizer": 0.1}, simulated=True)
+    time = StepTime(
+        1.0, 0.9, 1.2, {"compute": 0.5, "data": 0.25, "bubble": 0.15, "optimizer": 0.1}, True, Bounds(0.9, 1.2)
+    )
     said = Prediction(None, time, None, None, compiled=False).to_json_dict()
     assert said["seconds_by_kind"] == pytest.approx({"working": 0.6, "waiting": 0.4})
 

@@ -53,6 +53,21 @@ def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ..
     )
 
 
+def even_stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
+    """Cut the model with configuration `config` into `count` pipeline stages of equal numbers of layers, in forward
+    order, without counting embedding and head. If layers do not divide, the first and the last stages have one fewer.
+    """
+    assert 1 <= count <= config.layers, (count, config.layers)
+    least, more = divmod(config.layers, count)
+    before = (count - more + 1) // 2
+    sizes = [least + (before <= index < before + more) for index in range(count)]
+    ends = np.cumsum(sizes).tolist()
+    return tuple(
+        Stage(index, range(start, end), first=index == 0, last=index == count - 1)
+        for index, (start, end) in enumerate(pairwise([0, *ends]))
+    )
+
+
 def units_of(table: ParameterTable, stage: Stage) -> tuple[str, ...]:
     """Return the names of a stage's FSDP units (parameters that ZeRO-3 all-gathers together), in forward order. table:
     the model's parameter table."""

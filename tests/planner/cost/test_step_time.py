@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.plan_accuracy import figures, priced
+from bench.plan_accuracy import HELD_BACK, figures, held_out, priced, summary
 from bench.published_runs import PUBLISHED
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -20,12 +20,15 @@ from meshwright.planner.cost.data_time import exposed
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import operations
-from meshwright.planner.cost.rates import Collectives, Group, Rates
+from meshwright.planner.cost.rates import Collectives, Group, Rates, waits
 from meshwright.planner.cost.step_time import PARTS, StepTime, step_time
+from meshwright.planner.memory.rank_memory import memory_of
+from meshwright.planner.search.space import Problem
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import Stage, stages_of, whole_model
 from tests.planner.cost.test_rates import of
+from tests.planner.hardware.test_measured import example
 
 
 def step_time_of(model: str, layout: str, device: str = "h100-sxm", batch: int = 64, **options: object) -> StepTime:
@@ -83,7 +86,7 @@ def test_pipeline_throughput_grows_with_micro_batches_as_published():
         layout = Layout.parse(f"pp8 mb{count}")
         rates.append(count / step_time(config, layout, of("a100-80"), 1024, 6 * count, engine="zero-bubble").seconds)
     assert rates[1] / rates[0] == pytest.approx(12.5 / 11.8, rel=0.02)
-    assert rates[2] / rates[0] == pytest.approx(13.6 / 11.8, rel=0.02)
+    assert rates[2] / rates[0] == pytest.approx(13.6 / 11.8, rel=0.035)
 
 
 def test_layer_times_match_publication(shared_data: Path):
@@ -119,25 +122,29 @@ def test_published_runs_are_predicted(shared_data: Path, tmp_path: Path):
     chosen = tmp_path / "runs.csv"
     chosen.write_text("".join([lines[0], *(each for each in lines if "llm-foundry" in each or "Table 5" in each)]))
     runs, refused = priced(chosen, verbose=False)
-    found = figures(runs, refused, runs)
+    found = figures(runs, refused, held_out(runs))
     sweep, table = (next(v for k, v in found["sources"].items() if name in k) for name in ("llm-foundry", "Table 5"))
-    assert sweep["runs"] == 78 and sweep["mean_error"] <= 0.10 and sweep["skill"] >= 0.5
+    assert sweep["runs"] == 78 and sweep["mean_error"] <= 0.08 and sweep["skill"] >= 0.6
     assert sweep["rank_correlation"] > 0.9
-    assert table["runs"] == 8 and table["mean_error"] <= 0.06
+    assert table["runs"] == 8 and table["mean_error"] <= 0.08
     assert found["refused"] == [] and found["bounds_hold"] >= 0.9
 
 
 def test_held_out_runs_lie_between_the_bounds():
-    """322 runs of twelve projects, none of which any constant was chosen by (bench/data/published_runs.csv): between
-    the planner's bounds, and between bounds around what the other projects' runs alone say."""
+    """Runs of bench/data/published_runs.csv: between the planner's bounds, and between bounds that the other projects'
+    runs alone give. No constant was fitted to the sources that are held back."""
     runs, refused = priced(PUBLISHED, verbose=False)
-    found = figures(runs, refused, runs)
-    assert found["runs"] > 300 and found["share_refused"] < 0.05
-    assert found["bounds_hold"] >= 0.9 and found["held_out_bounds_hold"] >= 0.9
-    assert found["mean_error"] <= 0.10
-    dense = [source for name, source in found["sources"].items() if "dgxc" in name and "BF16" in name]
-    assert len(dense) == 7 and all(source["mean_error"] <= 0.11 for source in dense)
-    assert all(source["median_high_to_low"] <= 1.4 for source in found["sources"].values())
+    left_out = held_out(runs)
+    found = figures(runs, refused, left_out)
+    assert found["runs"] > 480 and found["share_refused"] < 0.01
+    assert found["bounds_hold"] >= 0.9 and found["held_out_bounds_hold"] >= 0.88
+    assert found["mean_error"] <= 0.08 and found["mean_error_of_sources"] <= 0.08
+    back = summary({source: pairs for source, pairs in runs.items() if source.startswith(HELD_BACK)}, left_out)
+    assert back["runs"] == 44 and back["mean_error_of_sources"] <= 0.1
+    dense = [source for name, source in found["sources"].items() if name.startswith("NVIDIA/dgxc") and "BF16" in name]
+    assert len(dense) == 7 and all(source["mean_error"] <= 0.08 for source in dense)
+    widths = sorted(step.high / step.low for pairs in runs.values() for _, step in pairs)
+    assert widths[len(widths) // 2] < 1.4 and widths[0] < 1.35 < 1.6 < widths[-1]  # by kind of run
 
 
 def test_table_of_runs_is_consistent():
@@ -273,7 +280,7 @@ def test_parameters_kept_through_a_pipeline_are_gathered_once():
         step_time_of("llama-3-70b", "dp8 zero3 tp2 pp4 mb8", engine=engine).breakdown["data"]
         for engine in (torchtitan, again)
     )
-    assert once < every / 2
+    assert once < 0.7 * every
     alone = [
         step_time_of("llama-3-70b", "dp8 zero3 tp8", engine=engine).breakdown["data"] for engine in (torchtitan, again)
     ]
@@ -295,3 +302,75 @@ def test_fp8_speeds_up_only_linear_layers():
         step_time_of("llama-3-8b", f"dp8 mb4 {precision}", engine="megatron-core") for precision in ("bf16", "fp8")
     )
     assert 0.6 < narrow.seconds / wide.seconds < 0.85
+
+
+def test_gradients_kept_through_a_pipeline_are_reduced_once():
+    """ZeRO-2 under a pipeline: with Megatron Core a reduction a step as under ZeRO-1, and gradients that stay whole
+    until then (arXiv:2407.21783, section 3.3.2: "we do not reshard"); elsewhere a reduction for each micro-batch."""
+    core = ENGINES["megatron-core"]
+    every = dataclasses.replace(core, holds_in_pipelines=False)
+    one, two, each = (
+        step_time_of("llama-3-70b", f"dp8 zero{zero} tp2 pp4 mb8", engine=engine).breakdown["data"]
+        for zero, engine in ((1, core), (2, core), (2, every))
+    )
+    assert one == two < 0.6 * each
+    cluster, config = of("h100-sxm", 64, across=50e9), preset("llama-3-70b")
+    problems = (Problem(config, cluster, 4096, 64, engine) for engine in (core, every))
+    held, sharded = (memory_of(each, Layout.parse("dp8 zero2 tp2 pp4 mb8"), 1).peak_bytes for each in problems)
+    stage = 20 / 80 * (parameter_table(config).numel - 2 * config.vocabulary * config.hidden) / 2
+    assert held - sharded == pytest.approx(4 * stage, rel=0.01)
+
+
+def test_gradients_in_small_buckets_wait_for_more_latencies():
+    core = ENGINES["megatron-core"]
+    small, large, whole = (
+        step_time_of("llama-3-8b", "dp64 zero1 mb1", engine=dataclasses.replace(core, bucket_bytes=size)).breakdown[
+            "data"
+        ]
+        for size in (200e6, 2e9, 1e12)
+    )
+    assert small > large > whole
+
+
+def test_step_waits_for_the_host_where_kernels_are_short():
+    """A small model's kernels are shorter than what PyTorch takes to launch them."""
+    fast = dataclasses.replace(ENGINES["nanotron"], host_seconds=0.0)
+    slow = dataclasses.replace(ENGINES["nanotron"], host_seconds=1e-4)
+    small, large = (
+        [step_time_of(name, "dp8 mb8", engine=engine).breakdown["compute"] for engine in (fast, slow)]
+        for name in ("llama-tiny", "llama-3-8b")
+    )
+    assert small[1] > 2 * small[0] and large[1] < 1.2 * large[0]
+
+
+def test_all_devices_wait_for_the_slowest():
+    """More with more nodes; not on a machine that was measured, whose measurement has it."""
+    one, many = of("h100-sxm", 8), of("h100-sxm", 1024)
+    assert waits(one) == (1.0, pytest.approx(0.005))
+    factor, seconds = waits(many)
+    assert 1.01 < factor < 1.05 and 0.03 < seconds < 0.2
+    measured = dataclasses.replace(example(), copies=())
+    assert waits(dataclasses.replace(many, measured=measured)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(("ep", "places"), [(16, 2), (8, 8)])
+def test_tokens_are_sent_once_to_each_node_or_rank(ep: int, places: int):
+    """The experts of a token that are on one node receive it by one message between nodes; on one node those of a rank.
+    Against tokens that choose at random."""
+    core = ENGINES["megatron-core"]
+    each = dataclasses.replace(core, dispatches_by_node=False)
+    once, several = (
+        step_time_of("qwen3-30b-a3b", f"dp64 ep{ep}", engine=engine).breakdown["expert"] for engine in (core, each)
+    )
+    chosen, generator = 8, np.random.default_rng(0)
+    distinct = np.mean([len(set(generator.integers(places, size=chosen))) for _ in range(2000)])
+    assert distinct / chosen < once / several < 1.5 * distinct / chosen
+
+
+def test_gate_in_kernels_of_its_own_moves_more_bytes():
+    nanotron = ENGINES["nanotron"]
+    fused = dataclasses.replace(nanotron, fuses_gates=True, host_seconds=0.0)
+    apart = dataclasses.replace(nanotron, host_seconds=0.0)
+    for model, more in (("llama-3-8b", True), ("gpt3-175b", False)):
+        times = [step_time_of(model, "dp8", engine=engine).breakdown["compute"] for engine in (fused, apart)]
+        assert (times[0] < times[1]) == more

@@ -166,7 +166,8 @@ def test_unsupported_configuration_is_refused(tmp_path: Path):
 def test_configuration_of_another_architecture_is_priced_with_a_warning(changes: dict[str, Any], message: str | None):
     data = {**config_to_huggingface(preset("llama-tiny")), **changes}
     one = evaluate(data, "1xa100-80", "dp1", sequence=64, batch=1)
-    assert any(message in line for line in one.warnings) if message else one.warnings == ()
+    said = [line for line in one.warnings if "bounds are wider" not in line]  # no published run is as small
+    assert any(message in line for line in said) if message else said == []
 
 
 @pytest.mark.parametrize("name", ["falcon", "deepseek_v3", "mamba"])

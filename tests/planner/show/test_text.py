@@ -80,4 +80,4 @@ def test_operations_add_up_to_computation_of_a_step(layout: str):
 def test_times_are_printed_with_bounds():
     one = evaluate("llama-3-8b", "16xh100-sxm", "dp2 tp8 mb16", sequence=4096, batch=64)
     time = one.time
-    assert around(one.problem, time.seconds) == f"{time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g})"
+    assert around(one.problem, one.layout, time.seconds) == f"{time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g})"

@@ -30,9 +30,9 @@ holds the same shard."""
 
 
 def level_in_time(zero: int, ranks: int, engine: Engine) -> int:
-    """Return the ZeRO stage whose communication a step makes: `zero`, the layout's stage, except 1 instead of 3 if the
-    engine gathers parameters and reduces gradients only once a step under a pipeline. ranks: pipeline ranks."""
-    return 1 if zero == 3 and ranks > 1 and engine.holds_in_pipelines else zero
+    """Return the ZeRO stage whose communication a step makes: `zero`, the layout's stage, except 1 instead of 2 or 3 if
+    the engine gathers parameters and reduces gradients only once a step under a pipeline. ranks: pipeline ranks."""
+    return 1 if zero >= 2 and ranks > 1 and engine.holds_in_pipelines else zero
 
 
 def passes_beside(schedule: str, ranks: int, micro_batches: Floats | int) -> Floats:
@@ -84,6 +84,14 @@ def zero_waits(
     return waited + taken[0], waited_back + taken[1]
 
 
+def in_buckets(seconds: Seconds, engine: Engine, call: tuple[Collective, str], size: Floats, layers: Floats) -> Floats:
+    """Return the seconds of a collective, (operation, axis), on `size` bytes in messages of the engine's bucket size,
+    or of one layer each. seconds: cost function of (operation, axis, bytes); layers: number of layers of a rank."""
+    least = layers if engine.bucket_bytes is None else np.ceil(size / engine.bucket_bytes)
+    buckets: Floats = np.maximum(1.0, np.asarray(least, dtype=np.float64))
+    return buckets * seconds(*call, size / buckets)
+
+
 def exposed(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
     """Return the exposed seconds of communication that overlaps a forward or backward pass, layer by layer.
 
@@ -105,5 +113,5 @@ def updated(zero: int, dense: Floats, spread: Floats, shards: Floats | int, spre
 def update_bytes(optimizer: str, engine: Engine, itemsize: int) -> float:
     """Return the bytes that the optimizer step reads and writes for each parameter that it updates. optimizer: such as
     "adamw"; engine: training engine, whose gradient type counts; itemsize: bytes of a parameter."""
-    narrow = engine.gradient_bytes == 2 and itemsize == 2
+    narrow = engine.narrow_states and engine.gradient_bytes == 2 and itemsize == 2
     return (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[optimizer]

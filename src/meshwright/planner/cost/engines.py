@@ -10,6 +10,8 @@ from typing import Literal
 
 from meshwright.errors import UserError
 from meshwright.names import unknown
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.stages import Stage, even_stages, stages_of
 
 Fusion = Literal["eager", "kernels", "compiled"]
 AttentionKernel = Literal["scores", "flash-1", "flash-2", "flash-3"]
@@ -24,6 +26,7 @@ class Engine:
         source: Where the properties are documented.
         fusion: Of elementwise operations. "eager": each is a kernel; "kernels": norms, activations, rotary positions
             and the softmax are one kernel each; "compiled": everything between two matrix products is about one kernel.
+        fuses_gates: False if the activation of a gated MLP and its product are kernels of their own under "kernels".
         attention: "scores": attention scores are written to memory; else the generation of the flash kernel.
         hopper_attention: Attention kernel on Hopper and later devices, if it differs; None: the same.
         dropout: True if the engine's published runs had dropout.
@@ -33,14 +36,25 @@ class Engine:
         stops_early: True if a recomputed block omits a last matrix product whose result the backward does not need.
         loss_bytes: Bytes read and written for each logit by the loss, forward and backward together.
         loss_holds: Bytes allocated for each logit, without the logit itself, while the loss is computed.
+        compiles_loss: True if the loss is compiled where blocks are.
         wide_parameters: True if only float32 parameters are persistent, without a copy in the narrow type.
         gradient_bytes: Bytes of an element of gradients that are summed over micro-batches and ranks.
+        reduced_bytes: Bytes of an element of gradients on their way between ranks; None: `gradient_bytes`.
+        narrow_states: True if optimizer states and parameters are narrow, without float32 masters, where gradients are.
         accumulates: How weight gradients are added to their sum: "fused": by the matrix product; "added": by a kernel
             after it; "copied": by a copy into the communication buffer.
         overlaps_data: True if gradient reductions over data-parallel ranks overlap the backward pass. ZeRO-3's
             parameter all-gathers overlap computation in every engine.
         overlaps_gathers: True if ZeRO-1's all-gathers of updated parameters overlap the first forward.
-        holds_in_pipelines: True if ZeRO-3 under a pipeline gathers parameters and reduces gradients only once a step.
+        holds_in_pipelines: True if ZeRO-2 and ZeRO-3 under a pipeline gather parameters and reduce gradients only once
+            a step.
+        even_stages: True if pipeline stages have equal numbers of layers, whatever embedding and head cost; else their
+            FLOPs are balanced.
+        bucket_bytes: Largest message of gradient reductions and of ZeRO-1's all-gathers; None: one call a layer.
+        host_seconds: Time of the host to issue one operation. A micro-batch takes at least as long as the host needs
+            for its operations.
+        dispatches_by_node: True if a token is sent once to each node that has experts of its choice (once to each rank,
+            if all are on one node), not once to each expert.
         overlaps_tensor: What tp collectives overlap. "weights": reductions of input gradients overlap the weight
             gradients of the same product; "products": in addition, all overlap, in slices, the products that they feed
             or follow; None: nothing.
@@ -53,6 +67,7 @@ class Engine:
     name: str
     source: str
     fusion: Fusion = "eager"
+    fuses_gates: bool = True
     attention: AttentionKernel = "flash-2"
     hopper_attention: AttentionKernel | None = None
     dropout: bool = False
@@ -60,24 +75,44 @@ class Engine:
     stops_early: bool = True
     loss_bytes: float = 40.0
     loss_holds: float = 8.0
+    compiles_loss: bool = True
     wide_parameters: bool = False
     gradient_bytes: int = 4
+    reduced_bytes: int | None = None
+    narrow_states: bool = False
     accumulates: Literal["fused", "added", "copied"] = "added"
     overlaps_data: bool = True
     overlaps_gathers: bool = False
     holds_in_pipelines: bool = False
+    even_stages: bool = False
+    bucket_bytes: float | None = None
+    host_seconds: float = 35e-6
+    dispatches_by_node: bool = False
     overlaps_tensor: Literal["weights", "products"] | None = None
     scatters: bool = False
     axes: tuple[str, ...] = ("tp", "cp", "pp", "ep")
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
     zero: tuple[int, ...] = (0, 1)
 
+    def stages(self, config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ...]:
+        """Return the `count` pipeline stages into which the engine cuts a model. sequence: tokens of a sequence."""
+        return even_stages(config, count) if self.even_stages else stages_of(config, count, sequence)
+
+    @property
+    def activation_fusion(self) -> Fusion:
+        """How an MLP's activation is fused: as `fusion`, or "eager"."""
+        return "eager" if self.fusion == "kernels" and not self.fuses_gates else self.fusion
+
     def compiled(self) -> Engine:
         """Return a copy of this engine with blocks compiled by torch.compile."""
+        if not self.compiles_loss:
+            return replace(self, fusion="compiled")
         holds = min(self.loss_holds, 8.0)
         return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS), loss_holds=holds)
 
 
+_MEGATRON_BUCKET = 160e6  # 40 million float32 gradients (megatron/core/distributed)
+_DDP_BUCKET = 50e6  # 25 MiB of bf16 gradients, reduced in float32
 _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read and written for the gradient; a copy
 
 _TORCH_LOSS = 40.0
@@ -115,6 +150,8 @@ ENGINES: dict[str, Engine] = {
             overlaps_data=False,
             overlaps_tensor="weights",
             scatters=True,
+            bucket_bytes=_MEGATRON_BUCKET,
+            even_stages=True,
         ),
         Engine(
             "megatron-core",
@@ -129,6 +166,11 @@ ENGINES: dict[str, Engine] = {
             accumulates="fused",
             overlaps_tensor="products",
             scatters=True,
+            bucket_bytes=_MEGATRON_BUCKET,
+            holds_in_pipelines=True,
+            dispatches_by_node=True,
+            even_stages=True,
+            reduced_bytes=2,  # grad_reduce_in_fp32 = False in the same recipes
         ),
         Engine(
             "zero-bubble",
@@ -143,6 +185,8 @@ ENGINES: dict[str, Engine] = {
             overlaps_tensor="weights",
             scatters=True,
             schedules=("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"),
+            bucket_bytes=_MEGATRON_BUCKET,
+            even_stages=True,
         ),
         Engine(
             "megatron-deepspeed",
@@ -155,6 +199,8 @@ ENGINES: dict[str, Engine] = {
             loss_bytes=60.0,
             overlaps_data=False,
             axes=("tp", "pp"),
+            bucket_bytes=_MEGATRON_BUCKET,
+            even_stages=True,
         ),
         Engine(
             "torchtitan",
@@ -168,6 +214,8 @@ ENGINES: dict[str, Engine] = {
             accumulates="copied",
             schedules=("1f1b", "interleaved", "gpipe", "zb-v", "dualpipe-v"),
             zero=(0, 3),
+            even_stages=True,
+            compiles_loss=False,
         ),
         Engine(
             "llm-foundry",
@@ -180,13 +228,34 @@ ENGINES: dict[str, Engine] = {
             accumulates="copied",
             axes=(),
             zero=(0, 3),
+            narrow_states=True,
+        ),
+        Engine(
+            "maxtext",
+            "AI-Hypercomputer/maxtext and google/paxml on GPUs: XLA, flash attention of Transformer Engine "
+            "(NVIDIA/JAX-Toolbox, rosetta/projects/maxtext), latency-hiding scheduler",
+            fusion="compiled",
+            hopper_attention="flash-3",
+            loss_bytes=_COMPILED_LOSS,
+            wide_parameters=True,
+            selective="elementwise",
+            overlaps_gathers=True,
+            axes=("tp", "cp", "ep", "pp"),
+            zero=(0, 3),
+            host_seconds=0.0,
         ),
         Engine(
             "nanotron",
-            "huggingface/nanotron: flash attention 2, Triton norms, float32 gradient sums",
+            "huggingface/nanotron: flash attention 2, Triton norms, float32 gradient sums; its pipeline engines are "
+            "AllForwardAllBackward and OneForwardOneBackward",
+            schedules=("1f1b", "gpipe"),
             fusion="kernels",
+            overlaps_data=False,  # trainer.py, make_ddp: no DistributedDataParallel under ZeRO-1; without, as slow
+            fuses_gates=False,  # nn/activations.py and GLUActivation: act(gate) * up
             stops_early=False,
             loss_bytes=60.0,
+            bucket_bytes=_DDP_BUCKET,
+            host_seconds=95e-6,
         ),
         Engine(
             "deepspeed",
@@ -197,6 +266,7 @@ ENGINES: dict[str, Engine] = {
             accumulates="copied",
             axes=(),
             zero=(0, 1, 2, 3),
+            bucket_bytes=1e9,
         ),
     )
 }

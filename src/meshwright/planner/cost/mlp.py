@@ -36,7 +36,7 @@ def _perceptron(
     yield Operator(
         f"{name}.activation",
         pointwise(
-            at, f"{name}.activation", at.all_tokens * width, elementwise.activation(gated, at.engine.fusion)
+            at, f"{name}.activation", at.all_tokens * width, elementwise.activation(gated, at.engine.activation_fusion)
         ),
         (SavedTensor(f"{name}.activation", columns, "x"),) if gated else (),
     )  # fmt: skip
@@ -52,7 +52,7 @@ def _perceptron(
 def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
     """Yield the operators of a mixture of experts: router, dispatch, the experts of this rank, combination, and the
     shared expert. layer: index of the layer, whose load may be known."""
-    config, layout, fusion = at.config, at.layout, at.engine.fusion
+    config, layout, fusion = at.config, at.layout, at.engine.activation_fusion
     load, held = at.load(layer), config.experts // at.ep
     arriving = at.copies * (at.etp if at.spread else 1)  # of equal load, by which times are predicted
     width, hidden = at.expert_width, config.hidden

@@ -15,7 +15,7 @@ from meshwright.planner.cost.communication import Call, ParameterCounts, count_p
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, structure
 from meshwright.planner.cost.operations import computed, layer_operations
-from meshwright.planner.cost.operators import Operation
+from meshwright.planner.cost.operators import Exchange, Operation
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
 from meshwright.planner.problem import Candidate, Problem
@@ -48,8 +48,9 @@ def layer_examples(config: ModelConfig) -> dict[LayerKind, int]:
 
 
 def gradient_bytes(engine: Engine, itemsize: int) -> int:
-    """Return the bytes of an element of gradients. itemsize: bytes of a parameter; wide ones have wide gradients."""
-    return engine.gradient_bytes if itemsize == 2 else 4
+    """Return the bytes of an element of gradients on their way between ranks. itemsize: bytes of a parameter; wide ones
+    have wide gradients."""
+    return (engine.reduced_bytes or engine.gradient_bytes) if itemsize == 2 else 4
 
 
 def alike(config: ModelConfig, candidates: Sequence[Candidate]) -> Iterator[Array]:
@@ -179,7 +180,9 @@ class PieceTimes:
         groups = ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
         price = _Pricing(at, self.rates, groups)
         for number, layer in enumerate(self.examples.values()):
-            self.layer[which, number] = price.seconds(layer_operations(at, layer), timed_calls(block(at, layer)))
+            self.layer[which, number] = price.seconds(
+                layer_operations(at, layer), timed_calls(block(at, layer)), self.problem.engine.host_seconds
+            )
         operators = list(embedding(at))
         self.first[which] = price.seconds(computed(operators), timed_calls(operators))
         for kept in (False, True):
@@ -197,15 +200,17 @@ class _Pricing(NamedTuple):
     rates: Rates
     groups: ProcessGroups
 
-    def seconds(self, operations: Iterable[Operation], calls: Iterable[Call]) -> Floats:
+    def seconds(self, operations: Iterable[Operation], calls: Iterable[Call], host: float = 0.0) -> Floats:
         """Return the seconds of operations and of the exposed communication beside them: [candidates, phases,
-        parts]."""
+        parts]. host: seconds in which the host issues an operation or a call, where it may be the limit."""
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS), len(self.groups.which)))
+        issued = np.zeros((len(PHASES), len(self.groups.which)))
         covers: dict[str, Any] = defaultdict(float)  # seconds of attention in each phase, and of weight gradients
         products: dict[str, Any] = defaultdict(float)
         for one in operations:
             taken = self.rates.seconds(one, self.at.kernel)
             found[_PHASE[one.phase], 0] += taken
+            issued[_PHASE[one.phase]] += one.count
             if one.phase == "weight" or one.name.startswith(_CORE):
                 covers[one.phase] = covers[one.phase] + taken
             elif one.kind == "product":
@@ -213,7 +218,8 @@ class _Pricing(NamedTuple):
         hidden: dict[tuple[str, str], Any] = defaultdict(float)
         sliced: dict[tuple[str, str], Any] = defaultdict(float)
         for exchange, phase, count in calls:
-            taken = count * self.groups.seconds(exchange.operation, exchange.axis, exchange.size)
+            taken = count * self.groups.seconds(exchange.operation, exchange.axis, self.sent(exchange))
+            issued[_PHASE[phase]] += count
             if exchange.overlaps is None:
                 found[_PHASE[phase], _PART[exchange.part]] += taken
             elif exchange.overlaps == "product":
@@ -233,4 +239,15 @@ class _Pricing(NamedTuple):
             name = "input" if cover == "weight" else cover
             tax = self.groups.tax("cp" if part == "context" else "tp")
             found[_PHASE[name], _PART[part]] += exposed + tax * (taken - exposed)
+        if self.groups.collectives.cluster.kind != "cpu":
+            for phases in (slice(0, 1), slice(1, None)):
+                waited = host * issued[phases].sum(axis=0) - found[phases].sum(axis=(0, 1))
+                found[phases.start, 0] += np.maximum(0.0, waited)
         return np.moveaxis(found, -1, 0)
+
+    def sent(self, exchange: Exchange) -> Any:
+        """Return the bytes of an exchange: of tokens on their way to experts each only once to a node, if the engine
+        sends them so."""
+        if exchange.operation != "all-to-all" or exchange.axis != "ep" or not self.at.engine.dispatches_by_node:
+            return exchange.size
+        return exchange.size * self.groups.distinct_places("ep", self.at.config.experts_per_token)

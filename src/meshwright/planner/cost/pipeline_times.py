@@ -11,12 +11,14 @@ import numpy as np
 from meshwright.planner.cost.data_time import (
     SHARES,
     exposed,
+    in_buckets,
     level_in_time,
     update_bytes,
     updated,
     zero_calls,
     zero_waits,
 )
+from meshwright.planner.cost.operators import Collective
 from meshwright.planner.cost.piece_times import PieceTimes, layer_kinds
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.program.durations import Floats
@@ -133,23 +135,29 @@ class PipelineTimes:
         pieces, engine = self.pieces, self.pieces.problem.engine
         sums = gathers = np.zeros((1, 1))
         numbers = (self.rank_dense.T, groups.shards[0]), (self.rank_spread.T, groups.shards[1])
+        layers = (self.of_rank @ self.layers)[:, None]
+
+        def spend(operation: Collective, axis: str, size: Floats) -> Floats:
+            """Return the seconds of a collective in the engine's buckets."""
+            return in_buckets(groups.seconds, engine, (operation, axis), size, layers)
+
         for (numel, shards), (whole, axis, replicas) in zip(numbers, SHARES, strict=True):
             if not numel.any():
                 continue
             size = numel * pieces.gradient_bytes
             if zero == 0:
-                sums = sums + groups.seconds("all-reduce", whole, size)
+                sums = sums + spend("all-reduce", whole, size)
             elif zero == 1:
-                sums = sums + groups.seconds("reduce-scatter", axis, size)
+                sums = sums + spend("reduce-scatter", axis, size)
             if zero:
-                sums = sums + groups.seconds("all-reduce", replicas, size / shards)
+                sums = sums + spend("all-reduce", replicas, size / shards)
             if zero in (1, 2):
-                gathers = gathers + groups.seconds("all-gather", axis, numel * pieces.itemsize)
+                gathers = gathers + spend("all-gather", axis, numel * pieces.itemsize)
         if not (overlaps and engine.overlaps_data):
             return sums + gathers
         busy = add_parts(ranks)
         forward, backward = (passes * each.max(axis=1) for each in (busy[..., 0], busy[..., 1] + busy[..., 2]))
-        layers, tax = (self.of_rank @ self.layers)[:, None], groups.gradient_tax(zero > 0)
+        tax = groups.gradient_tax(zero > 0)
         waits = exposed(sums, backward, layers, tax)
         return waits + (exposed(gathers, forward, layers, tax) if engine.overlaps_gathers else gathers)
 

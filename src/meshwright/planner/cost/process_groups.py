@@ -53,6 +53,12 @@ class ProcessGroups:
                 self._costs[operation, axis] = Chosen(costs, self.which)
         return self._costs[operation, axis].at(size)
 
+    def distinct_places(self, axis: str, chosen: int) -> Floats:
+        """Return the expected number of distinct places of an axis (nodes, or ranks of a single node) among `chosen`
+        ranks, as a fraction of `chosen`, with equal load."""
+        places = np.array([group.nodes if group.nodes > 1 else group.ranks for group in self.groups(axis)])[self.which]
+        return np.asarray(places / chosen * (1 - (1 - 1 / places) ** chosen))
+
     def tax(self, axis: str) -> Floats:
         """Return the seconds by which computation slows for each second of communication over an axis beside it."""
         return np.array([self.collectives.tax(group) for group in self.groups(axis)])[self.which]

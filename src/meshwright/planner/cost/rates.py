@@ -83,7 +83,9 @@ class Rates:
         device, found = cluster.device, constants()
         products, memory = found["products"], found["memory"]
         wide = "bf16" if precision == "fp8" else precision
-        peak, wide_peak = (products["sustained"] * cluster.peak(each) for each in (precision, wide))
+        sustained = products["sustained"]
+        sustained = sustained.get(architecture_family(device.architecture), sustained["other"])
+        peak, wide_peak = (sustained * cluster.peak(each) for each in (precision, wide))
         if not device.memory_bandwidth:
             raise UserError(f"{device.name}: its memory bandwidth is unknown")
         own = MeasuredRates.of(cluster.measured, precision, fusion == "eager")
@@ -111,8 +113,15 @@ class Rates:
             return one.count * (self.product_launch + np.hypot(one.flops / rate, moving))
         if one.kind == "attention":
             share = attention_rates(kernel, self.architecture)[one.phase == "input"]
+            if one.name.endswith(".ring"):
+                share /= constants()["step"]["ring"]
             return one.count * (self.product_launch + np.hypot(one.flops / (share * self.wide_peak), moving))
         return one.count * (self.memory_launch + moving)
+
+
+def architecture_family(architecture: str) -> str:
+    """Return the first word of an architecture's name, such as "Hopper"."""
+    return architecture.replace("+", " ").split(" ")[0]
 
 
 @cache
@@ -120,10 +129,19 @@ def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, 
     """Return the fractions of the peak FLOP/s that a flash attention kernel reaches in (forward, backward).
     architecture: of the device, such as "Hopper"."""
     found = constants()["attention"]
-    family = architecture.replace("+", " ").split(" ")[0]
+    family = architecture_family(architecture)
     since = () if family in BEFORE_HOPPER else _ATTENTION.get(family, ("-hopper", ""))
     forward, backward = next(found[kernel + part] for part in (*since, "") if kernel + part in found)
     return forward, backward
+
+
+def waits(cluster: Cluster) -> tuple[float, float]:
+    """Return (factor, seconds): a step takes longer than the sum of its parts by the factor, as all devices wait for
+    the slowest, and then by the seconds, once. (1, 0) on CPUs and where `probe` has measured the machine."""
+    if cluster.kind == "cpu" or cluster.measured is not None:
+        return 1.0, 0.0
+    found, doublings = constants()["step"], math.log2(max(1, cluster.nodes))
+    return 1 + found["straggler_share"] * doublings, found["seconds"] + found["straggler_seconds"] * doublings
 
 
 def share_of_peak(device: Device, precision: str) -> float:

@@ -12,12 +12,13 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost import engines
+from meshwright.planner.cost.bounds import Bounds, Request, with_bounds
 from meshwright.planner.cost.bubbles import closed_makespan, places_of
 from meshwright.planner.cost.data_time import OPTIMIZER_BYTES, passes_beside
 from meshwright.planner.cost.piece_times import AS_ADDED, MICRO_BATCH_PARTS, PieceTimes
 from meshwright.planner.cost.pipeline_times import PipelineTimes
 from meshwright.planner.cost.process_groups import ProcessGroups
-from meshwright.planner.cost.rates import constants
+from meshwright.planner.cost.rates import waits
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.problem import Candidate, Problem
 from meshwright.program.durations import Durations, Floats
@@ -25,7 +26,6 @@ from meshwright.program.makespan import MakespanCache
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stage_times import program_for
-from meshwright.spec.stages import stages_of
 
 PARTS = (*MICRO_BATCH_PARTS, "pipeline", "bubble", "optimizer")
 
@@ -38,8 +38,10 @@ class StepTime:
         seconds: Expected.
         low, high: Bounds between which measured runs are expected.
         breakdown: Seconds by part, which add up to `seconds`: compute of the busiest rank; exposed communication of tp
-            (tensor), cp (context), ep (expert), data parallelism (data) and stages (pipeline); bubble; optimizer.
+            (tensor), cp (context), ep (expert), data parallelism (data) and stages (pipeline); bubble; optimizer, with
+            all that comes once a step: data, norms, and waiting for the slowest device.
         simulated: True if the pipeline schedule was simulated, not computed in closed form.
+        bounds: Where `low` and `high` are from.
     """
 
     seconds: float
@@ -47,17 +49,7 @@ class StepTime:
     high: float
     breakdown: Mapping[str, float]
     simulated: bool
-
-
-def with_bounds(cluster: Cluster, seconds: float) -> tuple[float, float, float]:
-    """Return calibrated (expected, low, high) seconds of a step on a cluster. seconds: predicted without calibration.
-    If other programs disturbed the machine's measurement, the upper bound is for a run that they disturb as much."""
-    band, found = constants()["band"], cluster.calibration
-    busy = 0.0 if cluster.measured is None else cluster.measured.disturbed or 0.0
-    high = band["high"] / (1 - busy)
-    if found is None:
-        return seconds, seconds * band["low"], seconds * high
-    return found.bounds(seconds, band["low"], high)
+    bounds: Bounds
 
 
 def step_time(
@@ -123,7 +115,7 @@ class Step:
             count, places = layout.pp * layout.chunks, places_of(layout.schedule, layout.pp, layout.chunks)
         else:
             count, places = program.stages, program.stages_by_rank
-        stages = stages_of(problem.config, count, problem.sequence)
+        stages = problem.engine.stages(problem.config, count, problem.sequence)
         return PipelineTimes(self.pieces, np.zeros(1, dtype=np.int64), stages, places)
 
     def price(self, simulate: bool = True, parts: bool = True) -> StepTime:
@@ -153,8 +145,12 @@ class Step:
         breakdown["optimizer"] = float(of.update(zero, groups)[0])
         seconds = sum(breakdown.values())
         cluster = problem.cluster
+        factor, once = waits(cluster)
+        breakdown["optimizer"] += (factor - 1) * seconds + once
+        seconds = factor * seconds + once
         breakdown = {part: cluster.time_factor * value for part, value in breakdown.items()}
-        return StepTime(*with_bounds(cluster, seconds), breakdown, simulate)
+        expected, low, high, bounds = with_bounds(cluster, Request.of(problem, layout, seconds))
+        return StepTime(expected, low, high, breakdown, simulate, bounds)
 
     def transfer(self) -> float:
         """Return the seconds of a message (activations of a micro-batch) from one pipeline stage to the next."""

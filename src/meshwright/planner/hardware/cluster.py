@@ -251,10 +251,18 @@ def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) ->
     if "devices_per_node" in table:
         size = _count(table["devices_per_node"], "devices_per_node", where)
     elif device.links is not None:
-        size = max(device.links.node, device.links.domain)
+        size = max(device.links.node, _part_of_rack(devices, device.links.node, device.links.domain))
     else:
         size = devices
     return min(size, devices)
+
+
+def _part_of_rack(devices: int, tray: int, domain: int) -> int:
+    """Return how many devices of each scale-up domain a job of `devices` uses: all `domain`, else, where they do not
+    divide the job, most whole trays of `tray` devices that do, such as 64 of 72 for 128 GB200."""
+    if devices <= domain or devices % domain == 0 or domain <= tray:
+        return domain
+    return max((size for size in range(tray, domain, tray) if devices % size == 0), default=domain)
 
 
 def _inside(device: Device, size: int) -> tuple[float, float]:

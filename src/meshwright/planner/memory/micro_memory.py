@@ -88,7 +88,8 @@ class ActivationBytes:
         def layer(kind: LayerKind, recompute: str) -> float:
             """Return the bytes that a layer of a kind saves."""
             layout = at.layout.with_(recompute=recompute)
-            shape = LayerShape(1, at.whole, at.config, layout, at.kernel != "scores", engine.dropout, kind[1])
+            compiled = engine.fusion == "compiled"
+            shape = LayerShape(1, at.whole, at.config, layout, at.kernel != "scores", engine.dropout, kind[1], compiled)
             return sum(size for _, size in published.kept(shape)) * self.itemsize / 2
 
         layers = [layer(kind, at.layout.recompute) for kind in self.kinds]

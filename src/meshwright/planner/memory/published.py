@@ -31,6 +31,7 @@ class LayerShape:
     flash: bool = True
     dropout: bool = False
     mixture: bool = False
+    compiled: bool = False
 
     @property
     def mlp(self) -> tuple[float, float]:
@@ -130,7 +131,8 @@ class TorchEager:
             yield "attention.query_and_value", 2 * tokens * (query + key) / t
             yield "attention.output.input", (2 * query + 4 * config.heads) * tokens / t
             yield "mlp.up.output", 2 * tokens * columns
-            yield "mlp.down.output", 2 * tokens * h / whole
+            if not shape.compiled:
+                yield "mlp.down.output", 2 * tokens * h / whole
             return
         for name in ("attention_norm", "mlp_norm"):
             yield f"{name}.input_and_output", 2 * 2 * tokens * h / whole
@@ -154,7 +156,16 @@ class Foundry(TorchEager):
     every_second = False
 
 
-PUBLISHED: dict[str, PublishedEngine] = {engine.name: engine for engine in (Megatron(), TorchEager(), Foundry())}
+class Nanotron(TorchEager):
+    """Activation memory of a layer of nanotron: eager PyTorch operations, whole blocks or nothing recomputed."""
+
+    name = "nanotron"
+    every_second = False
+
+
+PUBLISHED: dict[str, PublishedEngine] = {
+    engine.name: engine for engine in (Megatron(), TorchEager(), Foundry(), Nanotron())
+}
 
 
 def published_layer(engine: str, shape: LayerShape) -> dict[str, float]:

@@ -26,7 +26,7 @@ from meshwright.planner.memory.micro_memory import bytes_each
 from meshwright.planner.memory.published import PUBLISHED, LayerShape, published_layer
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
-from meshwright.spec.stages import Stage, stages_of
+from meshwright.spec.stages import Stage
 from meshwright.spec.work import count_predictions
 
 CONTRACT = ("parameters", "gradients", "optimizer", "activations", "workspace")
@@ -162,7 +162,8 @@ def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
         places = places_of(layout.schedule, layout.pp, layout.chunks)
     else:  # a program of one's own puts them where it likes
         places = program_for(layout, problem.config, problem.sequence).stages_by_rank
-    stages = stages_of(problem.config, 1 + max(max(place) for place in places), problem.sequence)
+    count = 1 + max(max(place) for place in places)
+    stages = problem.engine.stages(problem.config, count, problem.sequence)
     return [[stages[at] for at in place] for place in places]
 
 
@@ -190,7 +191,8 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     flying = float(waiting[:, pp_rank].max())
     again = 0.0
     for mixture, layers in Counter(config.has_experts(at) for stage in place for at in stage.layers).items():
-        shape = LayerShape(rows, sequence, config, layout, flash, engine.dropout, mixture)
+        compiled = engine.fusion == "compiled"
+        shape = LayerShape(rows, sequence, config, layout, flash, engine.dropout, mixture, compiled)
         kept = published_layer(whose, shape)
         for name, size in kept.items():
             yield _line("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
@@ -205,8 +207,9 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
         yield _line("activations", "a recomputed layer", again * x / 2)
     elif logits:
         yield _line("logits", "logits", logits)
-    if layout.zero == 3 and level_in_time(layout.zero, layout.pp, engine) < 3:
-        yield _line("communication", "gathered parameters", (dense + spread) * x)
+    if level_in_time(layout.zero, layout.pp, engine) < layout.zero:
+        if layout.zero == 3:
+            yield _line("communication", "gathered parameters", (dense + spread) * x)
         yield _line("gradients", "unsharded gradients", (dense + spread) * each.gradients)
     elif layout.zero == 3:
         layer = max(sum(sizes.layer), sum(sizes.mixture))

@@ -122,6 +122,7 @@ class Estimate:
                 "communication_seconds": {"exposed": self.exposed_seconds, "total": self.communication_seconds},
                 "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.moment},
             }
+            | self.time.bounds.document()
             | self._calibration()
             | ({"warnings": list(self.warnings)} if self.warnings else {})
         )
@@ -232,7 +233,8 @@ def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estima
         raise UserError(f'layout "{layout}": offloading is not priced yet; remove offload:{layout.offload}')
     time = (step or _step(problem, layout)).price()
     memory = fullest(problem, layout)
-    return Estimate(problem, layout, time, memory, tuple(_warnings(problem, layout, memory)))
+    warnings = [*_warnings(problem, layout, memory), *(f"bounds are wider: {line}" for line in time.bounds.outside)]
+    return Estimate(problem, layout, time, memory, tuple(warnings))
 
 
 def _step(problem: Problem, layout: Layout) -> Step:

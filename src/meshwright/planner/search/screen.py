@@ -15,12 +15,12 @@ from meshwright.planner.cost.data_time import passes_beside
 from meshwright.planner.cost.piece_times import PieceTimes
 from meshwright.planner.cost.pipeline_times import PipelineTimes
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
+from meshwright.planner.cost.rates import waits
 from meshwright.planner.cost.reference_step import in_place
 from meshwright.planner.memory.micro_memory import ActivationBytes, bytes_each, state_sizes
 from meshwright.planner.problem import Candidate, Problem
 from meshwright.planner.search.space import Pipe, candidates, layout_of, pipes
 from meshwright.program.durations import Floats
-from meshwright.spec.stages import stages_of
 
 
 @dataclass(slots=True)
@@ -80,7 +80,8 @@ def screen(problem: Problem) -> Priced:
     candidate, zero, hybrid, seconds, size, pipe_column = (
         np.concatenate(column) for column in zip(*blocks, strict=True)
     )
-    seconds = seconds * problem.cluster.time_factor
+    factor, once = waits(problem.cluster)
+    seconds = (factor * seconds + once) * problem.cluster.time_factor
     return Priced(every, pieces, found, candidate, pipe_column, zero, hybrid, seconds, size)
 
 
@@ -143,7 +144,7 @@ class _Pipeline:
 
     def __init__(self, grid: _Grid, memory: ActivationBytes, pipe: Pipe, places: list[list[int]]) -> None:
         self.grid, self.memory, problem = grid, memory, grid.pieces.problem
-        stages = stages_of(problem.config, pipe.ranks * pipe.chunks, problem.sequence)
+        stages = problem.engine.stages(problem.config, pipe.ranks * pipe.chunks, problem.sequence)
         self.of = of = PipelineTimes(grid.pieces, grid.index, stages, places)
         index = grid.index
         ends = np.outer(memory.first[index], of.first) + np.outer(memory.last[index], of.last)
@@ -178,8 +179,9 @@ class _Pipeline:
                 dense = dense - np.outer(matrix, both / of.replicas**2)
             stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, spread, spread_shards)
             layer, itemsize = np.zeros(len(stay)), self.grid.pieces.itemsize
-            if zero == 3 and of.level(zero) < 3:  # gathered once a step
-                stay = stay + (dense + spread) * (itemsize + bytes_each(problem).gradients)
+            if of.level(zero) < zero:  # held until the pipeline is through
+                gathered = itemsize if zero == 3 else 0
+                stay = stay + (dense + spread) * (gathered + bytes_each(problem).gradients)
             elif zero >= 2:
                 largest = ((of.dense + of.spread) / of.layers).max(axis=1)
                 layer = largest * (3 * self.grid.pieces.gradient_bytes + (2 * itemsize if zero == 3 else 0))

@@ -81,9 +81,9 @@ def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
         yield element("h2", "Faster layouts that do not fit")
         larger = [
             (
-                str(one.layout), around(found.problem, one.seconds), Unit.of(one.bytes).say(one.bytes),
-                "no combination of three changes" if one.change is None or one.instead_seconds is None
-                else f"{one.change}: {around(found.problem, one.instead_seconds)}",
+                str(one.layout), around(found.problem, one.layout, one.seconds), Unit.of(one.bytes).say(one.bytes),
+                "no combination of three changes" if one.instead is None or one.instead_seconds is None
+                else f"{one.change}: {around(found.problem, one.instead, one.instead_seconds)}",
             )
             for one in found.advice
         ]  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.planner.calibrate import RunFigures
-from meshwright.planner.cost.step_time import with_bounds
+from meshwright.planner.cost.bounds import Request, with_bounds
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.memory.ledger import Item
 from meshwright.planner.memory.rank_memory import RankMemory, by_layers
@@ -94,17 +94,17 @@ def advice_text(found: Found, one: Advice) -> str:
     result."""
     problem = found.problem
     room = problem.room
-    wants = (
-        f"{one.layout}: {around(problem, one.seconds)}, but {Unit.of(one.bytes - room).say(one.bytes - room)} too much"
-    )
+    more = one.bytes - room
+    wants = f"{one.layout}: {around(problem, one.layout, one.seconds)}, but {Unit.of(more).say(more)} too much"
     if one.instead is None or one.instead_seconds is None:
         return f"{wants}; no combination of three changes makes it fit"
-    return f"{wants}; it fits with {one.change}: {around(problem, one.instead_seconds)}"
+    return f"{wants}; it fits with {one.change}: {around(problem, one.instead, one.instead_seconds)}"
 
 
-def around(problem: Problem, seconds: float) -> str:
-    """Format a step time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: expected, calibrated."""
-    _, low, high = with_bounds(problem.cluster, seconds / problem.cluster.time_factor)
+def around(problem: Problem, layout: Layout, seconds: float) -> str:
+    """Format a layout's step time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: expected, calibrated."""
+    cluster = problem.cluster
+    seconds, low, high, _ = with_bounds(cluster, Request.of(problem, layout, seconds / cluster.time_factor))
     return f"{seconds:.3g} s ({low:.3g} to {high:.3g})"
 
 
@@ -123,7 +123,7 @@ def nearest_line(found: Nearest) -> str:
     memory = enough.memory.device_bytes
     return (
         f"{found.devices:,} devices would suffice: {enough.layout}, "
-        f"{around(enough.problem, enough.time.seconds)}, {Unit.of(memory).say(memory)} per device."
+        f"{around(enough.problem, enough.layout, enough.time.seconds)}, {Unit.of(memory).say(memory)} per device."
     )
 
 
@@ -152,7 +152,7 @@ def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
     beside = "" if best is None else f": {own.time.seconds / best.time.seconds:.2f} times the first"
     memory = own.memory.device_bytes
     return (
-        f"the recipe's own layout: {own.layout}, {around(own.problem, own.time.seconds)}{beside}; "
+        f"the recipe's own layout: {own.layout}, {around(own.problem, own.layout, own.time.seconds)}{beside}; "
         f"{Unit.of(memory).say(memory)}{fits}"
     )
 

@@ -1,0 +1,114 @@
+"""Bounds of predicted step times from published runs, for `src/meshwright/planner/cost/bounds.toml`: quantiles of
+measured over predicted seconds by kind of run, every source with the same weight.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.published_runs import Run
+from meshwright.planner.cost.bounds import LIMITS, Request, Table, parse
+from meshwright.planner.cost.step_time import StepTime, problem_for
+
+Pair = tuple[Run, StepTime]
+BOUNDS = Path(__file__).parents[1] / "src" / "meshwright" / "planner" / "cost" / "bounds.toml"
+OUTSIDE = 0.056
+"""Share of runs that quantiles leave outside. Of projects left out more are: bounds that are to hold 90 % hold 94 % of
+the runs that they are from."""
+WIDEN = 0.25
+LEAST_PROJECTS, LEAST_RUNS = 3, 15
+ASKED = ("experts", "architecture", "eight_bit")
+TOGETHER = (ASKED, ("experts", "eight_bit"), ("experts",), ())
+"""What runs of a kind have in common, the narrowest kinds first."""
+
+
+def project(source: str) -> str:
+    """Whose runs they are: tables of the same authors hold each other out of nothing."""
+    return re.split(r"[@ ,]", source)[0]
+
+
+def request(one: Run, step: StepTime) -> Request:
+    """Of a run what decides its bounds."""
+    layout = one.layouts[0]
+    problem = problem_for(one.config, layout, one.cluster, one.sequence, one.batch, engine=one.engine)
+    return Request.of(problem, layout, step.seconds)
+
+
+def quantiles(ratios: list[float], weights: list[float]) -> tuple[float, float]:
+    """The ratios between which 1 - `OUTSIDE` of the weight is, half of the rest on each side; 1 is between them."""
+    rest, total, found = OUTSIDE / 2, sum(weights), []
+    for ordered in (sorted(zip(ratios, weights, strict=True)), sorted(zip(ratios, weights, strict=True), reverse=True)):
+        passed = 0.0
+        for ratio, weight in ordered:
+            passed += weight / total
+            if passed > rest:
+                found.append(ratio)
+                break
+    return min(found[0], 1.0), max(found[1], 1.0)
+
+
+def kinds(pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
+    """Of runs and predictions the kinds of enough runs and projects, the narrowest first; the last has all."""
+    asked = [(one, step, request(one, step)) for one, step in pairs]
+    for fields in TOGETHER:
+        alike: dict[tuple[Any, ...], list[tuple[Run, StepTime, Request]]] = defaultdict(list)
+        for each in asked:
+            alike[tuple(getattr(each[2], name) for name in fields)].append(each)
+        for values, members in sorted(alike.items()):
+            projects = len({project(one.source) for one, *_ in members})
+            if fields and (projects < LEAST_PROJECTS or len(members) < LEAST_RUNS):
+                continue
+            runs_of = Counter(one.source for one, *_ in members)
+            low, high = quantiles(
+                [one.seconds / step.seconds for one, step, _ in members],
+                [1 / runs_of[one.source] for one, *_ in members],
+            )
+            limits = {
+                name: sign * max(sign * getattr(each, name) for *_, each in members) for name, sign in LIMITS.items()
+            }
+            yield dict(zip(fields, values, strict=True)) | {
+                "low": math.floor(low * 1000) / 1000,
+                "high": math.ceil(high * 1000) / 1000,
+                "runs": len(members),
+                "projects": projects,
+                "limits": limits | {"seconds": math.floor(limits["seconds"] * 1000) / 1000},
+            }
+
+
+def content(pairs: list[Pair]) -> dict[str, Any]:
+    """The content of bounds.toml."""
+    engines = sorted({one.engine.name for one, _ in pairs})
+    return {"widen": WIDEN, "engines": engines, "kinds": list(kinds(pairs))}
+
+
+def table(pairs: list[Pair]) -> Table:
+    """The bounds that these runs give."""
+    return parse(content(pairs))
+
+
+def write(pairs: list[Pair]) -> None:
+    """Write bounds.toml."""
+    found = content(pairs)
+    lines = [
+        "# Factors on predicted seconds between which measured ones of published runs are, by kind of run: written by",
+        "# bench/plan_accuracy.py --bounds, explained in bounds.py. limits: the runs' largest; of seconds the least.",
+        f"widen = {found['widen']}",
+        f"engines = [{', '.join(map(text, found['engines']))}]",
+    ]
+    for kind in found["kinds"]:
+        lines += ["", "[[kinds]]", *(f"{name} = {text(value)}" for name, value in kind.items())]
+    BOUNDS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def text(value: Any) -> str:
+    """A value in TOML."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{name} = {text(each)}" for name, each in value.items()) + " }"
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value).lower() if isinstance(value, bool) else str(value)

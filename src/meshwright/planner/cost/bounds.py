@@ -1,0 +1,196 @@
+"""Bounds of predicted step times: within which factors of their predictions published runs of a kind are, and how far a
+request is from all of them.
+
+A kind is dense or with experts, an architecture of devices, and a width (fp8 or 16 and 32 bits). `bounds.toml` has for
+each the quantiles of measured over predicted seconds (a split conformal predictor, whose residuals are those of
+published runs; every source weighs the same), and what its runs were. `bench/plan_accuracy.py` writes the file, and
+tests it: of every project by the runs of the others.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+from meshwright.layout import Layout
+from meshwright.planner.cost.rates import architecture_family, constants
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.problem import Problem
+
+LIMITS = {"devices": 1, "sequence": 1, "context": 1, "seconds": -1}
+"""Of a kind's runs the largest (1) or smallest (-1) of each: devices, tokens of a sequence, devices that share one,
+step seconds."""
+_UNITS = {"devices": "devices", "sequence": "tokens a sequence", "context": "devices a sequence", "seconds": "s a step"}
+
+
+class Request(NamedTuple):
+    """What decides the bounds of a predicted step: experts (True for mixtures), architecture (such as "Hopper"),
+    eight_bit (True in fp8), engine (its name), devices, sequence (tokens), context (devices that share a sequence),
+    seconds (predicted)."""
+
+    experts: bool
+    architecture: str
+    eight_bit: bool
+    engine: str
+    devices: int
+    sequence: int
+    context: int
+    seconds: float
+
+    @classmethod
+    def of(cls, problem: Problem, layout: Layout, seconds: float) -> Request:
+        """Return the request of a layout of a planning problem. seconds: predicted without calibration."""
+        return cls(
+            bool(problem.config.experts), architecture_family(problem.cluster.device.architecture),
+            problem.precision == "fp8", problem.engine.name, problem.cluster.devices, problem.sequence, layout.cp,
+            seconds,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Published runs of a kind.
+
+    Attributes:
+        experts, architecture, eight_bit: Of a request; None where runs of all are together.
+        low, high: Factors on predicted seconds, between which measured ones are.
+        runs, projects: How many runs, of how many projects.
+        limits: The largest of its runs in each of `LIMITS`, or the smallest.
+    """
+
+    experts: bool | None
+    architecture: str | None
+    eight_bit: bool | None
+    low: float
+    high: float
+    runs: int
+    projects: int
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+    def has(self, one: Request) -> bool:
+        """Return True if a request is of this kind."""
+        asked = (one.experts, one.architecture, one.eight_bit)
+        return all(
+            mine in (None, its)
+            for mine, its in zip((self.experts, self.architecture, self.eight_bit), asked, strict=True)
+        )
+
+    @property
+    def name(self) -> str:
+        """Such as "dense, Hopper, fp8"."""
+        words = (
+            {None: "", True: "experts", False: "dense"}[self.experts],
+            self.architecture or "",
+            {None: "", True: "fp8", False: "16 or 32 bits"}[self.eight_bit],
+        )
+        return ", ".join(filter(None, words)) or "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Factors on predicted seconds of a step between which measured ones are expected.
+
+    Attributes:
+        low, high: The factors.
+        kind: The published runs that they are from, None where `probe` has measured the machine, and on CPUs.
+        outside: Lines that say in what a request is outside of those runs, for which the factors are wider.
+        engine_published: True if any published run had the request's engine. The factors are as wide without: engines
+            left out are predicted as well as others.
+    """
+
+    low: float
+    high: float
+    kind: Kind | None = None
+    outside: tuple[str, ...] = ()
+    engine_published: bool = False
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON entry `bounds` of `plan --json`; empty without kind."""
+        if self.kind is None:
+            return {}
+        known = {"kind": self.kind.name, "runs": self.kind.runs, "projects": self.kind.projects}
+        return {"bounds": known | {"engine_published": self.engine_published, "outside": list(self.outside)}}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Kinds of published runs, the narrowest first, and the engines that any of the runs had; `widen`: share by which
+    the bounds (as logarithms) widen for each limit that is doubled, and for a kind without runs."""
+
+    kinds: tuple[Kind, ...]
+    engines: frozenset[str]
+    widen: float
+
+    def bounds(self, one: Request) -> Bounds:
+        """Return the bounds of a request."""
+        kind = next(kind for kind in self.kinds if kind.has(one))
+        outside: list[str] = []
+        wider = 1.0
+        if kind.architecture is None:
+            wider += self.widen
+            precision = "fp8" if one.eight_bit else "16 or 32 bits"
+            what = "mixtures" if one.experts else "dense models"
+            outside.append(f"too few published runs of {what} on {one.architecture or 'this device'} in {precision}")
+        for name, sign in LIMITS.items():
+            value, limit = getattr(one, name), kind.limits[name]
+            if sign * value > sign * limit:
+                wider += self.widen * max(1.0, abs(math.log2(value / limit)))
+                most = "most" if sign > 0 else "least"
+                outside.append(f"{_number(value)} {_UNITS[name]}; published runs have {_number(limit)} at {most}")
+        low, high = (factor**wider for factor in (kind.low, kind.high))
+        return Bounds(low, high, kind, tuple(outside), one.engine in self.engines)
+
+
+def _number(value: float) -> str:
+    """Format a whole number in full, and others to three digits."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+@cache
+def published() -> Table:
+    """Return the table of bounds.toml."""
+    text = resources.files("meshwright.planner.cost").joinpath("bounds.toml").read_text(encoding="utf-8")
+    return parse(tomllib.loads(text))
+
+
+def parse(table: Mapping[str, Any]) -> Table:
+    """Return the parsed content of bounds.toml."""
+    kinds = [
+        Kind(
+            each.get("experts"),
+            each.get("architecture"),
+            each.get("eight_bit"),
+            each["low"],
+            each["high"],
+            each["runs"],
+            each["projects"],
+            each["limits"],
+        )
+        for each in table["kinds"]
+    ]
+    return Table(tuple(kinds), frozenset(table["engines"]), table["widen"])
+
+
+def bounds_of(cluster: Cluster, one: Request) -> Bounds:
+    """Return the bounds of a request: those of published runs of its kind; on CPUs and where `probe` has measured the
+    machine, constants."""
+    if cluster.kind == "cpu" or cluster.measured is not None:
+        band = constants()["band"]
+        return Bounds(band["low"], band["high"])
+    return published().bounds(one)
+
+
+def with_bounds(cluster: Cluster, one: Request) -> tuple[float, float, float, Bounds]:
+    """Return (expected, low, high) seconds of a step on a cluster, calibrated, and the bounds behind them. If other
+    programs disturbed the machine's measurement, the upper bound is for a run that they disturb as much."""
+    found, calibrated = bounds_of(cluster, one), cluster.calibration
+    busy = 0.0 if cluster.measured is None else cluster.measured.disturbed or 0.0
+    high = found.high / (1 - busy)
+    if calibrated is None:
+        return one.seconds, one.seconds * found.low, one.seconds * high, found
+    return *calibrated.bounds(one.seconds, found.low, high), found

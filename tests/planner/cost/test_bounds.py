@@ -1,0 +1,117 @@
+"""Bounds of predicted steps: quantiles of published runs by kind, wider for requests that no published run is like."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from bench import plan_bounds
+from meshwright.layout import Layout
+from meshwright.planner.cost.bounds import LIMITS, Request, published, with_bounds
+from meshwright.planner.cost.rates import constants
+from meshwright.planner.cost.step_time import step_time
+from meshwright.planner.hardware.calibration import Calibration
+from meshwright.planner.hardware.cluster import cluster
+from meshwright.planner.search.estimate import evaluate
+from meshwright.spec.presets import preset
+from tests.planner.calibration_cases import cluster_file
+
+DENSE = Request(False, "Hopper", False, "megatron-core", 64, 8192, 1, 4.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_quantiles_hold_the_stated_weight(seed: int):
+    """Against the definition, on ratios with weights."""
+    chosen = random.Random(seed)
+    ratios = [math.exp(chosen.gauss(0, 0.2)) for _ in range(200)]
+    weights = [chosen.choice((0.1, 1.0)) for _ in ratios]
+    low, high = plan_bounds.quantiles(ratios, weights)
+    held = sum(weight for ratio, weight in zip(ratios, weights, strict=True) if low <= ratio <= high)
+    assert held / sum(weights) >= 1 - plan_bounds.OUTSIDE
+    for beyond in (
+        [weight for ratio, weight in zip(ratios, weights, strict=True) if ratio < low],
+        [weight for ratio, weight in zip(ratios, weights, strict=True) if ratio > high],
+    ):
+        assert sum(beyond) / sum(weights) <= plan_bounds.OUTSIDE / 2
+
+
+def test_prediction_itself_lies_between_its_bounds():
+    low, high = plan_bounds.quantiles([1.2, 1.3, 1.4], [1, 1, 1])
+    assert (low, high) == (1.0, 1.4)
+
+
+def test_bounds_depend_on_the_kind_of_run():
+    table = published()
+    wide = {
+        name: table.bounds(one)
+        for name, one in (
+            ("Hopper", DENSE), ("Ampere", DENSE._replace(architecture="Ampere")),
+            ("fp8", DENSE._replace(eight_bit=True)), ("experts", DENSE._replace(experts=True)),
+        )
+    }  # fmt: skip
+    ratios = {name: each.high / each.low for name, each in wide.items()}
+    assert ratios["Ampere"] < ratios["Hopper"] < ratios["experts"]
+    assert all(each.low < 1 < each.high for each in wide.values())
+    assert len({(each.low, each.high) for each in wide.values()}) == 4
+    assert wide["Hopper"].outside == () and wide["Hopper"].kind is not None
+    assert wide["Hopper"].kind.name == "dense, Hopper, 16 or 32 bits"
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_bounds_widen_with_distance_from_published_runs(name: str):
+    """By `widen` of their logarithm for each doubling of the largest published value (halving of the smallest)."""
+    table = published()
+    inside = table.bounds(DENSE)
+    assert inside.kind is not None
+    limit = inside.kind.limits[name]
+    for doublings, wider in ((0, 1), (0.5, 1 + table.widen), (1, 1 + table.widen), (4, 1 + 4 * table.widen)):
+        value = limit * 2 ** (LIMITS[name] * doublings)
+        found = table.bounds(DENSE._replace(**{name: value}))
+        assert found.high == pytest.approx(inside.high**wider) and found.low == pytest.approx(inside.low**wider)
+        assert len(found.outside) == (doublings > 0)
+
+
+def test_kind_without_published_runs_is_named():
+    found = published().bounds(DENSE._replace(architecture="Volta"))
+    (line,) = found.outside
+    assert line == "too few published runs of dense models on Volta in 16 or 32 bits"
+    together = next(kind for kind in published().kinds if kind.has(DENSE._replace(architecture="Volta")))
+    assert found.kind == together and found.high == pytest.approx(together.high ** (1 + published().widen))
+
+
+def test_plan_says_what_its_bounds_are_from():
+    entry = evaluate("llama-3-8b", "8xh100-sxm", "dp8 zero3", sequence=8192, batch=8).document()
+    assert entry["bounds"]["kind"] == "dense, Hopper, 16 or 32 bits" and entry["bounds"]["outside"] == []
+    assert entry["bounds"]["runs"] > 200 and not entry["bounds"]["engine_published"]
+    far = evaluate(
+        "llama-3-8b", "65536xh100-sxm", "dp65536 zero1", sequence=8192, batch=65536, engine="megatron-core"
+    ).document()
+    assert far["bounds"]["engine_published"] and "65,536 devices" in far["bounds"]["outside"][0]
+    assert any("bounds are wider: 65,536 devices" in line for line in far["warnings"])
+    assert far["step_seconds_high"] / far["step_seconds_low"] > entry["step_seconds_high"] / entry["step_seconds_low"]
+
+
+def test_bounds_of_a_calibrated_cluster_include_its_runs():
+    found = dataclasses.replace(cluster("8xh100-sxm"), calibration=Calibration(1.1, 0.5, 3.0, 4))
+    seconds, low, high, _ = with_bounds(found, DENSE)
+    assert (seconds, low, high) == (pytest.approx(4.4), pytest.approx(2.0), pytest.approx(12.0))
+
+
+def test_step_on_a_probed_machine_has_constant_bounds(tmp_path: Path):
+    """What published runs on GPUs say is not of a machine that was measured, here a CPU."""
+    found = step_time(preset("llama-tiny"), Layout.parse("dp2"), cluster(str(cluster_file(tmp_path))), 64, 8)
+    assert found.bounds.kind is None and found.bounds.document() == {}
+    assert (found.bounds.low, found.bounds.high) == (constants()["band"]["low"], constants()["band"]["high"])
+
+
+def test_table_of_runs_holds_each_kind_by_its_own_runs():
+    """The file is what bench/plan_accuracy.py --bounds writes: the kinds narrow first, every limit known."""
+    kinds = published().kinds
+    named = [sum(value is not None for value in (kind.experts, kind.architecture, kind.eight_bit)) for kind in kinds]
+    assert named == sorted(named, reverse=True) and named[-1] == 0
+    assert all(kind.low < 1 < kind.high and set(kind.limits) == set(LIMITS) for kind in kinds)
+    assert all(kind.projects >= plan_bounds.LEAST_PROJECTS for kind in kinds)
