@@ -272,7 +272,7 @@ def test_layout_that_fits_by_ledger_alone_is_found():
     )}  # fmt: skip
     for one in found.best:
         exact = max(one.memory.device_bytes, search_room.device_bytes(problem, one.layout))
-        if exact * 1.03 < closed[one.layout] < exact * search_room.DOUBT_ABOVE:
+        if exact * 1.03 < closed[one.layout] < exact * decided_room.DOUBT_ABOVE:
             break
     else:
         pytest.fail("no closed form asks for more than the ledger")
