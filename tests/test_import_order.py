@@ -35,6 +35,7 @@ PACKAGES = [
         "comm",
         "emulation",
         "model",
+        "adapters",
         "parallel",
         "checkpoint",
         "monitoring",

@@ -35,6 +35,7 @@ LIMITS: dict[str, Limit] = {
     "all_experts": Limit(2**16, "layers x experts: published models have up to 30,720 (Switch-C: 15 x 2,048)"),
     "labels": Limit(2**17, "classes of an encoder's head"),
     "token_types": Limit(2**16, "kinds of segments of an encoder"),
+    "adapter_rank": Limit(2**16, "published adapters have up to 1,024"),
     # --- training
     "steps": Limit(10**12, "one step per millisecond for 30 years"),
     "batch": Limit(2**24, "sequences per step; published runs use up to 2**24 tokens per step"),

@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.checkpoint.files import sync_directory
 from meshwright.checkpoint.manifest import MANIFEST, Damaged, Manifest, check_contents, check_sizes, read_manifest
 from meshwright.errors import UserError
+from meshwright.spec.adapter_json import ADAPTER_CONFIG
 from meshwright.untrusted import read_json
 
 STATE = "training/state.json"
@@ -140,8 +141,8 @@ def newest(
 def find_checkpoint(
     path: os.PathLike[str] | str, log: Callable[[str], None] = lambda line: None, *, check_hashes: bool = True
 ) -> Path:
-    """Find the Hugging Face model directory that `path` refers to: `path` itself if it is a checkpoint or has a
-    config.json; the newest intact checkpoint if it is a run directory or its checkpoints/.
+    """Find the Hugging Face or PEFT directory that `path` refers to: `path` itself if it is a checkpoint or has a
+    config.json or adapter_config.json; the newest intact checkpoint if it is a run directory or its checkpoints/.
 
     check_hashes: verify every byte of a checkpoint's model and tokenizer, not only file sizes. log: called with one
     line for each damaged checkpoint that is newer. Raises `UserError` if there is no checkpoint, or if `path` itself is
@@ -155,7 +156,7 @@ def find_checkpoint(
             return open_it(path).path
         except Damaged as damage:
             raise UserError(f"checkpoint {path} is damaged: {damage}") from None
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or (path / ADAPTER_CONFIG).is_file():
         return path
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = newest(directory, log, open_it)

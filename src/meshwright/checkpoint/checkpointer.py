@@ -24,11 +24,13 @@ from meshwright.checkpoint.manifest import Damaged
 from meshwright.checkpoint.model_files import INDEX, plan_model_files
 from meshwright.checkpoint.saving import Save, SaveCancelled, SaveFailed
 from meshwright.checkpoint.settings import SaveOptions, SaveTarget
+from meshwright.checkpoint.slices import read_index
 from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.device_thread import start_thread
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError, error_reason
 from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft, read_adapter_config, same_adapter
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 from meshwright.spec.parameters import ParameterTable, parameter_table
@@ -52,12 +54,13 @@ class CheckpointContents:
 
     table: the model's parameter table (name, shape ... of each tensor). small_files: file name -> content of
     configuration and tokenizer files. check: function that raises `UserError` if a checkpoint directory holds another
-    model.
+    model. stem: name of the model files without ".safetensors".
     """
 
     table: ParameterTable
     small_files: Mapping[str, bytes]
     check: Callable[[Path], None]
+    stem: str = "model"
 
 
 class Checkpointer:
@@ -92,7 +95,7 @@ class Checkpointer:
         if isinstance(contents, ModelConfig):
             contents = make_model_contents(contents, options)
         self._contents = contents
-        files = plan_model_files(contents.table, options.dtype, options.shard_bytes)
+        files = plan_model_files(contents.table, options.dtype, options.shard_bytes, contents.stem)
         small_files = dict(contents.small_files)
         if files.index is not None:
             small_files[INDEX] = files.index
@@ -304,9 +307,26 @@ def _lock_directory(directory: Path) -> DirectoryLock:
 
 def make_model_contents(config: ModelConfig, options: SaveOptions) -> CheckpointContents:
     """Return the parameter table, small files and model check for checkpoints of a model with the architecture
-    `config`."""
+    `config`. With an adapter they are PEFT directories, which hold the adapter alone."""
+    if config.adapter is not None:
+        small_files = {
+            ADAPTER_CONFIG: to_json_bytes(adapter_to_peft(config)),
+            **read_tokenizer_files(options.tokenizer_directory),
+        }
+        return CheckpointContents(
+            parameter_table(config).trained, small_files, partial(_check_adapter, config), ADAPTER_FILE.split(".")[0]
+        )
     small_files = make_small_files(config, options.dtype, options.tokenizer_directory)
     return CheckpointContents(parameter_table(config), small_files, lambda path: _check_config(config, path))
+
+
+def _check_adapter(config: ModelConfig, path: Path) -> None:
+    """Raise `UserError` if the checkpoint directory `path` holds another adapter than that of `config`."""
+    found = read_adapter_config(path, {part.name for part in read_index(path)})
+    if (difference := same_adapter(config, found)) is not None:
+        raise UserError(
+            f"checkpoint {path} holds an adapter with {difference}; use the same [adapter] or another run.directory"
+        )
 
 
 def _check_config(config: ModelConfig, path: Path) -> None:
@@ -340,8 +360,12 @@ def make_small_files(
     files = {"config.json": to_json_bytes(config_to_huggingface(config) | {"dtype": dtype, "torch_dtype": dtype})}
     if not config.encoder:
         files["generation_config.json"] = to_json_bytes(tokens)
-    if tokenizer_directory is not None:
-        for name in tokenizer_files:
-            if (tokenizer_directory / name).is_file():
-                files[name] = (tokenizer_directory / name).read_bytes()
-    return files
+    return files | read_tokenizer_files(tokenizer_directory, tokenizer_files)
+
+
+def read_tokenizer_files(
+    directory: Path | None, names: Sequence[str] = TOKENIZER_FILES
+) -> dict[str, bytes]:
+    """Return the tokenizer files of a directory as file name -> content; missing ones are left out. directory: None:
+    no tokenizer. names: names of the files."""
+    return {name: (directory / name).read_bytes() for name in names if directory and (directory / name).is_file()}

@@ -85,12 +85,14 @@ def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]])
     return header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + end
 
 
-def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES) -> ModelFiles:
+def plan_model_files(
+    table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES, stem: str = "model"
+) -> ModelFiles:
     """Plan the safetensors files that hold all parameter entries (exported tensors) of `table`.
 
     dtype: dtype of trained parameters on disk ("float32", "bfloat16"); buffers and frozen parameters of a user's module
-    keep their own dtype. shard_bytes: maximum tensor bytes per file; a larger tensor gets a file of its own. Tensors
-    are ordered by dtype, wider dtypes first (for alignment), then as in the table.
+    keep their own dtype. shard_bytes: maximum tensor bytes per file; a larger tensor gets a file of its own. stem: name
+    of the files without ".safetensors". Tensors are ordered by dtype, wider dtypes first (for alignment), then as in the table.
     """
     codes = {entry.name: DTYPE_CODES[entry.kept or dtype] for entry in table.entries}
     in_order = sorted(table.entries, key=lambda entry: -ITEM_BYTES[codes[entry.name]])
@@ -105,7 +107,7 @@ def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD
         filled += size
     files, places = [], {}
     for number, entries in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
         header, offsets, size = make_safetensors_header(
             (entry.name, codes[entry.name], entry.shape) for entry in entries
         )

@@ -22,8 +22,8 @@ def check_recipe(recipe: Recipe) -> None:
     Runs before data are prepared: a tokenizer still to be trained counts with its smallest possible vocabulary.
     """
     recipe.parsed_layout.refuse_unbuilt()
-    if recipe.model.load_weights:  # before its tokenizer is read, so that a damaged directory is reported
-        config_from_path(recipe.model.from_path or "")
+    if recipe.base_directory is not None:  # before its tokenizer is read, so that a damaged directory is reported
+        config_from_path(recipe.base_directory)
     check_vocabulary(recipe, find_least_vocabulary(recipe.data.tokenizer))
     check_profile_and_trackers(recipe)
 
@@ -31,7 +31,7 @@ def check_recipe(recipe: Recipe) -> None:
 def check_vocabulary(recipe: Recipe, tokens: int) -> None:
     """Raise `UserError` if the recipe's model with a vocabulary of `tokens` entries cannot be trained on its layout."""
     layout = recipe.parsed_layout
-    config = config_from_recipe(recipe.model, recipe.data.sequence, tokens)
+    config = config_from_recipe(recipe.model, recipe.data.sequence, tokens, recipe.adapter)
     refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
 
 
@@ -46,12 +46,14 @@ def check_memory(recipe: Recipe, machine_bytes: int) -> None:
     if recipe.run.device == "cuda" or (recipe.run.device == "auto" and Path("/dev/nvidiactl").exists()):
         return
     vocabulary = find_least_vocabulary(recipe.data.tokenizer)
-    config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
-    numel = parameter_table(config).numel
+    config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary, recipe.adapter)
+    table = parameter_table(config)
+    numel, trained = table.numel, table.trained.numel
     states = {"adamw": 4, "sgd": 2}[recipe.train.optimizer]  # float32: parameter, gradient and AdamW's two moments
+    held = 4 * states * trained + 2 * (numel - trained)  # frozen parameters in 16 bits at least
     tokens = recipe.train.batch // recipe.parsed_layout.micro_batches * recipe.data.sequence
     for what, needed in (
-        (f"{numel:,} parameters with gradients and optimizer state", 4 * states * numel),
+        (f"{numel:,} parameters with gradients and optimizer state", held),
         (f"the hidden states of the {tokens:,} tokens of a micro-batch", 2 * tokens * config.hidden),
     ):
         if needed > machine_bytes:

@@ -37,12 +37,12 @@ CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddi
 
 class CheckpointFiles:
     """Reader of the safetensors files of the Hugging Face directory `directory`; each tensor is read by name when it is
-    requested.
+    requested. `single`: name of the file if there is no index.
 
     Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path, single: str = SINGLE_FILE) -> None:
+        self.directory, self._single = Path(directory), single
         if not self.directory.is_dir():
             what = "is a file" if self.directory.exists() else "does not exist"
             raise UserError(f"{directory}: {what}; a Hugging Face model directory is needed")
@@ -104,8 +104,8 @@ class CheckpointFiles:
     def _locate_tensors(self) -> dict[str, Path]:
         """Return {tensor name: file}, from the index or the single safetensors file of the directory. Raises UserError
         if it has neither."""
-        index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
-        if index.is_file():
+        index, single = self.directory / INDEX_FILE, self.directory / self._single
+        if self._single == SINGLE_FILE and index.is_file():
             return self._locate_by_index(index)
         if single.is_file():
             return dict.fromkeys(self._open(single).keys(), single)
@@ -115,7 +115,8 @@ class CheckpointFiles:
                 f"{self.directory}: {old[0]} is a pickle, which can run code when it is read; save the model as "
                 f"safetensors (transformers: save_pretrained)"
             )
-        raise UserError(f"{self.directory}: no {SINGLE_FILE} and no {INDEX_FILE} in it")
+        more = f" and no {INDEX_FILE}" if self._single == SINGLE_FILE else ""
+        raise UserError(f"{self.directory}: no {self._single}{more} in it")
 
     def _locate_by_index(self, index: Path) -> dict[str, Path]:
         """Return {tensor name: file} as listed in the file `index`; raises UserError where index and files disagree."""

@@ -24,16 +24,26 @@ class Linear(nn.Module):
     during a compiled call: two dummy inputs whose gradients carry dy and x out of the compiled graph to that queue."""
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
+    adapter: nn.Module | None  # (input, output without bias) -> output with the adapter's product added
     taps: Taps | None = None  # set during a compiled call
 
     def __init__(self, x: int, y: int, bias: bool, **options: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(y, x, **options))
         self.bias = nn.Parameter(torch.empty(y, **options)) if bias else None
+        self.adapter = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ + b, [..., Y], for `x` [..., X], where W is [Y, X]."""
-        return linear(x, self.weight, self.bias, self.weight_gradients, self.taps)
+        """Return x Wᵀ + b, [..., Y], for `x` [..., X], where W is [Y, X]; with an adapter, x (W + s B A)ᵀ + b."""
+        if self.adapter is None:
+            return linear(x, self.weight, self.bias, self.weight_gradients, self.taps)
+        y = self._product(x)
+        return y if self.bias is None else y + self.bias
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output without bias, [..., Y], that of its adapter included, for `x` [..., X]."""
+        y = linear(x, self.weight, None, self.weight_gradients, self.taps)
+        return y if self.adapter is None else self.adapter(x, y, self.weight)  # type: ignore[no-any-return]
 
 
 class RowParallelLinear(Linear):
@@ -50,8 +60,7 @@ class RowParallelLinear(Linear):
         features (with sequence parallelism return this rank's token slice of the sum)."""
         if self.tensor.trivial:
             return super().forward(x)
-        y = linear(x, self.weight, None, self.weight_gradients, self.taps)
-        y = self.tensor.leave(y, self.site)
+        y = self.tensor.leave(self._product(x), self.site)
         return y if self.bias is None else y + self.bias
 
 

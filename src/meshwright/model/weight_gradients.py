@@ -130,7 +130,7 @@ def linear(
     """Return x Wᵀ + b, [..., Y], for x [..., X] and weight W [Y, X]. `queue`: backward hands it the computation of the
     weight gradient; None: autograd computes the weight gradient. `taps`: dummy inputs whose gradients carry dy and x
     out of a compiled backward to the queue; None: a layer with a queue runs outside of compiled graphs."""
-    if queue is None or not torch.is_grad_enabled():
+    if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(x, weight, bias)
     if not torch.compiler.is_compiling():
         return _apply_function(_Linear, x, weight, bias, queue)
@@ -234,7 +234,11 @@ def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[N
     """Context manager around a compiled call: inside it, those of the linear layers `products` that have a queue also
     have taps (dummy inputs whose gradients carry dy and x to the queue). `rows`: shape of the layers' inputs without
     the last dim, such as (batch, tokens)."""
-    products = [each for each in products if each.weight_gradients is not None] if torch.is_grad_enabled() else []
+    products = [
+        each
+        for each in products
+        if each.weight_gradients is not None and each.weight.requires_grad and torch.is_grad_enabled()
+    ]
     for each in products:
         each.taps = Taps(*_MakeTaps.apply(each.weight, each.weight_gradients, rows))  # type: ignore[no-untyped-call]
     try:
@@ -251,7 +255,7 @@ def grouped_linear(
     the matrix of the copy's expert. `weight` [E x Y, X]: the W of all E experts stacked; `ends_E`: exclusive end index
     of each expert's copies; `queue`: backward hands it the computation of the weight gradient; None: autograd computes
     the weight gradient."""
-    if queue is None or not torch.is_grad_enabled():
+    if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)
     apply = _uncompiled if torch.compiler.is_compiling() else _apply_function
     return apply(_GroupedLinear, x_NX, weight, ends_E, queue)

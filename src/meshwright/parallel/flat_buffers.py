@@ -140,6 +140,11 @@ class FlatLayout:
     numel: int
     padded: int
 
+    @property
+    def trainable(self) -> bool:
+        """False if the buffer holds frozen parameters, which have no gradient."""
+        return all(placed.tensor.trainable for placed in self.tensors)
+
     def slices_within(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:
         """Yield (slice, first, last) for each slice of a parameter entry (checkpoint tensor) that overlaps the elements
         [low, high) of the flat buffer; the overlap is the buffer elements [first, last)."""
@@ -181,7 +186,7 @@ class FlatLayout:
             assert (before.shape or (1,)) == placed.shape, (placed.tensor.name, before.shape, placed.shape)
             parameter = before
             if before.device.type == "meta":
-                parameter = nn.Parameter(torch.empty(0, dtype=buffer.dtype, device=buffer.device))
+                parameter = nn.Parameter(torch.empty(0, dtype=buffer.dtype, device=buffer.device), self.trainable)
                 module.register_parameter(leaf, parameter)
             # The same object otherwise: a tied layer or an LSTM's list of weights may refer to it too.
             parameter.data = view.view(before.shape)
@@ -207,8 +212,8 @@ class FlatLayout:
 
 
 def buffer_name(unit: str, buffer: BufferKind) -> str:
-    """Return the name of a flat buffer of the FSDP unit `unit`: the unit's name for its "dense" buffer, "UNIT.experts"
-    for the buffer of its experts."""
+    """Return the name of a flat buffer of the FSDP unit `unit`: the unit's name for its "dense" buffer, else
+    "UNIT.KIND", such as "layers.3.experts"."""
     return unit if buffer == "dense" else f"{unit}.{buffer}"
 
 
@@ -222,8 +227,8 @@ def flat_layout(
 ) -> FlatLayout:
     """Return the layout of one flat buffer of the FSDP unit `name` on one rank. `table`: the model's parameter table;
     `shards`: number of ranks over which ZeRO shards the buffer, which is padded to equal shards; `layout`: parallel
-    layout (None: one device); `coordinates`: {axis: index} of this rank in it (None: rank 0); `buffer`: "dense" or
-    "experts" (expert-parallel parameters)."""
+    layout (None: one device); `coordinates`: {axis: index} of this rank in it (None: rank 0); `buffer`: kind of the
+    buffer."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
     tensors, slices = [], []

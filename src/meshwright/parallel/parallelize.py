@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from meshwright.adapters.low_rank import attach_adapters
 from meshwright.comm.mesh import Mesh
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations
@@ -57,6 +58,7 @@ def parallelize(
     # "meta", because the unsharded model may not fit on one rank.
     axes, stages = axis_operations(mesh), partition.stages_on(mesh.pp.rank)
     model = Transformer(config, axes=axes, device="meta", dtype=parameter_dtype, stages=stages)
+    attach_adapters(model, table, layout, axes.tensor, device="meta", dtype=parameter_dtype)
 
     # ZeRO and data parallelism: parameters become views of flat buffers, initial values are written into shards.
     engine = ZeroEngine(

@@ -115,7 +115,7 @@ class StageCompute:
             out = out / self._targets
             self.loss += out.detach()
         if torch.is_grad_enabled():
-            root = out if stage.last else _OutputRoot.apply(out)
+            root = out if stage.last or not out.requires_grad else _OutputRoot.apply(out)
             self._kept[key] = _SavedForward(x, root, balance)
         return None if stage.last else out.detach()
 
@@ -134,6 +134,8 @@ class StageCompute:
         """Run autograd's backward through the saved forward of `key` (stage, replica, micro-batch). `d_out`: gradient
         of the stage's output (last stage: None). Return the gradient of the stage's input (first stage: None)."""
         x, root, balance = self._kept.pop(key)
+        if not root.requires_grad:  # a first stage without trained parameters
+            return None
         roots, gradients = [root], [None if d_out is None else _set_output_gradient(root, d_out)]
         # Load-balancing loss of this stage's mixtures; without router loss and bias it needs no gradient.
         if balance is not None and balance.requires_grad:

@@ -85,6 +85,7 @@ class FsdpUnit:
     parameter_shard     `parameters[start:stop]`, which the all-gather sends; under ZeRO-3 separate memory, else a view.
     master              the master weights that the optimizer updates, [start, stop); `parameter_shard` itself where
                         the dtypes agree.
+    trainable           False: the parameters are frozen, without gradient; `master` is `parameter_shard`.
     gradient            gradient summed over ranks and micro-batches, [start, stop), in the dtype of `master`.
     unsharded_gradient  gradient before its reduction; None where it exists only in the backward pass (ZeRO-2, 3).
     replicas, replica   number of ranks at the same index on tp that hold this shard; this rank's index among them.
@@ -106,7 +107,10 @@ class FsdpUnit:
             """Return a 1-D tensor of zeros on the unit's device."""
             return torch.zeros(numel, dtype=dtype, device=device)
 
-        self.flat, self.zero, self.axes = flat, zero, axes
+        self.flat, self.axes, self.trainable = flat, axes, flat.trainable
+        if not self.trainable:  # nothing is updated: ZeRO can shard the parameters, or leave them as they are
+            zero, master_dtype = 3 if zero == 3 else 0, parameter_dtype
+        self.zero = zero
         replicas, tied = axes.data if zero == 0 else axes.replica, axes.tied
         self.replicas = replicas.size * (1 if tied is None else tied.size)
         self.replica = replicas.rank if tied is None else replicas.rank * tied.size + tied.rank
@@ -123,9 +127,9 @@ class FsdpUnit:
         mine = self.parameters[self.start : self.stop]
         self.parameter_shard = zeros(length, parameter_dtype) if zero == 3 else mine
         self.master = self.parameter_shard if parameter_dtype == master_dtype else zeros(length, master_dtype)
-        self.unsharded_gradient = None if zero >= 2 else zeros(flat.padded, master_dtype)
-        whole = self.unsharded_gradient
-        self.gradient = zeros(length, master_dtype) if whole is None else whole[self.start : self.stop]
+        whole = self.unsharded_gradient = zeros(flat.padded, master_dtype) if zero < 2 and self.trainable else None
+        sharded = zeros(length if self.trainable else 0, master_dtype) if whole is None else None
+        self.gradient = whole[self.start : self.stop] if sharded is None else sharded  # type: ignore[index]
         self.is_unsharded = True
         self.pending_all_gather: Handle | None = None
         self._bytes = self.parameters.untyped_storage().nbytes()

@@ -20,7 +20,7 @@ from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccu
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.zero import FsdpUnit, GradientReducer, ParameterPrefetcher, ShardingAxes
 from meshwright.planner.memory.states import flats_of, states
-from meshwright.spec.parameter_entries import BufferKind
+from meshwright.spec.parameter_entries import EXPERT_BUFFERS, BufferKind
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
 from meshwright.spec.stages import Stage
@@ -61,8 +61,10 @@ class ZeroEngine:
         tied = self._tied_axes()
         self._units: dict[str, FsdpUnit] = {}
         """The FSDP units by the name of their flat buffer."""
+        self._trained: dict[str, FsdpUnit] = {}
+        """Those of `_units` that have gradients: all but frozen ones."""
         self._units_of: dict[str, list[FsdpUnit]] = {name: [] for name in held}
-        """The FSDP units of each unit of the model: one, or with expert parallelism two."""
+        """The FSDP units of each unit of the model: one for each of its flat buffers."""
         parameters: dict[str, list[nn.Parameter]] = {}
         for name in held:
             for buffer in table.unit_buffers(name, mesh.layout):
@@ -73,7 +75,9 @@ class ZeroEngine:
                     unit.flat.fill(unit.master, unit.start, partial(initial_slice, seed=seed))
                 self._units[unit.flat.name] = unit
                 self._units_of[name].append(unit)
-                parameters[unit.flat.name] = unit.flat.bind(model, unit.parameters)
+                bound = unit.flat.bind(model, unit.parameters)
+                if unit.trainable:
+                    self._trained[unit.flat.name], parameters[unit.flat.name] = unit, bound
                 if unit.zero == 3:
                     unit.reshard()  # before the next unit is built: the whole model may be too large for one device
         needs = {
@@ -85,12 +89,15 @@ class ZeroEngine:
             for names in (partition.units(stage),)
         }
         """Prefetchers by stage index; the model calls them around each unit (model/units.py)."""
-        self.shards = list(self._units.values())
-        """The FSDP units, of whose shards the optimizer updates the master weights."""
-        self._partial = PartialGradients(self._units.values(), table, mesh)
-        sizes = [tuple(unit.flat.padded for unit in units if unit.zero >= 2) for units in self._units_of.values()]
+        self.shards = list(self._trained.values())
+        """The trained FSDP units, of whose shards the optimizer updates the master weights."""
+        self._partial = PartialGradients(self.shards, table, mesh)
+        sizes = [
+            tuple(unit.flat.padded for unit in units if unit.zero >= 2 and unit.trainable)
+            for units in self._units_of.values()
+        ]
         self._pool = GradientBufferPool(mesh.device, master_dtype, sizes)
-        self.gradients = GradientAccumulator(self._units, parameters, GradientReducer(self._units, self._pool))
+        self.gradients = GradientAccumulator(self._trained, parameters, GradientReducer(self._trained, self._pool))
         self.all_gather_parameters()
 
     def _tied_axes(self) -> dict[str, Axis | None]:
@@ -103,29 +110,30 @@ class ZeroEngine:
         return {name: axes[places] for name, places in holders.items()}
 
     def _build_unit(self, name: str, buffer: BufferKind, tied: Axis | None) -> FsdpUnit:
-        """Build the FSDP unit `name` for the parameters of one flat buffer. `buffer`: "dense" or "experts"
-        (expert-parallel parameters, which are sharded over other ranks). `tied`: mesh axis over all pipeline ranks
+        """Build the FSDP unit `name` for the parameters of one flat buffer. `buffer`: kind of the buffer
+        (expert-parallel parameters are sharded over other ranks). `tied`: mesh axis over all pipeline ranks
         that hold a copy of the unit, such as a tied embedding; None if this pipeline rank alone holds the unit."""
         mesh = self.mesh
-        if buffer == "dense":
-            axes = ShardingAxes(mesh.data, mesh.shard, mesh.replica, tied)
-        else:
+        if buffer in EXPERT_BUFFERS:
             axes = ShardingAxes(mesh.expert_data, mesh.expert_shard, mesh.expert_replica, tied)
+        else:
+            axes = ShardingAxes(mesh.data, mesh.shard, mesh.replica, tied)
         zero = mesh.layout.zero if not axes.shard.trivial else 0
         shards = axes.shard.size if zero else 1
         flat = flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)
         return FsdpUnit(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
 
     def _unit_names(self, stage: Stage) -> list[str]:
-        """Return the names of the flat buffers that a pipeline stage uses, in the order of first use."""
-        return [unit.flat.name for name in self.partition.needed(stage) for unit in self._units_of[name]]
+        """Return the names of the trained flat buffers that a pipeline stage uses, in the order of first use."""
+        units = [unit for name in self.partition.needed(stage) for unit in self._units_of[name]]
+        return [unit.flat.name for unit in units if unit.trainable]
 
     # --- one step
 
     def begin_step(self, micro_batches: int | Mapping[int, int]) -> None:
         """Discard the last step's gradients. `micro_batches`: number of backward passes through each stage of this rank
         in the coming step: one number for all stages, or stage index -> number."""
-        passes = dict.fromkeys(self._units, 0)
+        passes = dict.fromkeys(self._trained, 0)
         for stage in self.partition.stages_on(self.mesh.pp.rank):
             count = micro_batches if isinstance(micro_batches, int) else micro_batches.get(stage.index, 0)
             for name in self._unit_names(stage):
@@ -174,7 +182,7 @@ class ZeroEngine:
         (`mesh.world`) is the squared norm. It is not finite if any gradient is not. An element that n ranks hold is
         counted by each of them with weight 1 / n."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for unit in self._units.values():
+        for unit in self.shards:
             for low, high, copies in unit.flat.ranges_by_copies(unit.start, unit.stop):
                 total += _squared_norm(unit.gradient[low - unit.start : high - unit.start]) / (copies * unit.replicas)
         return total
@@ -200,7 +208,7 @@ class ZeroEngine:
     # --- slices for checkpoints, bytes for ledgers
 
     def master_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return the master weights as slices of parameter entries (checkpoint tensors). `owned`: True: the slices that
+        """Return the trained master weights as slices of parameter entries (checkpoint tensors). `owned`: True: the slices that
         this rank writes to a checkpoint (over all ranks, each element is in one slice); False: all slices that this
         rank holds and must read."""
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
@@ -211,7 +219,7 @@ class ZeroEngine:
         True for the slices that this rank writes to a checkpoint, False for all that it must read."""
         slices: list[TensorSlice] = []
         position = self.mesh.tp.rank if owned else None
-        for tensor, unit in zip(tensors, self._units.values(), strict=True):
+        for tensor, unit in zip(tensors, self.shards, strict=True):
             low, high = unit.start, min(unit.stop, unit.flat.numel)
             if owned:
                 low, high = split_evenly(low, max(low, high), unit.replica, unit.replicas)

@@ -114,7 +114,7 @@ def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
         vocabulary = 1  # the model says its own; whether the tokenizer's files fit it is seen when data are prepared
     else:
         vocabulary, assumed = _of_files(data.tokenizer, model.preset)
-    return config_from_recipe(model, data.sequence, vocabulary), assumed
+    return config_from_recipe(model, data.sequence, vocabulary, recipe.adapter), assumed
 
 
 def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]:

@@ -1,5 +1,6 @@
 """The recipe: one TOML file with the model, data, layout and training settings of a run."""
 
+from meshwright.recipe.adapter import AdapterRecipe
 from meshwright.recipe.data import CleanRecipe, DataRecipe, SourceRecipe
 from meshwright.recipe.recipe import SCHEMA, Recipe, format_overrides, load_recipe, load_recipe_text, resolve_recipe
 from meshwright.recipe.tables import (
@@ -13,6 +14,7 @@ from meshwright.recipe.tables import (
 
 __all__ = [
     "SCHEMA",
+    "AdapterRecipe",
     "CheckpointRecipe",
     "CleanRecipe",
     "CollectivesRecipe",

@@ -14,6 +14,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import shorten_repr
 from meshwright.names import OBJECTIVES_OF_RECORDS
+from meshwright.recipe.adapter import AdapterRecipe
 from meshwright.recipe.data import DataRecipe
 from meshwright.recipe.tables import (
     CheckpointRecipe,
@@ -53,6 +54,7 @@ class Recipe(Table):
     layout: Annotated[str, AfterValidator(_check_layout)] = "dp1"
     run: RunRecipe = RunRecipe()
     model: ModelRecipe
+    adapter: AdapterRecipe = AdapterRecipe()
     data: DataRecipe
     train: TrainRecipe
     collectives: CollectivesRecipe = CollectivesRecipe()
@@ -69,18 +71,22 @@ class Recipe(Table):
         """Fill in the default of data.tokenizer in the recipe's raw tables: if the weights of model.from are loaded and
         no tokenizer is named, it is model.from, since weights fit only their own tokenizer. Returns the tables.
         """
-        model, data = (tables.get(name) if isinstance(tables, Mapping) else None for name in ("model", "data"))
+        names = ("model", "data", "adapter")
+        model, data, adapter = (tables.get(name) if isinstance(tables, Mapping) else None for name in names)
         if not isinstance(model, Mapping) or not isinstance(data, Mapping):
             return tables
-        if model.get("load_weights") is True and isinstance(model.get("from"), str) and "tokenizer" not in data:
+        adapted = isinstance(adapter, Mapping) and adapter.get("kind", "none") != "none"
+        if (adapted or model.get("load_weights") is True) and isinstance(model.get("from"), str) and "tokenizer" not in data:
             return {**tables, "data": {**data, "tokenizer": model["from"]}}
         return tables
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
         """Check that the tables are consistent; return the recipe. Raises ValueError if validation steps lack a
-        validation split, or the objective does not suit the kind of records.
+        validation split, the objective does not suit the kind of records, or an adapter has no base model.
         """
+        if self.adapter.kind != "none" and self.model.from_path is None:
+            raise ValueError("adapter needs model.from: the directory of the base model, whose weights it loads")
         if self.train.validate_every and not self.data.validation_fraction:
             raise ValueError("train.validate_every needs validation data, and data.validation_fraction is 0")
         objective, suited = self.train.objective, OBJECTIVES_OF_RECORDS.get(self.data.records, ("next-token",))
@@ -104,6 +110,13 @@ class Recipe(Table):
         preference records, "kto" for unpaired ones and "next-token" for all others.
         """
         return self.train.objective or OBJECTIVES_OF_RECORDS.get(self.data.records, ("next-token",))[0]
+
+    @property
+    def base_directory(self) -> str | None:
+        """Directory of the weights that the run starts from: `model.from` with `model.load_weights` or an adapter;
+        None for random initial weights."""
+        loads = self.model.load_weights or self.adapter.kind != "none"
+        return self.model.from_path if loads else None
 
     @property
     def preference_beta(self) -> float:
@@ -295,6 +308,11 @@ SCHEMA = Schema(
         "d_model": "model.hidden",
         "dtype": "layout",
         "eps": "train.epsilon",
+        "lora_alpha": "adapter.alpha",
+        "lora_dropout": "adapter.dropout",
+        "lora_r": "adapter.rank",
+        "lora_rank": "adapter.rank",
+        "target_modules": "adapter.targets",
         "grad_clip": "train.clip",
         "hidden_size": "model.hidden",
         "intermediate_size": "model.intermediate",

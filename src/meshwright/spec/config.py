@@ -14,6 +14,7 @@ from typing import Literal
 from meshwright.errors import UserError
 from meshwright.limits import LIMITS, limit_error
 from meshwright.names import unknown
+from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.families import FAMILIES, OPTIONS
 from meshwright.spec.rope_scaling import RopeScaling
 
@@ -64,6 +65,9 @@ class ModelConfig:
     experts, or a sigmoid of each. ``normalise_choice``: the weights of a token's experts are normalised to sum 1; all
     weights are then multiplied by ``routed_scale``. ``router_loss``: coefficient of the load-balancing loss (0: none);
     ``router_bias``: a bias on the scores balances the load instead.
+
+    ``adapter``: LoRA adapter on linear layers, with which the model's own parameters are frozen; it is not in
+    ``config.json``.
 
     In an encoder attention is bidirectional and layers are post-norm (``embedding_norm`` is the first norm).
     ``token_types``: number of segment types. ``head``: the output head: ``masked`` (masked language model), ``classes``
@@ -128,6 +132,7 @@ class ModelConfig:
     head: Head = "next"
     labels: tuple[str, ...] = ()
     pad_token: int | None = None
+    adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
         """Raise ``UserError`` if the fields contradict each other or the family."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import os
+from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.errors import UserError
+from meshwright.spec.adapter_config import AdapterConfig, AdapterKind
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.rope_scaling import read_rope_scaling
 
 if TYPE_CHECKING:
-    from meshwright.recipe import ModelRecipe
+    from meshwright.recipe import AdapterRecipe, ModelRecipe
 
 
 # Recipe keys that replace the field of the same name in the base configuration.
@@ -24,13 +27,17 @@ _KEYS = (
 )  # fmt: skip
 
 
-def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: int) -> ModelConfig:
-    """Return the ModelConfig that a recipe's ``[model]`` table (`model`) describes. The table may name a preset or a
+def config_from_recipe(
+    model: ModelRecipe, sequence: int, tokenizer_vocabulary: int, adapter: AdapterRecipe | None = None
+) -> ModelConfig:
+    """Return the ModelConfig that a recipe's ``[model]`` table (`model`) describes, with the adapter of its
+    ``[adapter]`` table (None: no adapter). The table may name a preset or a
     Hugging Face directory; its own keys then override those fields.
 
     ``sequence``: tokens of a sequence (``data.sequence``). ``tokenizer_vocabulary``: number of token ids of the
     tokenizer, which is the model's vocabulary if the table gives none and names no directory. Raises ``UserError`` if
-    the model's vocabulary is smaller than the tokenizer's, or the sequence longer than the model's positions.
+    the model's vocabulary is smaller than the tokenizer's, the sequence longer than the model's positions, or the
+    adapter does not fit the model.
     """
     if model.from_path is not None:
         base = config_from_path(model.from_path)
@@ -62,7 +69,19 @@ def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: 
             f"data.sequence {sequence} is longer than the model's {config.max_positions} positions; "
             "shorten it or set model.max_positions"
         )
+    if adapter is not None and adapter.kind != "none":
+        config = dataclasses.replace(config, adapter=_make_adapter(adapter, model))
+        parameter_table(config)  # refuses targets and ranks that do not fit
     return config
+
+
+def _make_adapter(adapter: AdapterRecipe, model: ModelRecipe) -> AdapterConfig:
+    """Return the AdapterConfig of a recipe's ``[adapter]`` table. model: its ``[model]`` table, which names the base
+    model."""
+    alpha = 2.0 * adapter.rank if adapter.alpha is None else adapter.alpha
+    base = "" if model.from_path is None else os.path.abspath(model.from_path)
+    kind = cast(AdapterKind, adapter.kind)
+    return AdapterConfig(kind, adapter.rank, alpha, tuple(adapter.targets), base)
 
 
 def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:

@@ -16,9 +16,13 @@ from typing import Literal
 from meshwright.layout import Layout
 
 SplitAxis = Literal["tp"]
-BufferKind = Literal["dense", "experts"]
-"""The two flat buffers that a unit may have: expert-parallel experts have a separate one, because they are replicated
-on other ranks than all other parameters."""
+BufferKind = Literal["dense", "experts", "frozen", "frozen_experts"]
+"""The flat buffers that a unit may have: expert-parallel experts have a separate one, because they are replicated on
+other ranks than all other parameters; frozen parameters too, because they have no gradient and no optimizer state."""
+
+BUFFER_KINDS: tuple[BufferKind, ...] = ("dense", "experts", "frozen", "frozen_experts")
+EXPERT_BUFFERS: tuple[BufferKind, ...] = ("experts", "frozen_experts")
+TRAINED_BUFFERS: tuple[BufferKind, ...] = ("dense", "experts")
 
 ALIGNMENT = 32
 """Every shard holds a multiple of this many elements, for vector registers and NCCL."""
@@ -112,6 +116,9 @@ class ParameterEntry:
     ``balances``: True for a bias on router scores that balances the experts' load. Its gradient is the load of its
     expert minus the mean load; it is excluded from the gradient norm, and the optimizer follows its sign.
 
+    ``trainable``: False for a frozen parameter of a model with an adapter: it is held, and sharded like any other, but
+    has no gradient, master weight or optimizer state, and is not in checkpoints.
+
     ``kept``: dtype, such as "int64", of a buffer or frozen parameter of a user's module, which is in checkpoints but
     not in flat buffers; None for a trained parameter.
     """
@@ -132,6 +139,7 @@ class ParameterEntry:
     active: float = 1.0
     balances: bool = False
     expert: tuple[int, int] | None = None
+    trainable: bool = True
     kept: str | None = None
 
     @property
@@ -146,8 +154,14 @@ class ParameterEntry:
 
     def buffer_kind(self, layout: Layout) -> BufferKind:
         """Return the kind of flat buffer that holds the entry under `layout`: "experts" for a routed expert under
-        expert parallelism, else "dense"."""
-        return "experts" if self.expert is not None and layout.expert_parallel else "dense"
+        expert parallelism, else "dense"; "frozen_experts" and "frozen" if the entry is frozen."""
+        if self.expert_parallel(layout):
+            return "experts" if self.trainable else "frozen_experts"
+        return "dense" if self.trainable else "frozen"
+
+    def expert_parallel(self, layout: Layout) -> bool:
+        """Return True for a routed expert under expert parallelism."""
+        return self.expert is not None and layout.expert_parallel
 
     def ep_rank(self, layout: Layout) -> int | None:
         """Return the ep rank that holds this entry of a routed expert under `layout`; None for other entries, and if ep
@@ -160,7 +174,7 @@ class ParameterEntry:
     def cut_dims(self, layout: Layout) -> Mapping[str, int]:
         """Return {axis: dim} along which this layout shards the entry: ``split``, but for routed experts under expert
         parallelism with "etp" instead of "tp"."""
-        axis = "etp" if self.buffer_kind(layout) == "experts" else "tp"
+        axis = "etp" if self.expert_parallel(layout) else "tp"
         return {axis: self.split["tp"]} if "tp" in self.split else {}
 
     def replicas(self, layout: Layout) -> int:
@@ -170,7 +184,7 @@ class ParameterEntry:
         A sum over all tp ranks counts each element this many times. For routed experts under expert parallelism the
         result is always 1; their replicas are the ranks of ``layout.groups("expert_data")``.
         """
-        if self.buffer_kind(layout) == "experts":
+        if self.expert_parallel(layout):
             return 1
         if "tp" not in self.split:
             return layout.tp
@@ -178,14 +192,16 @@ class ParameterEntry:
         return layout.tp // pieces if self.remainder == "replicate" and pieces < layout.tp else 1
 
     def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
-        """Return the mesh axes over which the entry's gradient is all-reduced under `layout`.
+        """Return the mesh axes over which the entry's gradient is all-reduced under `layout`; () for a frozen entry.
 
         "data" (dp x cp), always, because ranks see different samples and different slices of a sequence; for routed
         experts under expert parallelism it is "expert_data" instead. "tp" too, if the gradient is partial: over each
         group of ``replicas(layout)`` consecutive tp ranks with the same values. The pipeline ranks that hold the FSDP
         unit (`partition.Partition.holders`) all-reduce its gradient too.
         """
-        axes = ["data" if self.buffer_kind(layout) == "dense" else "expert_data"]
+        if not self.trainable:
+            return ()
+        axes = ["expert_data" if self.expert_parallel(layout) else "data"]
         if self.replicas(layout) > 1 and (
             self.partial == "heads" or (self.partial == "sequence" and layout.tensor_sequence_parallel)
         ):
@@ -260,9 +276,13 @@ class ModelParameter:
         """True if weight decay applies."""
         return self.entries[0].decay
 
+    @property
+    def trainable(self) -> bool:
+        """False for a frozen parameter of a model with an adapter."""
+        return self.entries[0].trainable
+
     def buffer_kind(self, layout: Layout) -> BufferKind:
-        """Return the kind of flat buffer that holds the parameter under `layout`: "experts" for routed experts under
-        expert parallelism, else "dense"."""
+        """Return the kind of flat buffer that holds the parameter under `layout`, that of its entries."""
         return self.entries[0].buffer_kind(layout)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:

@@ -15,9 +15,18 @@ from functools import cached_property
 from typing import Literal
 
 from meshwright.layout import Layout
+from meshwright.spec.adapter_entries import add_adapter_entries
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.disk_names import DISK_NAMES
-from meshwright.spec.parameter_entries import Box, BufferKind, Initial, ModelParameter, ParameterEntry, SplitAxis
+from meshwright.spec.parameter_entries import (
+    BUFFER_KINDS,
+    Box,
+    BufferKind,
+    Initial,
+    ModelParameter,
+    ParameterEntry,
+    SplitAxis,
+)
 
 __all__ = ["Box", "Initial", "ParameterTable", "ParameterEntry", "ModelParameter", "parameter_table"]
 
@@ -70,18 +79,18 @@ class ParameterTable:
         self, unit: str, layout: Layout | None = None, buffer: BufferKind | None = None
     ) -> tuple[ModelParameter, ...]:
         """Return the model parameters of the FSDP unit called `unit` in the order of its flat buffers: those with
-        weight decay first. `buffer`: "dense" or "experts", to select the tensors in this flat buffer under `layout`;
-        None: all."""
+        weight decay first. `buffer`: kind of flat buffer, to select the tensors in it under `layout`; None: all."""
         tensors = self._tensors_by_unit[unit]
         if buffer is None:
             return tensors
         return tuple(each for each in tensors if each.buffer_kind(layout or Layout()) == buffer)
 
     def unit_buffers(self, unit: str, layout: Layout) -> tuple[BufferKind, ...]:
-        """Return the kinds of flat buffers that the FSDP unit called `unit` has under `layout`: "dense", and "experts"
-        too if its routed experts are sharded over other ranks than its other parameters (expert parallelism)."""
-        apart = any(tensor.buffer_kind(layout) == "experts" for tensor in self._tensors_by_unit[unit])
-        return ("dense", "experts") if apart else ("dense",)
+        """Return the kinds of flat buffers that the FSDP unit called `unit` has under `layout`: "dense"; "experts" if
+        its routed experts are sharded over other ranks than its other parameters (expert parallelism); "frozen" and
+        "frozen_experts" for the frozen parameters of a model with an adapter."""
+        held = {tensor.buffer_kind(layout) for tensor in self._tensors_by_unit[unit]}
+        return tuple(kind for kind in BUFFER_KINDS if kind in held) or ("dense",)
 
     def needed_by(self, unit: str) -> tuple[str, ...]:
         """Return the names of the FSDP units whose parameters the computation of the unit called `unit` reads: `unit`
@@ -92,6 +101,15 @@ class ParameterTable:
     def numel(self) -> int:
         """The model's parameter count; a tied embedding counts once."""
         return sum(entry.numel for entry in self.entries)
+
+    @cached_property
+    def trained(self) -> ParameterTable:
+        """Table of the trainable parameters alone: what checkpoints of a run hold. `self` if none is frozen."""
+        if all(entry.trainable for entry in self.entries):
+            return self
+        tensors = tuple(tensor for tensor in self.tensors if tensor.trainable)
+        entries = tuple(entry for entry in self.entries if entry.trainable)
+        return ParameterTable(entries, tensors, self.units, self.tied)
 
     @cached_property
     def active_numel(self) -> int:
@@ -116,8 +134,8 @@ class ParameterTable:
 
     def unit_numel(self, unit: str, layout: Layout | None = None, buffer: BufferKind = "dense") -> int:
         """Return the number of elements of a rank's flat buffer of the FSDP unit called `unit` (parameters that ZeRO-3
-        all-gathers together), before ZeRO sharding and padding. layout: None: one device. buffer: "dense" or
-        "experts"."""
+        all-gathers together), before ZeRO sharding and padding. layout: None: one device. buffer: kind of flat
+        buffer."""
         tensors = self.unit_tensors(unit, layout, buffer)
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
@@ -141,11 +159,14 @@ class ParameterTable:
 
 
 def parameter_table(config: ModelConfig) -> ParameterTable:
-    """Build the parameter table of the model with configuration `config`, of any family."""
+    """Build the parameter table of the model with configuration `config`, of any family. With an adapter, the base
+    model's parameters are frozen, and the adapter's are further entries. Raises `UserError` if the adapter's targets
+    match no linear layer, or its rank is too high."""
     builder = _Builder(config)
     builder.build()
     units: dict[str, dict[str, list[ParameterEntry]]] = {}
-    for entry in builder.entries:
+    adapter = config.adapter
+    for entry in builder.entries if adapter is None else add_adapter_entries(builder.entries, adapter):
         units.setdefault(entry.unit, {}).setdefault(entry.tensor, []).append(entry)
     tensors = []
     for unit, grouped in units.items():

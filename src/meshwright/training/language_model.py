@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from meshwright.adapters.peft_directory import read_peft_adapter
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PackedDataset, PackedExamples, PreparedData
@@ -18,6 +21,7 @@ from meshwright.data.files import canonical_json
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
+from meshwright.model.initialise import initial_slice
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice, slice_entries
@@ -66,7 +70,8 @@ class LanguageModelTask:
             config,
             mesh,
             recipe.data.sequence,
-            seed=recipe.run.seed if initialise else None,
+            # A checkpoint with an adapter lacks the frozen base, which was drawn from the seed if it was not loaded.
+            seed=recipe.run.seed if initialise or (config.adapter and not recipe.base_directory) else None,
             parameter_dtype=arithmetic.parameter_dtype,
             master_dtype=arithmetic.master_dtype,
             compile_backend=arithmetic.compile_backend if recipe.train.compile else None,
@@ -196,10 +201,16 @@ class LanguageModelTask:
         }
 
     def load_weights(self, directory: Path) -> None:
-        """Load the weights of a Hugging Face model directory into the parameters, in place of initial values."""
+        """Load the weights of a Hugging Face model directory into the parameters, in place of initial values. An
+        adapter gets its initial values, or those of the PEFT directory `adapter.from`."""
+        base = dataclasses.replace(self.config, adapter=None)
         files = CheckpointFiles(directory)
-        names = match_entries(files, self.table, self.config)
-        self.parallel.load(slice_entries(lambda entry: read_entry(files, entry, names)))
+        names = match_entries(files, parameter_table(base), base)
+        read_base = slice_entries(lambda entry: read_entry(files, entry, names))
+        read_adapter = partial(initial_slice, seed=self.recipe.run.seed)
+        if self.recipe.adapter.from_path is not None:
+            read_adapter = slice_entries(read_peft_adapter(self.recipe.adapter.from_path, self.config))
+        self.parallel.load(lambda entry, *at: (read_base if entry.name in names else read_adapter)(entry, *at))
 
     def state(self) -> dict[str, Any]:
         """Return this task's entries of a checkpoint's `state.json`: checksums that identify the data and, for

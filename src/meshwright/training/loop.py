@@ -240,11 +240,14 @@ class Run:
             self.journal.memory.start()
             task = LanguageModelTask(self.recipe, resolved, config, data, self.mesh, initialise=False)
             self.trainer = Trainer(task)
+            base = self.recipe.base_directory
+            if base is not None and config.adapter is not None:  # checkpoints hold the adapter alone
+                task.load_weights(Path(base))
             loaded = self.checkpointer.load_newest(self.trainer.slices(owned=False))
             if loaded is None:
-                if self.recipe.model.load_weights:
-                    task.load_weights(Path(self.recipe.model.from_path or ""))
-                else:
+                if base is not None and config.adapter is None:
+                    task.load_weights(Path(base))
+                elif base is None:
                     task.parallel.initialise(self.recipe.run.seed)
                 return None
             checkpoint, state = loaded
@@ -345,7 +348,7 @@ class Run:
 def resolve_model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
     """Return the recipe's model configuration with complete token IDs: missing bos and eos tokens are taken from the
     tokenizer, and the end-of-turn token from the chat template of the data."""
-    config = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary)
+    config = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary, recipe.adapter)
     if config.eos_token is None:
         config = dataclasses.replace(config, bos_token=data.tokenizer.start, eos_token=data.tokenizer.end)
     if data.turn_end is not None and data.turn_end not in config.eos_tokens:

@@ -12,7 +12,7 @@ import torch
 
 from meshwright.layout import Layout
 from meshwright.parallel.flat_buffers import TensorSlice
-from meshwright.spec.parameter_entries import BufferKind
+from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind
 from meshwright.verification.patterns import describe_pattern, list_in_backward_order
 from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult
@@ -154,7 +154,7 @@ class _LayoutComparison:
         slices = [result.optimizer for result in results]
         kinds = {held.kind for of_rank in slices for held in of_rank}
         # Router biases have their own update rule.
-        optimized = {entry.name for entry in reference.table.entries if not entry.balances}
+        optimized = {entry.name for entry in reference.table.trained.entries if not entry.balances}
         if kinds != set(reference.optimizer):
             yield f"the optimizer state has {sorted(kinds)}, not {sorted(reference.optimizer)}", None
         for kind in sorted(kinds & set(reference.optimizer)):
@@ -165,7 +165,7 @@ class _LayoutComparison:
             if (first := self._find_first_wrong(errors)) is not None:
                 yield f"the optimizer state {kind} of {first} is off by {errors[first]:.1e}", None
         last_weights = [result.steps[max(result.steps)].weights for result in results]
-        masters = next(iter(_assemble_copies(self.layout, last_weights, reference)))
+        masters = reference.frozen | next(iter(_assemble_copies(self.layout, last_weights, reference)))
         for rank, result in enumerate(results):
             for held in result.parameters:
                 if not torch.equal(held.tensor, held.select(masters[held.name]).to(held.tensor.dtype)):
@@ -248,8 +248,7 @@ def _assemble_copies(
     Dense parameters and experts may have different numbers of copies (`_assemble_copies_of`). The copies of the kind
     with fewer are then used repeatedly.
     """
-    parts: tuple[BufferKind, BufferKind] = ("dense", "experts")
-    dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in parts)
+    dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in TRAINED_BUFFERS)
     return [
         dense[number % len(dense)] | experts[number % len(experts)] for number in range(max(len(dense), len(experts)))
     ]

@@ -37,8 +37,8 @@ def list_in_backward_order(reference: Reference) -> list[str]:
     """Return the names of all parameters of the reference's model, in the order in which the backward pass computes
     their gradients (head first, embedding last)."""
     places = []
-    for tensor in reference.table.tensors:
-        module = tensor.name.rpartition(".")[0]
+    for tensor in reference.table.trained.tensors:
+        module = tensor.name.rpartition(".adapter.")[0] or tensor.name.rpartition(".")[0]
         if layer := re.fullmatch(r"layers\.(\d+)\.(.+)", module):
             place = (1, int(layer[1]), _FORWARD.index(layer[2]))
         else:

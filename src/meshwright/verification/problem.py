@@ -10,8 +10,11 @@ from typing import Any
 from meshwright.layout import Layout
 from meshwright.names import OBJECTIVES_OF_RECORDS
 from meshwright.recipe import Recipe
+from meshwright.spec.adapter_config import AdapterConfig
+from meshwright.spec.adapter_entries import target_modules
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.parameters import parameter_table
 from meshwright.training.preference_loss import Preference
 
 SEQUENCE = 23  # tokens
@@ -199,7 +202,18 @@ def scale_down_config(
         eos_token=None,
         more_eos_tokens=(),
         initializer_range=0.15,  # large: far from the linear regime, an error in one gradient shows in others
+        adapter=_scale_down_adapter(config),
     )
+
+
+def _scale_down_adapter(config: ModelConfig) -> AdapterConfig | None:
+    """Return the adapter of a scaled-down model: that of `config` at a rank of at most 3, with nonzero B, on the same
+    kinds of linear layers; None without adapter."""
+    if (adapter := config.adapter) is None:
+        return None
+    modules = target_modules(parameter_table(dataclasses.replace(config, adapter=None)).entries, adapter.targets)
+    kinds = tuple(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    return dataclasses.replace(adapter, rank=min(3, adapter.rank), targets=kinds, random_b=True)
 
 
 def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:

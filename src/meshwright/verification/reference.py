@@ -13,6 +13,7 @@ import torch
 
 from meshwright.model.initialise import initial_value
 from meshwright.spec.parameters import ParameterTable, parameter_table
+from meshwright.verification.adapted_weights import merge_adapter
 from meshwright.verification.plain_model import count_responses, run_batch, score_responses
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, TrainingSettings
 from meshwright.verification.samples import Batch, make_sequences
@@ -26,8 +27,8 @@ class Reference:
     """Expected results of a problem. The constructor computes them by training on one device.
 
     losses, norms: loss and gradient norm of every step. gradients: gradients of every step by parameter (for a router
-    bias: its experts' excess loads per loss term). weights: master weights by parameter, before each step and after the
-    last. optimizer: optimizer state after the last step by kind ("exp_avg" ...) and parameter. scales, finite_steps:
+    bias: its experts' excess loads per loss term). weights: trained master weights by parameter, before each step and
+    after the last; frozen: the frozen parameters of a model with an adapter. optimizer: optimizer state after the last step by kind ("exp_avg" ...) and parameter. scales, finite_steps:
     loss scale and number of finite steps since it last changed, before each step and after the last. updates: number of
     updates made (the step with NaN activations makes none). final_loss: validation loss after the last step.
     """
@@ -37,6 +38,7 @@ class Reference:
     norms: list[float] = field(default_factory=list)
     gradients: list[ParameterValues] = field(default_factory=list)
     weights: list[ParameterValues] = field(default_factory=list)
+    frozen: ParameterValues = field(default_factory=dict)
     optimizer: dict[str, ParameterValues] = field(default_factory=dict)
     scales: list[float] = field(default_factory=list)
     finite_steps: list[int] = field(default_factory=list)
@@ -54,6 +56,7 @@ class Reference:
             for entry in self.table.entries
             for value in (initial_value(entry, problem.seed),)
         }
+        self.frozen = {entry.name: initial.pop(entry.name) for entry in self.table.entries if not entry.trainable}
         weights = self._round_to_master(initial)
         self.optimizer = {kind: {name: torch.zeros_like(w) for name, w in weights.items()} for kind in kinds}
         self.weights.append(weights)
@@ -129,31 +132,31 @@ class Reference:
         parameter dtype first. terms: number of loss terms by which loss and gradients are divided; None: those of the
         batch."""
         problem, batch = self.problem, self._estimate_kl(weights, batch)
-        tensors = self._engine_tensors(self.round_to_parameters(weights))
-        for leaf in tensors.values():
-            leaf.requires_grad_()
+        leaves = self._make_leaves(weights)
+        for name in weights:
+            leaves[name].requires_grad_()
+        tensors = self._engine_tensors(leaves)
         terms = terms or self._count_terms(batch)
         loss = 0.0
         excess_loads: dict[str, torch.Tensor] = {}
         for part in self._split_batch(batch):
             found = run_batch(problem.config, tensors, part, problem.preference)
-            (found.objective / terms).backward()
+            (found.objective / terms).backward(retain_graph=True)  # through the concatenation, which parts share
             loss += float(found.loss) / terms
             for name, load_E in found.excess_loads.items():
                 excess_loads[name] = excess_loads.get(name, torch.zeros_like(load_E)) + load_E / terms
         gradients = {}
-        for tensor in self.table.tensors:
-            gradient = excess_loads.get(tensor.name, tensors[tensor.name].grad)
-            assert gradient is not None, f"{tensor.name} does not contribute to the loss"
-            for entry in tensor.entries:
-                gradients[entry.name] = gradient[entry.offset : entry.offset + entry.model_shape[0]].reshape(-1).clone()
+        for entry in self.table.trained.entries:
+            gradient = excess_loads.get(entry.tensor, leaves[entry.name].grad)
+            assert gradient is not None, f"{entry.name} does not contribute to the loss"
+            gradients[entry.name] = gradient.reshape(-1).clone()
         return loss, gradients
 
     @torch.no_grad()
     def _compute_loss(self, weights: ParameterValues, batch: Batch) -> float:
         """Return the mean loss of a batch in nats per loss term. weights: master weights, which are rounded to the
         parameter dtype first."""
-        tensors = self._engine_tensors(self.round_to_parameters(weights))
+        tensors = self._engine_tensors(self._make_leaves(weights))
         batch = self._estimate_kl(weights, batch)
         found = [
             run_batch(self.problem.config, tensors, part, self.problem.preference) for part in self._split_batch(batch)
@@ -173,7 +176,7 @@ class Reference:
         responses, at least 0 (arXiv:2402.01306, section 4.1); unchanged for other losses. weights: master weights."""
         if batch.mismatched is None:
             return batch
-        tensors = self._engine_tensors(self.round_to_parameters(weights))
+        tensors = self._engine_tensors(self._make_leaves(weights))
         parts = self._split_batch(batch.mismatched)
         scores = [
             value for part in parts for row in score_responses(self.problem.config, tensors, part) for value in row
@@ -192,12 +195,21 @@ class Reference:
         tensor."""
         return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
 
-    def _engine_tensors(self, parameters: ParameterValues) -> dict[str, torch.Tensor]:
-        """Concatenate parameters into the tensors of the training engine, which fuses some of them (query, key and
-        value; gate and up). Return float64 tensors by engine name."""
+    def _make_leaves(self, weights: ParameterValues) -> dict[str, torch.Tensor]:
+        """Return the values of all parameters, rounded to the dtype of the parameters, as new float64 tensors by
+        name. weights: master weights of the trained ones."""
         return {
-            tensor.name: torch.cat([parameters[entry.name] for entry in tensor.entries]).double().view(tensor.shape)
+            name: values.double().clone() for name, values in self.round_to_parameters(self.frozen | weights).items()
+        }
+
+    def _engine_tensors(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Concatenate parameters into the tensors of the training engine, which fuses some of them (query, key and
+        value; gate and up), with the adapter merged into them. Return float64 tensors by engine name."""
+        merged = merge_adapter(self.table, self.problem.config.adapter, leaves)
+        return {
+            tensor.name: torch.cat([merged[entry.name] for entry in tensor.entries])
             for tensor in self.table.tensors
+            if tensor.entries[0].name in merged
         }
 
     def _round_to_master(self, weights: ParameterValues) -> ParameterValues:

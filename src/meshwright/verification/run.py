@@ -284,7 +284,7 @@ def _resolve_model(model: Any) -> tuple[str, ModelConfig]:
     if isinstance(model, Recipe):
         name = model.model.preset or model.model.family or str(model.model.from_path)
         # The vocabulary is replaced later, so no tokenizer needs to be trained.
-        return name, config_from_recipe(model.model, model.data.sequence, tokenizer_vocabulary=1)
+        return name, config_from_recipe(model.model, model.data.sequence, 1, model.adapter)
     if Path(model).exists():
         return str(model), config_from_path(model)
     return str(model), preset(str(model))

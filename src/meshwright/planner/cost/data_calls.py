@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from meshwright.collectives.cutting import compute_sent_bytes
 from meshwright.collectives.named import NamedProgram
 from meshwright.layout import Layout
-from meshwright.spec.parameter_entries import BufferKind, padded_numel
+from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, padded_numel
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
 
 AXES_OF: dict[BufferKind, tuple[str, str, str]] = {
     "dense": ("data", "shard", "replica"),
     "experts": ("expert_data", "expert_shard", "expert_replica"),
+    "frozen": ("data", "shard", "replica"),
+    "frozen_experts": ("expert_data", "expert_shard", "expert_replica"),
 }
 """The axes over which gradients of a part are summed, ZeRO shards it, and others hold the same shard."""
 
@@ -91,7 +93,7 @@ class DataCalls:
         its collective program if there is one.
 
         site: label of the call in traces; operation: "reduce_scatter" or "all_gather"; part: parameters whose group it
-        is, "dense" or "experts"; numel, itemsize: elements of the full vector, bytes of each.
+        is, by the kind of their flat buffer; numel, itemsize: elements of the full vector, bytes of each.
         """
         axis = AXES_OF[part][1]
         ranks, place = self.on(axis)
@@ -122,13 +124,14 @@ class DataCalls:
     # --- parameters and their gradients
 
     def zero(self, part: BufferKind) -> int:
-        """Return the effective ZeRO stage for some of the parameters. part: "dense" or "experts". It is 0 if their
-        sharding group has a single rank."""
-        return self.layout.zero if self.on(AXES_OF[part][1])[0] > 1 else 0
+        """Return the effective ZeRO stage for some of the parameters. part: kind of their flat buffer. It is 0 if their
+        sharding group has a single rank, and for frozen parameters below ZeRO-3."""
+        sharded = self.on(AXES_OF[part][1])[0] > 1 and (part in TRAINED_BUFFERS or self.layout.zero == 3)
+        return self.layout.zero if sharded else 0
 
     def padded(self, unit: str, part: BufferKind) -> int:
         """Return the number of elements, padding included, of the flat buffer of an FSDP unit such as "layers.3". part:
-        the unit's "dense" or "experts" parameters."""
+        kind of the buffer."""
         shards = self.on(AXES_OF[part][1])[0] if self.zero(part) else 1
         return padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
 
@@ -138,6 +141,8 @@ class DataCalls:
         gradients."""
         holders = self.partition.holders(unit)
         for part in self.table.unit_buffers(unit, self.layout):
+            if part not in TRAINED_BUFFERS:
+                continue
             data, shard, replica = AXES_OF[part]
             numel, size, zero = self.padded(unit, part), self.work.master_bytes, self.zero(part)
             if zero == 0:

@@ -14,7 +14,7 @@ from meshwright.layout import Layout
 from meshwright.names import OPTIMIZERS, unknown
 from meshwright.planner.cost.data_calls import AXES_OF
 from meshwright.planner.cost.micro_batch import ITEM_BYTES
-from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
+from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, count_reused_buffers, padded_numel
 from meshwright.spec.parameters import ParameterTable
 
 STATE_KINDS: dict[str, tuple[str, ...]] = {
@@ -26,7 +26,7 @@ STATE_KINDS: dict[str, tuple[str, ...]] = {
 class Flat(NamedTuple):
     """A flat parameter buffer on a rank: the parameters of an FSDP unit in one vector.
 
-    unit: such as "layers.3"; part: "dense" or "experts"; numel, padded: elements before and after padding; shards:
+    unit: such as "layers.3"; part: kind of the buffer, such as "dense"; numel, padded: elements before and after padding; shards:
     number of ranks over which ZeRO shards it; zero: ZeRO stage, 0 on a single rank.
     """
 
@@ -45,7 +45,12 @@ class Flat(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the buffer, such as "layers.3" or "layers.3.experts"."""
-        return self.unit if self.part == "dense" else f"{self.unit}.experts"
+        return self.unit if self.part == "dense" else f"{self.unit}.{self.part}"
+
+    @property
+    def trainable(self) -> bool:
+        """False for frozen parameters, which have no gradient, fp32 master weights or optimizer state."""
+        return self.part in TRAINED_BUFFERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,8 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
     for unit in units:
         for part in table.unit_buffers(unit, layout):
             shards = shard_count(layout, part)
-            zero = layout.zero if shards > 1 else 0
+            # Nothing of frozen parameters is updated: they are sharded by ZeRO-3 alone.
+            zero = layout.zero if shards > 1 and (part in TRAINED_BUFFERS or layout.zero == 3) else 0
             numel = table.unit_numel(unit, layout, part)
             found.append(
                 Flat(unit, part, numel, padded_numel(numel, shards if zero else 1), shards if zero else 1, zero)
@@ -83,7 +89,7 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
 
 
 def shard_count(layout: Layout, part: BufferKind) -> int:
-    """Return the number of ranks over which ZeRO shards parameters. part: "dense" or "experts"."""
+    """Return the number of ranks over which ZeRO shards parameters. part: kind of the flat buffer."""
     return layout.group_size(AXES_OF[part][1])
 
 
@@ -94,6 +100,8 @@ def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optim
     for flat in flats:
         here = flat.padded // (flat.shards if flat.zero == 3 else 1)
         yield State("parameters", f"{flat.name}.parameters", here, parameter_dtype, here * narrow)
+        if not flat.trainable:
+            continue
         if parameter_dtype != master_dtype:
             yield State("masters", f"{flat.name}.master", flat.held, master_dtype, flat.held * wide)
         summed = flat.padded // (flat.shards if flat.zero >= 2 else 1)
@@ -110,7 +118,7 @@ def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
     buffers}."""
     return count_reused_buffers(
         [
-            tuple(flat.padded for flat in parts if flat.zero >= 2)
+            tuple(flat.padded for flat in parts if flat.zero >= 2 and flat.trainable)
             for _, parts in groupby(flats, key=lambda flat: flat.unit)
         ]
     )

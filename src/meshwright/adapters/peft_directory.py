@@ -1,0 +1,59 @@
+"""PEFT directories: `adapter_config.json` and `adapter_model.safetensors`, read for a model's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from meshwright.errors import UserError
+from meshwright.model.huggingface import CheckpointFiles
+from meshwright.spec.adapter_config import AdapterConfig
+from meshwright.spec.adapter_json import ADAPTER_FILE, read_adapter_config, same_adapter
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameter_entries import ParameterEntry
+from meshwright.spec.parameters import parameter_table
+
+
+def open_adapter(directory: str | Path) -> tuple[CheckpointFiles, AdapterConfig]:
+    """Open a PEFT directory; return its tensors and settings. Raises `UserError` if a file is missing or damaged."""
+    files = CheckpointFiles(directory, ADAPTER_FILE)
+    return files, read_adapter_config(directory, files.names)
+
+
+def check_adapter(files: CheckpointFiles, config: ModelConfig) -> None:
+    """Raise `UserError` unless the tensors in `files` are those of the adapter of `config`, in names and shapes."""
+    try:
+        wanted = {entry.name: entry for entry in parameter_table(config).trained.entries}
+    except UserError as error:
+        raise UserError(f"{files.directory}: the adapter is of another model: {error}") from None
+    for name in sorted(files.names ^ wanted.keys()):
+        what = "is missing" if name in wanted else "belongs to no adapter of this model"
+        raise UserError(f"{files.directory / ADAPTER_FILE}: tensor {name} {what}")
+    for name, entry in wanted.items():
+        files.check_weights(name)
+        if files.shape(name) != entry.shape:
+            raise UserError(
+                f"{files.file(name)}: tensor {name} is {list(files.shape(name))}, but the model and rank "
+                f"{config.adapter and config.adapter.rank} need {list(entry.shape)}: the adapter is of another model"
+            )
+
+
+def with_adapter_of(files: CheckpointFiles, adapter: AdapterConfig, base: ModelConfig) -> ModelConfig:
+    """Return the configuration `base` with an adapter that was read from a directory, whose tensors must fit the model;
+    `UserError` otherwise."""
+    config = dataclasses.replace(base, adapter=adapter)
+    check_adapter(files, config)
+    return config
+
+
+def read_peft_adapter(directory: str | Path, config: ModelConfig) -> Callable[[ParameterEntry], torch.Tensor]:
+    """Return a function that reads a parameter entry of the adapter from a PEFT directory. Raises `UserError` if the
+    directory holds another adapter than that of `config`."""
+    files, adapter = open_adapter(directory)
+    if (difference := same_adapter(config, adapter)) is not None:
+        raise UserError(f"{directory}: holds an adapter with {difference}; give [adapter] the values of the directory")
+    check_adapter(files, config)
+    return lambda entry: files.read_weights(entry.name)

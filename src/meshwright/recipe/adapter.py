@@ -1,0 +1,41 @@
+"""Recipe table [adapter]."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from meshwright.names import ADAPTER_KINDS
+from meshwright.tables import Name, Positive, Size, Table, named
+
+
+class AdapterRecipe(Table):
+    """Table [adapter] of a recipe: a LoRA adapter that is trained in place of the model, whose weights (`model.from`)
+    are loaded and frozen.
+
+    kind: "none" trains the model itself; "lora", "rslora" (scale alpha / sqrt(rank)) and "dora" (trained magnitudes)
+    train an adapter. rank: inner size of the two matrices. alpha: numerator of their scale; None: 2 x rank. dropout:
+    only 0. targets: linear layers, by full name, last parts of the name, pattern with * ? or [], or "all-linear".
+    from_path: PEFT directory whose adapter values are the initial ones; None: A random, B zero.
+    """
+
+    kind: Annotated[str, named("adapter kind", ADAPTER_KINDS)] = "none"
+    rank: Annotated[int, Size("adapter_rank")] = 8
+    alpha: Positive | None = None  # default: 2 x rank
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: Annotated[list[Name], Field(min_length=1)] = ["all-linear"]
+    from_path: Name | None = Field(default=None, alias="from")  # a PEFT directory
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        """Check that no key is set in vain, and that dropout is 0; return the table. Raises ValueError otherwise."""
+        if self.kind == "none":
+            for name, field in type(self).model_fields.items():
+                if getattr(self, name) != field.default:
+                    raise ValueError(f'{field.alias or name} is set without kind: give kind = "lora" (or rslora, dora)')
+        if self.dropout:
+            raise ValueError(
+                f"dropout {self.dropout:g} cannot be used: results would depend on the layout; only 0 is supported"
+            )
+        return self

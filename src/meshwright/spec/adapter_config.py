@@ -1,0 +1,35 @@
+"""Settings of a parameter-efficient adapter (LoRA and its kin) as data, part of a model's configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+AdapterKind = Literal["lora", "rslora", "dora"]
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """Adapter on a model's linear layers: W x becomes W x + s B A x with A [rank, inputs] and B [outputs, rank] (Hu et
+    al. 2021, arXiv:2106.09685, eq. 3). Only A and B are trained.
+
+    kind: "lora" scales by s = alpha / rank; "rslora" by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732, eq.
+    8); "dora" adds a trained magnitude of each output (Liu et al. 2024, arXiv:2402.09353, eq. 5), with s of "lora".
+    targets: names of linear layers, as in PEFT: a full Hugging Face module name, its last parts ("q_proj"), a pattern
+    with * ? or [], or "all-linear". base: directory or hub name of the base model, as adapters record it. random_b: B starts from random values instead of zeros, so that every gradient of
+    the first step differs from 0; for verification.
+    """
+
+    kind: AdapterKind = "lora"
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    base: str = ""
+    random_b: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Factor s on the product B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)

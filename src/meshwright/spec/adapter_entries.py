@@ -1,0 +1,122 @@
+"""Parameter entries of adapters: the matrices A and B (and DoRA's magnitude) of each targeted linear layer, with the
+sharding that follows from the layer's own.
+
+A column-parallel layer shards outputs: B is sharded like the weight, A is replicated. A row-parallel layer shards
+inputs: A is sharded like the weight, B is replicated, and the ranks' products B A x are summed together with W x. The
+replicated matrix has partial gradients over tp in both cases, since each rank sees its own rows of B or columns of A.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from meshwright.errors import UserError
+from meshwright.names import unknown
+from meshwright.spec.adapter_config import ALL_LINEAR, AdapterConfig
+from meshwright.spec.parameter_entries import Initial, ParameterEntry
+
+PEFT_PREFIX = "base_model.model."
+"""Prefix of PEFT to the module names of the base model."""
+
+_ADAPTABLE = tuple(
+    f".{layer}.weight"
+    for layer in ("attention.qkv", "attention.output", "mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down")
+)
+
+
+def adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, ParameterEntry]:
+    """Return {Hugging Face module name: entry of its weight} of the linear layers that can have an adapter: those of
+    attention, dense MLPs and shared experts."""
+    return {
+        entry.name.removesuffix(".weight"): entry
+        for entry in entries
+        if entry.tensor.endswith(_ADAPTABLE) and entry.expert is None
+    }
+
+
+def matches(module: str, target: str) -> bool:
+    """Return True if the target (full name, last parts, pattern, or "all-linear") selects the module."""
+    if any(character in target for character in "*?["):
+        return fnmatchcase(module, target)
+    return target in (ALL_LINEAR, module) or module.endswith(f".{target}")
+
+
+def target_modules(entries: Sequence[ParameterEntry], targets: Sequence[str]) -> dict[str, ParameterEntry]:
+    """Return {module name: entry of its weight} of the linear layers that `targets` select, in the order of `entries`.
+    Raises `UserError` with the nearest names for a target that selects none."""
+    known = adaptable_entries(entries)
+    for target in targets:
+        if not any(matches(module, target) for module in known):
+            inside = {entry.name.removesuffix(".weight") for entry in entries if len(entry.shape) == 2}
+            if any(matches(module, target) for module in inside):
+                raise UserError(
+                    f'adapter.targets: "{target}" is an embedding, an output head, a router or a routed expert, which '
+                    "take no adapter; linear layers of attention, dense MLPs and shared experts do"
+                )
+            names = dict.fromkeys(module.rpartition(".")[2] for module in known)
+            raise UserError(f"adapter.targets: {unknown('linear layer', target, (*names, ALL_LINEAR))}")
+    return {module: entry for module, entry in known.items() if any(matches(module, target) for target in targets)}
+
+
+def adapter_tensor(weight: str, part: str) -> str:
+    """Return the name of a model parameter of the adapter of a linear layer. weight: name of the layer's weight, such
+    as "layers.0.attention.qkv.weight"; part: "a", "b" or "magnitude"."""
+    return f"{weight.removesuffix('.weight')}.adapter.{part}"
+
+
+def add_adapter_entries(entries: Sequence[ParameterEntry], adapter: AdapterConfig) -> list[ParameterEntry]:
+    """Return the entries of a base model, frozen, followed by those of its adapter. Raises `UserError` if a target
+    matches no linear layer, or the rank is above a layer's smaller width."""
+    found = [replace(entry, trainable=False) for entry in entries]
+    for module, entry in target_modules(entries, adapter.targets).items():
+        outputs, inputs = entry.model_shape
+        if adapter.rank > min(outputs, inputs):
+            raise UserError(
+                f"adapter.rank {adapter.rank} is above the width of {module}, a matrix of {outputs} x {inputs}; "
+                f"at most {min(outputs, inputs)}"
+            )
+        found += _entries_of(module, entry, adapter)
+    filled: dict[str, int] = {}  # model parameter -> its rows so far
+    for number, entry in enumerate(found):
+        if entry.trainable:
+            offset = filled.get(entry.tensor, 0)
+            found[number] = replace(entry, offset=offset)
+            filled[entry.tensor] = offset + entry.model_shape[0]
+    return found
+
+
+def _entries_of(module: str, weight: ParameterEntry, adapter: AdapterConfig) -> list[ParameterEntry]:
+    """Return the entries of the adapter of one linear layer. module: its Hugging Face name; weight: entry of its
+    weight."""
+    (outputs, inputs), rank = weight.model_shape, adapter.rank
+    column = weight.split.get("tp") == 0
+    replicated = {"split": {}, "blocks": (), "granularity": 1, "remainder": "refuse", "partial": "heads"}
+
+    def make(part: str, suffix: str, shape: tuple[int, ...], sharded: bool, initial: Initial) -> ParameterEntry:
+        """Return the entry of one tensor. part: its name in the model; suffix: its name on disk after the module's;
+        sharded: True if tp shards it as it shards the weight."""
+        same = replace(
+            weight,
+            name=f"{PEFT_PREFIX}{module}.{suffix}",
+            shape=shape,
+            transposed=False,
+            tensor=adapter_tensor(weight.tensor, part),
+            initial=initial,
+            decay=len(shape) > 1,
+            trainable=True,
+        )
+        return same if sharded else replace(same, **replicated)  # type: ignore[arg-type]
+
+    # Standard deviation of PEFT's default, a uniform distribution of Kaiming with gain sqrt(1/3).
+    first = Initial("normal", 1 / math.sqrt(3 * inputs))
+    second = Initial("normal", 0.05) if adapter.random_b else Initial("zeros")
+    made = [
+        make("a", "lora_A.weight", (rank, inputs), not column, first),
+        make("b", "lora_B.weight", (outputs, rank), column, second),
+    ]
+    if adapter.kind == "dora":
+        made.append(make("magnitude", "lora_magnitude_vector", (outputs,), column, Initial("ones")))
+    return made

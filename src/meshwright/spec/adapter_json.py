@@ -1,0 +1,104 @@
+"""PEFT's `adapter_config.json`, from and to an `AdapterConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError, error_reason
+from meshwright.spec.adapter_config import AdapterConfig, AdapterKind
+from meshwright.spec.adapter_entries import PEFT_PREFIX, target_modules
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.untrusted import read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+LARGEST_RANK = 65536
+
+# Keys of PEFT under which an adapter computes something else, and the values that leave them unused.
+_UNUSED: dict[str, tuple[Any, ...]] = {
+    "bias": (None, "none"), "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}),
+    "layer_replication": (None, []), "target_parameters": (None, []), "trainable_token_indices": (None, [], {}),
+    "use_qalora": (None, False), "alora_invocation_tokens": (None, []), "lora_bias": (None, False),
+    "corda_config": (None,), "use_bdlora": (None, False),
+}  # fmt: skip
+
+
+def adapter_to_peft(config: ModelConfig) -> dict[str, Any]:
+    """Return the content of `adapter_config.json` for the adapter of a model configuration, as PEFT writes it.
+    `target_modules` are the last parts of the modules' names if these select the same layers, else full names."""
+    adapter = config.adapter
+    assert adapter is not None
+    entries = parameter_table(dataclasses.replace(config, adapter=None)).entries
+    modules = list(target_modules(entries, adapter.targets))
+    kinds = sorted({module.rpartition(".")[2] for module in modules})
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base or None,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": kinds if list(target_modules(entries, kinds)) == modules else modules,
+        "use_rslora": adapter.kind == "rslora",
+        "use_dora": adapter.kind == "dora",
+        "fan_in_fan_out": config.family == "gpt2",
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+def read_adapter_config(directory: str | Path, tensors: Iterable[str]) -> AdapterConfig:
+    """Read the `adapter_config.json` of a PEFT directory. tensors: names of the tensors in its safetensors file, from
+    which the adapted modules follow. Raises `UserError` if the file is missing, damaged or of another kind of
+    adapter."""
+    path = Path(directory) / ADAPTER_CONFIG
+    try:
+        data = read_json(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error_reason(error)}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("peft_type") != "LORA":
+        kind = data.get("peft_type") if isinstance(data, dict) else None
+        raise UserError(f'{path}: peft_type must be "LORA", not {str(kind)[:40]!r}')
+    for key, unused in _UNUSED.items():
+        if data.get(key) not in unused:
+            raise UserError(f"{path}: {key} is set, and adapters with it are not supported; leave it unset in PEFT")
+    rank, alpha = data.get("r"), data.get("lora_alpha")
+    if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
+        raise UserError(f"{path}: r must be a whole number from 1 to {LARGEST_RANK}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e9:
+        raise UserError(f"{path}: lora_alpha must be a positive number")
+    if data.get("use_dora") and data.get("use_rslora"):
+        raise UserError(f"{path}: use_dora and use_rslora are both set; adapters with both are not supported")
+    modules = sorted(
+        {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in tensors if name.startswith(PEFT_PREFIX)}
+    )
+    if not modules:
+        raise UserError(f"{path.parent / ADAPTER_FILE}: no tensor of a LoRA adapter ({PEFT_PREFIX}...lora_A.weight)")
+    kind: AdapterKind = "dora" if data.get("use_dora") else "rslora" if data.get("use_rslora") else "lora"
+    base = data.get("base_model_name_or_path")
+    return AdapterConfig(kind, rank, float(alpha), tuple(modules), base if isinstance(base, str) else "")
+
+
+def same_adapter(config: ModelConfig, other: AdapterConfig) -> str | None:
+    """Return None if `other`, read from a checkpoint, is the adapter of a model configuration, else the first
+    difference as text such as "rank 8, not 16"."""
+    adapter = config.adapter
+    assert adapter is not None
+    for name in ("kind", "rank", "alpha"):
+        if getattr(adapter, name) != getattr(other, name):
+            return f"{name} {getattr(other, name)}, not {getattr(adapter, name)}"
+    entries = parameter_table(dataclasses.replace(config, adapter=None)).entries
+    wanted, found = set(target_modules(entries, adapter.targets)), set(other.targets)
+    for module in sorted(wanted ^ found):
+        return f"{'no' if module in wanted else 'an'} adapter of {module}"
+    return None
