@@ -30,7 +30,13 @@ from meshwright.comm.device_thread import start_thread
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError, error_reason
 from meshwright.parallel.flat_buffers import TensorSlice
-from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft, read_adapter_config, same_adapter
+from meshwright.spec.adapter_json import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    adapter_to_peft,
+    read_adapter_config,
+    same_adapter,
+)
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 from meshwright.spec.parameters import ParameterTable, parameter_table
@@ -363,9 +369,7 @@ def make_small_files(
     return files | read_tokenizer_files(tokenizer_directory, tokenizer_files)
 
 
-def read_tokenizer_files(
-    directory: Path | None, names: Sequence[str] = TOKENIZER_FILES
-) -> dict[str, bytes]:
+def read_tokenizer_files(directory: Path | None, names: Sequence[str] = TOKENIZER_FILES) -> dict[str, bytes]:
     """Return the tokenizer files of a directory as file name -> content; missing ones are left out. directory: None:
     no tokenizer. names: names of the files."""
     return {name: (directory / name).read_bytes() for name in names if directory and (directory / name).is_file()}

@@ -30,6 +30,7 @@ COMMANDS = {
     "train": "Train a recipe, or resume its run.",
     "run": "Run a script on several ranks of this machine, such as one that trains its own module.",
     "launch": "Print a script that trains a recipe on several hosts, for torchrun or SLURM.",
+    "adapter": "Merge a LoRA adapter into its base model, remove it, or extract one from two checkpoints.",
     "evaluate": "Measure loss, perplexity and bits per byte of a checkpoint on held-out text.",
     "generate": "Continue a prompt with a checkpoint.",
     "serve": "Serve a checkpoint over HTTP by OpenAI's API.",

@@ -37,9 +37,12 @@ CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddi
 
 class CheckpointFiles:
     """Reader of the safetensors files of the Hugging Face directory `directory`; each tensor is read by name when it is
-    requested. `single`: name of the file if there is no index.
+    requested. `single`: name of the file if there is no index. Attribute `mapped`: True if tensors that are read are
+    views of the memory-mapped file.
 
     Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index."""
+
+    mapped = True
 
     def __init__(self, directory: str | Path, single: str = SINGLE_FILE) -> None:
         self.directory, self._single = Path(directory), single

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.adapters.low_rank import attach_adapters
+from meshwright.adapters.attach import attach_adapters
 from meshwright.comm.mesh import Mesh
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations

@@ -76,7 +76,11 @@ class Recipe(Table):
         if not isinstance(model, Mapping) or not isinstance(data, Mapping):
             return tables
         adapted = isinstance(adapter, Mapping) and adapter.get("kind", "none") != "none"
-        if (adapted or model.get("load_weights") is True) and isinstance(model.get("from"), str) and "tokenizer" not in data:
+        if (
+            (adapted or model.get("load_weights") is True)
+            and isinstance(model.get("from"), str)
+            and "tokenizer" not in data
+        ):
             return {**tables, "data": {**data, "tokenizer": model["from"]}}
         return tables
 

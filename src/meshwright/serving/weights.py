@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
+from meshwright.adapters.merging import open_weights
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.kernels.memory_pages import release_pages
-from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
+from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.parallel.flat_buffers import FlatLayout, PlacedTensor, flat_layout, slice_entries
 from meshwright.spec.block_tables import serving_stages
 from meshwright.spec.config import ModelConfig
@@ -52,7 +53,7 @@ class RankWeights:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._mapped: torch.Tensor | None = None  # the entry read last
         table = parameter_table(self.config)
-        self._files = CheckpointFiles(directory)
+        self._files = open_weights(directory)
         self._names = match_entries(self._files, table, self.config)
         self._buffers: dict[str, tuple[FlatLayout, PlacedTensor]] = {}  # of each model parameter, and its place there
         coordinates = mesh.layout.coordinates(mesh.rank)
@@ -113,6 +114,6 @@ class RankWeights:
     def _drop(self) -> None:
         """Release the memory pages of the checkpoint tensor that was read last; if needed again, they are read from the
         file."""
-        if self._mapped is not None:
+        if self._mapped is not None and self._files.mapped:
             release_pages(self._mapped.data_ptr(), self._mapped.nbytes)
             self._mapped = None

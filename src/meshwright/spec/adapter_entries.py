@@ -21,6 +21,9 @@ from meshwright.spec.parameter_entries import Initial, ParameterEntry
 PEFT_PREFIX = "base_model.model."
 """Prefix of PEFT to the module names of the base model."""
 
+ADAPTER_PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+"""Part of an adapter in the model -> end of its name on disk."""
+
 _ADAPTABLE = tuple(
     f".{layer}.weight"
     for layer in ("attention.qkv", "attention.output", "mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down")
@@ -95,12 +98,12 @@ def _entries_of(module: str, weight: ParameterEntry, adapter: AdapterConfig) -> 
     column = weight.split.get("tp") == 0
     replicated = {"split": {}, "blocks": (), "granularity": 1, "remainder": "refuse", "partial": "heads"}
 
-    def make(part: str, suffix: str, shape: tuple[int, ...], sharded: bool, initial: Initial) -> ParameterEntry:
-        """Return the entry of one tensor. part: its name in the model; suffix: its name on disk after the module's;
-        sharded: True if tp shards it as it shards the weight."""
+    def make(part: str, shape: tuple[int, ...], sharded: bool, initial: Initial) -> ParameterEntry:
+        """Return the entry of one tensor. part: key in `ADAPTER_PARTS`; sharded: True if tp shards it as it shards
+        the weight."""
         same = replace(
             weight,
-            name=f"{PEFT_PREFIX}{module}.{suffix}",
+            name=f"{PEFT_PREFIX}{module}.{ADAPTER_PARTS[part]}",
             shape=shape,
             transposed=False,
             tensor=adapter_tensor(weight.tensor, part),
@@ -114,9 +117,9 @@ def _entries_of(module: str, weight: ParameterEntry, adapter: AdapterConfig) -> 
     first = Initial("normal", 1 / math.sqrt(3 * inputs))
     second = Initial("normal", 0.05) if adapter.random_b else Initial("zeros")
     made = [
-        make("a", "lora_A.weight", (rank, inputs), not column, first),
-        make("b", "lora_B.weight", (outputs, rank), column, second),
+        make("a", (rank, inputs), not column, first),
+        make("b", (outputs, rank), column, second),
     ]
     if adapter.kind == "dora":
-        made.append(make("magnitude", "lora_magnitude_vector", (outputs,), column, Initial("ones")))
+        made.append(make("magnitude", (outputs,), column, Initial("ones")))
     return made

@@ -55,6 +55,16 @@ def adapter_to_peft(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def find_base_directory(directory: Path) -> Path | None:
+    """Return the directory of the base model that the `adapter_config.json` in a PEFT directory names; None without
+    such a file or such a directory."""
+    try:
+        base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return Path(base) if isinstance(base, str) and base and Path(base).is_dir() else None
+
+
 def read_adapter_config(directory: str | Path, tensors: Iterable[str]) -> AdapterConfig:
     """Read the `adapter_config.json` of a PEFT directory. tensors: names of the tensors in its safetensors file, from
     which the adapted modules follow. Raises `UserError` if the file is missing, damaged or of another kind of
@@ -67,8 +77,8 @@ def read_adapter_config(directory: str | Path, tensors: Iterable[str]) -> Adapte
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("peft_type") != "LORA":
-        kind = data.get("peft_type") if isinstance(data, dict) else None
-        raise UserError(f'{path}: peft_type must be "LORA", not {str(kind)[:40]!r}')
+        other = data.get("peft_type") if isinstance(data, dict) else None
+        raise UserError(f'{path}: peft_type must be "LORA", not {str(other)[:40]!r}')
     for key, unused in _UNUSED.items():
         if data.get(key) not in unused:
             raise UserError(f"{path}: {key} is set, and adapters with it are not supported; leave it unset in PEFT")

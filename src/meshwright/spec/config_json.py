@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.errors import ModelWarning, UserError
 from meshwright.limits import shorten_repr
+from meshwright.spec.adapter_json import find_base_directory
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_fields import check_fields
 from meshwright.spec.config_reader import Reader
@@ -62,8 +63,13 @@ def config_from_path(path: str | Path) -> ModelConfig:
 
 
 def config_file(path: str | Path) -> Path:
-    """Return the path of the ``config.json`` in a Hugging Face directory, or `path` itself if it is a file."""
-    return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    """Return the path of the ``config.json`` in a Hugging Face directory, or in that of the base model of a PEFT
+    directory; `path` itself if it is a file."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    base = find_base_directory(path) if not (path / "config.json").is_file() else None
+    return (base or path) / "config.json"
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

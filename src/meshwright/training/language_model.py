@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from meshwright.adapters.attach import make_initial_values
 from meshwright.adapters.peft_directory import read_peft_adapter
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
@@ -21,7 +21,6 @@ from meshwright.data.files import canonical_json
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
-from meshwright.model.initialise import initial_slice
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice, slice_entries
@@ -207,9 +206,13 @@ class LanguageModelTask:
         files = CheckpointFiles(directory)
         names = match_entries(files, parameter_table(base), base)
         read_base = slice_entries(lambda entry: read_entry(files, entry, names))
-        read_adapter = partial(initial_slice, seed=self.recipe.run.seed)
         if self.recipe.adapter.from_path is not None:
-            read_adapter = slice_entries(read_peft_adapter(self.recipe.adapter.from_path, self.config))
+            adapter_value = read_peft_adapter(self.recipe.adapter.from_path, self.config)
+        else:
+            adapter_value = make_initial_values(
+                parameter_table(base), lambda entry: read_entry(files, entry, names), self.recipe.run.seed
+            )
+        read_adapter = slice_entries(adapter_value)
         self.parallel.load(lambda entry, *at: (read_base if entry.name in names else read_adapter)(entry, *at))
 
     def state(self) -> dict[str, Any]:

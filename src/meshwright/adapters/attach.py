@@ -1,0 +1,95 @@
+"""Attaches adapters to the linear layers of a model, or of one rank's part of it, and freezes the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.adapters.dora import WeightDecomposed
+from meshwright.adapters.low_rank import LowRank, Rows
+from meshwright.layout import Layout
+from meshwright.model.axis_operations import TensorOperations
+from meshwright.model.initialise import initial_value
+from meshwright.model.layers import Linear
+from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX
+from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
+
+_MAGNITUDE = f".{ADAPTER_PARTS['magnitude']}"
+
+
+def attach_adapters(
+    model: nn.Module,
+    table: ParameterTable,
+    layout: Layout | None = None,
+    tensor: TensorOperations | None = None,
+    **options: Any,
+) -> None:
+    """Add to the linear layers of `model` the adapters that its parameter `table` lists, and freeze all other
+    parameters; do nothing without adapter. layout: parallel layout of which `model` is one rank's part; None: one
+    device. tensor: communication of tensor parallelism, by which DoRA sums norms. options: `device` and `dtype` of the
+    adapters' parameters. The model's attribute `config` has the adapter's settings."""
+    adapter: Any = model.config.adapter
+    if adapter is None:
+        return
+    layout = layout or Layout()
+    model.requires_grad_(False)
+    tensors = {parameter.name: parameter for parameter in table.tensors}
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, first in tensors.items():
+        layer, _, part = name.rpartition(".adapter.")
+        if part != "a" or not isinstance(modules.get(layer), Linear):  # of another pipeline stage
+            continue
+        second, weight = tensors[f"{layer}.adapter.b"], tensors[f"{layer}.weight"]
+        rows, inputs = list(_list_rows(weight, second, layout)), first.local_shape(layout)[1]
+        settings = rows, inputs, adapter.rank, adapter.scale
+        if adapter.kind == "dora":
+            sums = tensor if weight.entries[0].split.get("tp") == 1 else None
+            modules[layer].adapter = WeightDecomposed(*settings, sums, **options)
+        else:
+            modules[layer].adapter = LowRank(*settings, **options)
+
+
+def _list_rows(weight: ModelParameter, second: ModelParameter, layout: Layout) -> Iterator[Rows]:
+    """Yield the output features of a layer that each matrix B in `second` produces on a rank. weight: the layer's
+    weight, which may fuse several matrices."""
+    adapted = {each.name: each for each in second.entries}
+    for entry in weight.entries:
+        found = adapted.get(f"{PEFT_PREFIX}{entry.name.removesuffix('.weight')}.{ADAPTER_PARTS['b']}")
+        if found is not None:
+            yield Rows(weight.local_offset(entry, layout), found.local_shape(layout)[0])
+
+
+def make_initial_values(
+    base: ParameterTable, read_base: Callable[[ParameterEntry], torch.Tensor], seed: int
+) -> Callable[[ParameterEntry], torch.Tensor]:
+    """Return a function that computes the initial value of an adapter's parameter entry: A is random, B zero, and
+    DoRA's magnitudes are the norms of the base weight's rows, so that the adapted model computes what the base does.
+    base: table of the base model; read_base: reads its entries, in their shape on disk; seed: of the random values."""
+
+    def value_of(entry: ParameterEntry) -> torch.Tensor:
+        """Return the initial value of one entry, in its shape on disk."""
+        if not entry.name.endswith(_MAGNITUDE):
+            return initial_value(entry, seed)
+        weight = base.entry(f"{entry.name.removeprefix(PEFT_PREFIX).removesuffix(_MAGNITUDE)}.weight")
+        value = read_base(weight).double()
+        return torch.linalg.vector_norm(value, dim=0 if weight.transposed else 1)
+
+    return value_of
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Context manager in which `model` computes its base model alone, as if it had no adapters: the reference of
+    preference training."""
+    found = [module for module in model.modules() if isinstance(module, LowRank)]
+    for module in found:
+        module.enabled = False
+    try:
+        yield
+    finally:
+        for module in found:
+            module.enabled = True

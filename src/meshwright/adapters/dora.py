@@ -1,0 +1,67 @@
+"""DoRA: a LoRA adapter whose output features have trained magnitudes (Liu et al. 2024, arXiv:2402.09353)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.adapters.low_rank import LowRank, Rows
+from meshwright.model.axis_operations import TensorOperations
+from meshwright.model.precision import at_least_float32
+
+NORM_SITE = "adapter.norms"
+
+
+class WeightDecomposed(LowRank):
+    """DoRA adapter of one linear layer y = x Wᵀ: output feature i becomes m_i / n_i times that of W' = W + s B A, where
+    n_i is the norm of row i of W' (eq. 5) and constant in backward (section 4.3). Parameters: `a`, `b` as in `LowRank`,
+    and `magnitude`, the m of all adapted output features.
+
+    rows, inputs, rank, scale, options: as in `LowRank`. tensor: communication of tensor parallelism for a row-parallel
+    layer, whose ranks each hold some columns of W'; None: the rows are whole."""
+
+    def __init__(
+        self,
+        rows: Sequence[Rows],
+        inputs: int,
+        rank: int,
+        scale: float,
+        tensor: TensorOperations | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(rows, inputs, rank, scale, **options)
+        self.tensor = tensor
+        self.magnitude = nn.Parameter(torch.empty(self.b.shape[0], **options))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, weight_YX: torch.Tensor) -> torch.Tensor:
+        """Return the output of the adapted layer without bias, [..., Y]; arguments as in `LowRank.forward`."""
+        if not self.enabled:
+            return y
+        factors, parts, end = self.magnitude / self._row_norms(weight_YX), [], 0
+        for each, factor in zip(self.rows, factors.split([each.size for each in self.rows]), strict=True):
+            if each.start > end:
+                parts.append(factor.new_ones(each.start - end))
+            parts.append(factor)
+            end = each.start + each.size
+        if end < y.shape[-1]:
+            parts.append(factors.new_ones(y.shape[-1] - end))
+        return (y + self.product(x, y.shape[-1])) * torch.cat(parts)
+
+    @torch.no_grad()
+    def _row_norms(self, weight_YX: torch.Tensor) -> torch.Tensor:
+        """Return the norm of each adapted row of W + s B A, without forming that matrix: the square is ||W||² + 2 s (W
+        Aᵀ) B + s² B (A Aᵀ) Bᵀ, row by row. `weight_YX`: W, of a row-parallel layer this rank's columns."""
+        squares, wide = [], at_least_float32(weight_YX.dtype)
+        groups = zip(self.rows, self.a.split(self.rank), self.b.split([r.size for r in self.rows]), strict=True)
+        for each, a_RX, b_YR in groups:
+            weight = weight_YX[each.start : each.start + each.size]
+            crossed = 2 * (weight @ a_RX.T).to(wide) + self.scale * (b_YR @ (a_RX @ a_RX.T)).to(wide)
+            norms = torch.linalg.vector_norm(weight, dim=1, dtype=wide)
+            squares.append(norms.square() + self.scale * (crossed * b_YR).sum(dim=1))
+        total = torch.cat(squares)
+        if self.tensor is not None:
+            total = self.tensor.reduce(total, NORM_SITE)
+        return total.clamp(min=torch.finfo(wide).tiny).sqrt().to(weight_YX.dtype)

@@ -1,0 +1,273 @@
+"""Merges adapters into base weights, removes them again, and extracts an adapter from two checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from meshwright.adapters.peft_directory import open_adapter, with_adapter_of
+from meshwright.errors import UserError, error_reason
+from meshwright.model.huggingface import CheckpointFiles, match_entries
+from meshwright.spec.adapter_config import AdapterConfig
+from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX, adaptable_entries
+from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_path
+from meshwright.spec.parameters import parameter_table
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Adapter of a model, read from a PEFT directory. files: its tensors; config: the model's configuration with the
+    adapter; names: name of each adapted weight in the base model's files -> its module; transposed: names of those that
+    the files hold as [input, output]."""
+
+    files: CheckpointFiles
+    config: ModelConfig
+    names: dict[str, str]
+    transposed: frozenset[str]
+
+    @property
+    def settings(self) -> AdapterConfig:
+        """Kind, rank and scale of the adapter."""
+        assert self.config.adapter is not None
+        return self.config.adapter
+
+    def product(self, name: str) -> torch.Tensor:
+        """Return s B A in float64, in the shape in which the base model's files hold the weight `name`."""
+        prefix = f"{PEFT_PREFIX}{self.names[name]}"
+        first, second = (self.files.read_weights(f"{prefix}.{ADAPTER_PARTS[part]}").double() for part in "ab")
+        product = self.settings.scale * second @ first
+        return product.T if name in self.transposed else product
+
+    def merge(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight `name` with the adapter merged into it, float64, in the shape of the base `weight`: W + s B
+        A; with DoRA its rows scaled to the trained magnitudes."""
+        merged = weight.double() + self.product(name)
+        if self.settings.kind != "dora":
+            return merged
+        dim = 0 if name in self.transposed else 1
+        magnitude = self.files.read_weights(f"{PEFT_PREFIX}{self.names[name]}.{ADAPTER_PARTS['magnitude']}").double()
+        return merged * (magnitude / torch.linalg.vector_norm(merged, dim=dim)).unsqueeze(dim)
+
+
+def open_model_adapter(directory: Path, base: Path) -> tuple[CheckpointFiles, Adapter]:
+    """Open the base model in `base` and its adapter in `directory`; return (tensors of the base model, adapter). Raises
+    `UserError` if the adapter is of another model."""
+    files, settings = open_adapter(directory)
+    config = config_from_path(base)
+    adapted = with_adapter_of(files, settings, config)
+    weights, table = CheckpointFiles(base), parameter_table(config)
+    names = match_entries(weights, table, config)
+    found = {names[table_entry.name]: module for module, table_entry in _selected(config, settings).items()}
+    transposed = {names[entry.name] for entry in table.entries if entry.transposed}
+    return weights, Adapter(files, adapted, found, frozenset(transposed))
+
+
+def _selected(config: ModelConfig, settings: AdapterConfig) -> dict[str, Any]:
+    """Return {module: entry of its weight} of the layers that an adapter, read from a file, adapts."""
+    known = adaptable_entries(parameter_table(config).entries)
+    return {module: known[module] for module in settings.targets}
+
+
+def find_base(directory: Path) -> Path:
+    """Return the directory of the base model that an adapter names. Raises `UserError` if it is not there."""
+    _, settings = open_adapter(directory)
+    base = Path(settings.base)
+    if not settings.base or not base.is_dir():
+        raise UserError(
+            f"{directory / ADAPTER_CONFIG}: the base model {settings.base or '(none named)'} is not a directory here; "
+            "name it by --base, or in base_model_name_or_path"
+        )
+    return base
+
+
+class MergedFiles(CheckpointFiles):
+    """Tensors of the base model of a PEFT directory with the adapter merged into them, each when it is read, in the
+    dtype of the base model's files. directory: PEFT directory; base: Hugging Face directory of its base model."""
+
+    mapped = False
+
+    def __init__(self, directory: Path, base: Path) -> None:
+        super().__init__(base)
+        _, self._adapter = open_model_adapter(directory, base)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read the tensor `name` as a whole, in its dtype on disk, with the adapter merged into it."""
+        value = super().read(name)
+        return self._adapter.merge(name, value).to(value.dtype) if name in self._adapter.names else value
+
+
+def open_weights(directory: Path) -> CheckpointFiles:
+    """Open the weights of a Hugging Face directory, or those of a PEFT directory's base model with the adapter merged
+    into them."""
+    if (directory / ADAPTER_CONFIG).is_file():
+        return MergedFiles(directory, find_base(directory))
+    return CheckpointFiles(directory)
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """Context manager that yields a hidden directory beside `target` and renames it to `target` at the end; after an
+    error it is removed. Raises `UserError` if `target` exists."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"{target}: exists already; name a directory that does not")
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.replace(target)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written: {error_reason(error)}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def rewrite_model(
+    base: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor], tokenizer: Path | None = None
+) -> None:
+    """Write a copy of the Hugging Face directory `base` to `target`, file by file, with each tensor replaced by
+    `change(name, tensor)` in its shape and dtype. Configuration and tokenizer are copied; tokenizer: directory whose
+    tokenizer files replace those of `base`."""
+    files = CheckpointFiles(base)
+    by_file: dict[Path, list[str]] = {}
+    for name in sorted(files.names):
+        by_file.setdefault(files.file(name), []).append(name)
+    with new_directory(target) as partial:
+        for path, names in by_file.items():
+            tensors = {name: change(name, files.read(name)).contiguous() for name in names}
+            save_file(tensors, partial / path.name, {"format": "pt"})
+        for path in sorted(base.iterdir()):
+            if path.is_file() and not path.name.startswith(".") and path.suffix not in NOT_COPIED:
+                if path.name != "manifest.json":
+                    shutil.copyfile(path, partial / path.name)
+        for name in TOKENIZER_FILES if tokenizer else ():
+            if (path := Path(tokenizer or "", name)).is_file():
+                shutil.copyfile(path, partial / name)
+
+
+def merge_adapter(
+    directory: Path, base: Path, target: Path, *, quantize: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> dict[str, Any]:
+    """Write the base model with the adapter in `directory` merged into it to `target`; return the JSON document of
+    `meshwright adapter merge`.
+
+    quantize: function that returns a weight, [output, input], as it was quantized in training and dequantized, for an
+    adapter trained on a quantized base: it is merged into that. The document's "rounding" is the relative error of the
+    merged weights by their rounding to the files' dtype; "quantization" that of the quantized base."""
+    weights, adapter = open_model_adapter(directory, base)
+    rounding, lost = _RelativeError(), _RelativeError()
+
+    def change(name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return one tensor of the merged model."""
+        if name not in adapter.names:
+            return weight
+        started = weight
+        if quantize is not None:
+            turned = name in adapter.transposed
+            started = quantize(weight.T.contiguous() if turned else weight)
+            started = started.T if turned else started
+            lost.add(started, weight)
+        merged = adapter.merge(name, started)
+        rounded = merged.to(weight.dtype)
+        rounding.add(rounded, merged)
+        return rounded
+
+    rewrite_model(base, target, change, directory)
+    document = {"directory": str(target), "base": str(base), "layers": len(adapter.names), "rounding": rounding.value}
+    return document | ({"quantization": lost.value} if quantize is not None else {})
+
+
+def unmerge_adapter(directory: Path, merged: Path, target: Path) -> dict[str, Any]:
+    """Write the model in `merged` without the adapter in `directory`, which was merged into it, to `target`: W - s B A.
+    Return the JSON document of `meshwright adapter unmerge`. Raises `UserError` for DoRA, whose base norms are lost."""
+    weights, adapter = open_model_adapter(directory, merged)
+    if adapter.settings.kind == "dora":
+        raise UserError(f"{directory}: a merged DoRA adapter cannot be removed: the norms of the base are not stored")
+
+    def change(name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return one tensor of the base model."""
+        if name not in adapter.names:
+            return weight
+        return (weight.double() - adapter.product(name)).to(weight.dtype)
+
+    rewrite_model(merged, target, change)
+    return {"directory": str(target), "layers": len(adapter.names)}
+
+
+def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict[str, Any]:
+    """Write the adapter of rank `rank` that is closest to the difference of two checkpoints of one model, `tuned` minus
+    `base`, to the PEFT directory `target`: the truncated singular value decomposition of each linear layer's
+    difference (Eckart & Young 1936). Return the JSON document of `meshwright adapter extract`: "kept" is the share of
+    the differences' squared norm, "not_extracted" the tensors that differ and take no adapter."""
+    config = config_from_path(base)
+    if config_from_path(tuned) != config:
+        raise UserError(f"{tuned}: its config.json describes another model than that of {base}")
+    table = parameter_table(config)
+    both = [CheckpointFiles(each) for each in (tuned, base)]
+    names = [match_entries(files, table, config) for files in both]
+    modules = {entry.name: module for module, entry in adaptable_entries(table.entries).items()}
+    factors, rest = dict[str, tuple[torch.Tensor, torch.Tensor]](), []
+    kept = whole = 0.0
+    for entry in table.entries:
+        after, before = (files.read_weights(each[entry.name]) for files, each in zip(both, names, strict=True))
+        if torch.equal(after, before):
+            continue
+        if entry.name not in modules:
+            rest.append(entry.name)
+            continue
+        difference = after.double() - before.double()
+        left, values, right = torch.linalg.svd(difference.T if entry.transposed else difference, full_matrices=False)
+        if rank > len(values):
+            raise UserError(f"--rank {rank} is above the width of {modules[entry.name]}; at most {len(values)}")
+        root = values[:rank].sqrt()
+        factors[modules[entry.name]] = root[:, None] * right[:rank], left[:, :rank] * root
+        whole, kept = whole + float(values.square().sum()), kept + float(values[:rank].square().sum())
+    if not factors:
+        raise UserError(f"{tuned}: no linear layer differs from {base}: there is nothing to extract")
+    adapter = AdapterConfig("lora", rank, float(rank), tuple(factors), str(base.resolve()))
+    tensors = {
+        f"{PEFT_PREFIX}{module}.{ADAPTER_PARTS[part]}": value.float().contiguous()
+        for module, pair in factors.items()
+        for part, value in zip("ab", pair, strict=True)
+    }
+    write_adapter(target, dataclasses.replace(config, adapter=adapter), tensors)
+    return {"directory": str(target), "layers": len(factors), "kept": kept / whole, "not_extracted": rest}
+
+
+def write_adapter(target: Path, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """Write the adapter of `config` with the given tensors as a PEFT directory."""
+    with new_directory(target) as partial:
+        save_file(tensors, partial / ADAPTER_FILE, {"format": "pt"})
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(adapter_to_peft(config), indent=1) + "\n")
+
+
+class _RelativeError:
+    """Accumulator of the relative error ‖a - b‖ / ‖b‖ over several tensors."""
+
+    def __init__(self) -> None:
+        self._difference = self._norm = 0.0
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add a tensor `a` whose exact value is `b`."""
+        self._difference += float((a.double() - b.double()).square().sum())
+        self._norm += float(b.double().square().sum())
+
+    @property
+    def value(self) -> float:
+        """The relative error of all tensors added."""
+        return math.sqrt(self._difference / self._norm) if self._norm else 0.0

@@ -1,0 +1,100 @@
+"""`meshwright adapter`: merge an adapter into its base model, remove it again, or extract one from two checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from meshwright.cli import plumbing
+from meshwright.cli.plumbing import json_option, result_printer
+
+base_option = click.option(
+    "--base", type=click.Path(path_type=Path), help="Base model.  [default: the one that adapter_config.json names]"
+)
+
+
+@plumbing.command(
+    "adapter",
+    "meshwright adapter merge runs/lora merged",
+    "meshwright adapter unmerge runs/lora merged restored",
+    "meshwright adapter extract tuned base adapter --rank 16",
+    group=True,
+)
+def command() -> None:
+    """Merge a LoRA adapter into its base model, remove it from a merged model, or extract one from two checkpoints."""
+
+
+@plumbing.command(
+    "merge", "meshwright adapter merge runs/lora merged", "meshwright adapter merge peft-dir out --base model"
+)
+@click.argument("adapter")
+@click.argument("output", type=click.Path(path_type=Path))
+@base_option
+@json_option
+def merge(adapter: str, output: Path, base: Path | None, as_json: bool) -> None:
+    """Write the base model with ADAPTER merged into its weights to the Hugging Face directory OUTPUT.
+
+    ADAPTER is a run directory, a checkpoint or a PEFT directory.
+
+    \f
+    output: directory to write, which must not exist. base: directory of the base model; None: as the adapter names it.
+    as_json: print JSON.
+    """
+    from meshwright.adapters.merging import find_base, merge_adapter
+    from meshwright.checkpoint import find_checkpoint
+
+    with result_printer(as_json) as answer:
+        directory = find_checkpoint(adapter)
+        document = merge_adapter(directory, base or find_base(directory), output)
+        error = f"relative rounding error of the merged weights {document['rounding']:.1e}"
+        answer(document, f"merged {document['layers']} layers into {output}; {error}")
+
+
+@plumbing.command("unmerge", "meshwright adapter unmerge runs/lora merged restored")
+@click.argument("adapter")
+@click.argument("merged", type=click.Path(path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+@json_option
+def unmerge(adapter: str, merged: Path, output: Path, as_json: bool) -> None:
+    """Remove ADAPTER from the model MERGED, into which it was merged, and write the base model to OUTPUT. The weights
+    are restored up to the rounding of the merge.
+
+    \f
+    adapter: run directory, checkpoint or PEFT directory. merged: Hugging Face directory. output: directory to write,
+    which must not exist. as_json: print JSON.
+    """
+    from meshwright.adapters.merging import unmerge_adapter
+    from meshwright.checkpoint import find_checkpoint
+
+    with result_printer(as_json) as answer:
+        document = unmerge_adapter(find_checkpoint(adapter), merged, output)
+        answer(document, f"removed the adapter from {document['layers']} layers: {output}")
+
+
+@plumbing.command("extract", "meshwright adapter extract tuned base adapter --rank 16")
+@click.argument("tuned", type=click.Path(path_type=Path))
+@click.argument("base", type=click.Path(path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--rank", default=16, type=click.IntRange(min=1), show_default=True, help="Rank of the adapter.")
+@json_option
+def extract(tuned: Path, base: Path, output: Path, rank: int, as_json: bool) -> None:
+    """Write the adapter that is closest to the difference of the checkpoints TUNED and BASE to the PEFT directory
+    OUTPUT: the truncated singular value decomposition of each linear layer's difference.
+
+    \f
+    tuned, base: Hugging Face directories of one architecture. output: directory to write, which must not exist. rank:
+    rank of the adapter. as_json: print JSON.
+    """
+    from meshwright.adapters.merging import extract_adapter
+    from meshwright.checkpoint import find_checkpoint
+
+    with result_printer(as_json) as answer:
+        document = extract_adapter(find_checkpoint(tuned), find_checkpoint(base), output, rank=rank)
+        left = len(document["not_extracted"])
+        rest = f"; {left} tensors that differ take no adapter: {document['not_extracted'][0]} ..." if left else ""
+        answer(document, f"{document['layers']} layers, {document['kept']:.2%} of their squared difference kept{rest}")
+
+
+for each in (merge, unmerge, extract):
+    command.add_command(each)
