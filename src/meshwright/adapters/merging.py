@@ -152,9 +152,9 @@ def rewrite_model(
             tensors = {name: change(name, files.read(name)).contiguous() for name in names}
             save_file(tensors, partial / path.name, {"format": "pt"})
         for path in sorted(base.iterdir()):
-            if path.is_file() and not path.name.startswith(".") and path.suffix not in NOT_COPIED:
-                if path.name != "manifest.json":
-                    shutil.copyfile(path, partial / path.name)
+            hidden = path.name.startswith(".") or path.name == "manifest.json"
+            if path.is_file() and not hidden and path.suffix not in NOT_COPIED:
+                shutil.copyfile(path, partial / path.name)
         for name in TOKENIZER_FILES if tokenizer else ():
             if (path := Path(tokenizer or "", name)).is_file():
                 shutil.copyfile(path, partial / name)
@@ -169,7 +169,7 @@ def merge_adapter(
     quantize: function that returns a weight, [output, input], as it was quantized in training and dequantized, for an
     adapter trained on a quantized base: it is merged into that. The document's "rounding" is the relative error of the
     merged weights by their rounding to the files' dtype; "quantization" that of the quantized base."""
-    weights, adapter = open_model_adapter(directory, base)
+    _, adapter = open_model_adapter(directory, base)
     rounding, lost = _RelativeError(), _RelativeError()
 
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ def merge_adapter(
 def unmerge_adapter(directory: Path, merged: Path, target: Path) -> dict[str, Any]:
     """Write the model in `merged` without the adapter in `directory`, which was merged into it, to `target`: W - s B A.
     Return the JSON document of `meshwright adapter unmerge`. Raises `UserError` for DoRA, whose base norms are lost."""
-    weights, adapter = open_model_adapter(directory, merged)
+    _, adapter = open_model_adapter(directory, merged)
     if adapter.settings.kind == "dora":
         raise UserError(f"{directory}: a merged DoRA adapter cannot be removed: the norms of the base are not stored")
 

@@ -92,8 +92,8 @@ def plan_model_files(
 
     dtype: dtype of trained parameters on disk ("float32", "bfloat16"); buffers and frozen parameters of a user's module
     keep their own dtype. shard_bytes: maximum tensor bytes per file; a larger tensor gets a file of its own. stem: name
-    of the files without ".safetensors". Tensors are ordered by dtype, wider dtypes first (for alignment), then as in the table.
-    """
+    of the files without ".safetensors". Tensors are ordered by dtype, wider dtypes first (for alignment), then as in
+    the table."""
     codes = {entry.name: DTYPE_CODES[entry.kept or dtype] for entry in table.entries}
     in_order = sorted(table.entries, key=lambda entry: -ITEM_BYTES[codes[entry.name]])
     shards: list[list[ParameterEntry]] = [[]]

@@ -208,18 +208,27 @@ class ZeroEngine:
     # --- slices for checkpoints, bytes for ledgers
 
     def master_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return the trained master weights as slices of parameter entries (checkpoint tensors). `owned`: True: the slices that
-        this rank writes to a checkpoint (over all ranks, each element is in one slice); False: all slices that this
-        rank holds and must read."""
+        """Return the trained master weights as slices of parameter entries (checkpoint tensors). `owned`: True: the
+        slices that this rank writes to a checkpoint (over all ranks, each element is in one slice); False: all slices
+        that this rank holds and must read."""
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
-    def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
+    def frozen_slices(self) -> list[TensorSlice]:
+        """Return the frozen parameters as slices of parameter entries (checkpoint tensors): over all ranks, each
+        element is in one slice."""
+        frozen = [unit for unit in self._units.values() if not unit.trainable]
+        return self.slices_like("frozen", [unit.master for unit in frozen], True, frozen)
+
+    def slices_like(
+        self, kind: str, tensors: Sequence[torch.Tensor], owned: bool, units: Sequence[FsdpUnit] | None = None
+    ) -> list[TensorSlice]:
         """Return slices of an optimizer state, cut like those of `master_slices`. `kind`: label of the slices, such as
         "exp_avg". `tensors`: one 1-D tensor for each unit in `shards`, as long as the unit's master weights. `owned`:
-        True for the slices that this rank writes to a checkpoint, False for all that it must read."""
+        True for the slices that this rank writes to a checkpoint, False for all that it must read. `units`: FSDP units
+        in place of `shards`."""
         slices: list[TensorSlice] = []
         position = self.mesh.tp.rank if owned else None
-        for tensor, unit in zip(tensors, self.shards, strict=True):
+        for tensor, unit in zip(tensors, self.shards if units is None else units, strict=True):
             low, high = unit.start, min(unit.stop, unit.flat.numel)
             if owned:
                 low, high = split_evenly(low, max(low, high), unit.replica, unit.replicas)

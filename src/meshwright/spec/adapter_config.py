@@ -18,9 +18,9 @@ class AdapterConfig:
     kind: "lora" scales by s = alpha / rank; "rslora" by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732, eq.
     8); "dora" adds a trained magnitude of each output (Liu et al. 2024, arXiv:2402.09353, eq. 5), with s of "lora".
     targets: names of linear layers, as in PEFT: a full Hugging Face module name, its last parts ("q_proj"), a pattern
-    with * ? or [], or "all-linear". base: directory or hub name of the base model, as adapters record it. random_b: B starts from random values instead of zeros, so that every gradient of
-    the first step differs from 0; for verification.
-    """
+    with * ? or [], or "all-linear". base: directory or hub name of the base model, as adapters record it. random_b: B
+    starts from random values instead of zeros, so that every gradient of the first step differs from 0; for
+    verification."""
 
     kind: AdapterKind = "lora"
     rank: int = 8

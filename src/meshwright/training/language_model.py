@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshwright.adapters.attach import make_initial_values
+from meshwright.adapters.attach import adapters_off, make_initial_values
 from meshwright.adapters.peft_directory import read_peft_adapter
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
@@ -198,6 +199,21 @@ class LanguageModelTask:
             "model": hashlib.sha256(canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
             "precision": self.layout.precision or "fp32",
         }
+
+    @property
+    def recomputes_reference(self) -> bool:
+        """True if the reference model of preference training can be computed at any step: the base without adapter."""
+        return self.config.adapter is not None
+
+    def reference_weights(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the model is the reference of preference training: the base model without
+        its adapter. Without adapter the reference is the model at its start, and nothing changes."""
+        return adapters_off(self.model)
+
+    def reference_slices(self) -> list[TensorSlice]:
+        """Return the weights of the reference model of preference training as slices that cover each element on one
+        rank: those of the frozen base model if there is an adapter, else all weights."""
+        return self.parallel.frozen_slices() if self.config.adapter else self.parallel.master_slices(owned=True)
 
     def load_weights(self, directory: Path) -> None:
         """Load the weights of a Hugging Face model directory into the parameters, in place of initial values. An

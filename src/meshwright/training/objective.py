@@ -7,6 +7,7 @@ responses. `Preferences` (training/preference.py) covers pairs of responses and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import TokenBatch
 from meshwright.model.documents import Documents
 from meshwright.monitoring.records import Metrics
+from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import TermCount, count_targets, loss_share
 from meshwright.parallel.zero_engine import ZeroEngine
@@ -35,6 +37,16 @@ class Policy(Protocol):
     def identity(self) -> Mapping[str, str]:
         """Inputs of the reference log-probabilities other than the weights, as {name: value}: the SHA-256 of the
         data, the SHA-256 of the model configuration, and the precision. Stored ones are used only if all are equal."""
+
+    @property
+    def recomputes_reference(self) -> bool:
+        """True if the reference model can be computed at any step: the base model without its adapter."""
+
+    def reference_weights(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the model is the reference model."""
+
+    def reference_slices(self) -> list[TensorSlice]:
+        """Return the weights of the reference model as slices that cover each element on one rank."""
 
     def split_sequences(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
         """Yield for each forward pass over the first `count` sequences of a split the list of this rank's

@@ -157,20 +157,21 @@ class Preferences:
         if not self.pair_loss.needs_reference:
             return
         path = start.directory / FILE
-        if start.saved is not None and start.saved["step"]:
+        if start.saved is not None and start.saved["step"] and not policy.recomputes_reference:
             self.reference = self._read_for_resume(path, start)
             return
         identity = {
             **policy.identity,
             "rows": " ".join(sequences.rows_sha256 for sequences in self._splits.values()),
-            "weights": compute_weights_checksum(policy.parallel.master_slices(owned=True), policy.mesh),
+            "weights": compute_weights_checksum(policy.reference_slices(), policy.mesh),
         }
         begun, sequences = time.perf_counter(), sum(map(len, self._responses.values()))
 
         def compute() -> Reference:
             """Compute the reference log-probabilities and log the progress."""
             log = limit_rate(lambda done: start.log(f"reference: {done:,} of {sequences:,} sequences"))
-            return self.compute_reference(policy, identity, log)
+            with policy.reference_weights():
+                return self.compute_reference(policy, identity, log)
 
         leader = policy.mesh.rank == 0
         self.reference, earlier = load_or_compute(path, self._responses, identity, compute, start.agreement, leader)

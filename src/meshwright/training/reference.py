@@ -136,7 +136,7 @@ def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
     for item in owned:
         name = int.from_bytes(hashlib.sha256(item.name.encode()).digest()[:8], "little", signed=True)
         flat = item.tensor.reshape(-1)
-        bits = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[flat.element_size()])
+        bits = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[flat.element_size()])
         for begin in range(0, len(bits), _CHUNK_ELEMENTS):
             part = bits[begin : begin + _CHUNK_ELEMENTS].to(torch.int64)
             places = torch.arange(len(part), device=part.device, dtype=torch.int64) + (item.start + begin)

@@ -21,7 +21,7 @@ def merge_adapter(
     their parameter entries; differentiable. leaves: value of every parameter entry, flattened, by name.
 
     LoRA: W + s B A, s = alpha / rank (arXiv:2106.09685, eq. 3), or alpha / sqrt(rank) for rsLoRA (arXiv:2312.03732, eq.
-    8). DoRA: m (W + s B A) / ||W + s B A||, norms of the rows, constant in backward (arXiv:2402.09353, eq. 5 and 11)."""
+    8). DoRA: m (W + s B A) / ||W + s B A||, norms of rows, constant in backward (arXiv:2402.09353, eq. 5 and 11)."""
     merged = {}
     for entry in table.entries:
         if entry.name.startswith(PREFIX):

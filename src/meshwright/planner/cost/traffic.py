@@ -113,13 +113,48 @@ class _Step(DataCalls):
         at = self.micro_batch
         layers = [operator for layer in stage.layers for operator in block(at, layer)]
         first, last = embedding(at) if stage.first else (), head(at, True) if stage.last else ()
+        frozen = self.sites_before_adapter(stage)
         for operator in (*first, *layers, *last):
             for one in operator.exchanges:
                 for site, size in one.sites:
-                    self.exchange(one, site, size, count * one.count * (1 + one.again))
+                    skipped = min(one.count, frozen[site])
+                    frozen[site] -= skipped
+                    self.exchange(one, site, size, count * (one.count - skipped) * (1 + one.again))
+        self.adapter_norms(stage, count)
         if self.config.router_loss and not self.work.responses and any(map(self.config.has_experts, stage.layers)):
             # Of responses with preferences every rank counts the targets itself.
             self.all_reduce("router.targets", "cp", self.layout.cp, 8 * self.rows, count)
+
+    def adapted_layers(self) -> set[str]:
+        """Return the names of the linear layers that have an adapter, such as "layers.0.attention.qkv"."""
+        return {tensor.name.rpartition(".adapter.")[0] for tensor in self.table.tensors if ".adapter." in tensor.name}
+
+    def sites_before_adapter(self, stage: Stage) -> Counter[str]:
+        """Return how many backward calls of each site of tensor parallelism a stage does not make, because all
+        parameters before them are frozen."""
+        found, adapted = Counter[str](), self.adapted_layers()
+        if not adapted or not stage.first:
+            return found
+        found["embedding.backward"] = 1
+        for layer in stage.layers:
+            for part, modules in (("attention", ("qkv", "output")), ("mlp", ("up", "down"))):
+                for site, module in zip(("input", "output"), modules, strict=True):
+                    found[f"{part}.{site}.backward"] += site == "input"
+                    names = (f"layers.{layer}.{part}.{module}", f"layers.{layer}.{part}.shared.{module}")
+                    if adapted.intersection(names):
+                        return found
+                    found[f"{part}.{site}.backward"] += site == "output"
+        return found
+
+    def adapter_norms(self, stage: Stage, count: int) -> None:
+        """Count the bytes sent by the sums of DoRA's row norms over tp, one for each adapted row-parallel layer."""
+        adapter, adapted = self.config.adapter, self.adapted_layers()
+        if adapter is None or adapter.kind != "dora":
+            return
+        names = ("attention.output", "mlp.down", "mlp.shared.down")
+        layers = sum(f"layers.{layer}.{name}" in adapted for layer in stage.layers for name in names)
+        size, repeated = self.config.hidden * self.micro_batch.wide, self.layout.recompute == "full"
+        self.all_reduce("adapter.norms", "tp", self.layout.tp, size, count * layers * (1 + repeated))
 
     def exchange(self, one: Exchange, site: str, size: int, times: int) -> None:
         """Count the bytes sent by `times` calls of an operator's collective. site: label of the call; size: bytes of

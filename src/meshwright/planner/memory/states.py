@@ -26,9 +26,8 @@ STATE_KINDS: dict[str, tuple[str, ...]] = {
 class Flat(NamedTuple):
     """A flat parameter buffer on a rank: the parameters of an FSDP unit in one vector.
 
-    unit: such as "layers.3"; part: kind of the buffer, such as "dense"; numel, padded: elements before and after padding; shards:
-    number of ranks over which ZeRO shards it; zero: ZeRO stage, 0 on a single rank.
-    """
+    unit: such as "layers.3"; part: kind of the buffer, such as "dense"; numel, padded: elements before and after
+    padding; shards: number of ranks over which ZeRO shards it; zero: ZeRO stage, 0 on a single rank."""
 
     unit: str
     part: BufferKind

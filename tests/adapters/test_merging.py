@@ -1,0 +1,90 @@
+"""Merged weights compute what the adapter does; extraction inverts merging; damaged input is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meshwright.adapters.attach import adapters_off
+from meshwright.adapters.merging import extract_adapter, merge_adapter, unmerge_adapter, write_adapter
+from meshwright.cli.main import main
+from meshwright.errors import UserError
+from meshwright.model.huggingface import load_huggingface
+from tests.adapters.adapter_cases import adapted, batch, small, write_base
+
+
+@pytest.mark.parametrize(("model", "kind"), [("llama-3-8b", "lora"), ("gpt2", "dora")])
+def test_merged_model_computes_what_the_adapted_one_does(model: str, kind: str, tmp_path: Path):
+    config = small(model)
+    base = write_base(tmp_path / "base", config)
+    mine, values = adapted(config, base, kind=kind)
+    write_adapter(tmp_path / "adapter", mine.config, values)
+    found = merge_adapter(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
+    merged, _ = load_huggingface(tmp_path / "merged", torch.float64)
+    tokens, targets = batch(config)
+    assert merged(tokens, targets).item() == pytest.approx(mine(tokens, targets).item(), rel=1e-12)
+    with adapters_off(mine):
+        assert mine(tokens, targets).item() == base(tokens, targets).item() != merged(tokens, targets).item()
+    assert found["rounding"] == 0.0
+
+
+def test_unmerge_restores_the_base_and_extract_finds_the_adapter(tmp_path: Path):
+    config = small()
+    base = write_base(tmp_path / "base", config)
+    mine, values = adapted(config, base, targets=("o_proj", "gate_proj"))
+    write_adapter(tmp_path / "adapter", mine.config, values)
+    merge_adapter(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
+    unmerge_adapter(tmp_path / "adapter", tmp_path / "merged", tmp_path / "restored")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "restored"))
+    assert all((after[key] - before[key]).abs().max() < 1e-14 for key in before)
+    found = extract_adapter(tmp_path / "merged", tmp_path / "base", tmp_path / "extracted", rank=3)
+    assert found["layers"] == 4 and found["kept"] == pytest.approx(1.0) and not found["not_extracted"]
+    found = extract_adapter(tmp_path / "merged", tmp_path / "base", tmp_path / "smaller", rank=1)
+    assert 0.3 < found["kept"] < 0.95
+    merge_adapter(tmp_path / "extracted", tmp_path / "base", tmp_path / "again")
+    again, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "merged"))
+    assert all((again[key] - merged[key]).abs().max() < 1e-7 for key in merged)  # the adapter is stored in float32
+
+
+def test_extract_reports_tensors_that_take_no_adapter(tmp_path: Path):
+    write_base(tmp_path / "base", small())
+    write_base(tmp_path / "tuned", small())
+    tensors = load_file(tmp_path / "tuned/model.safetensors")
+    tensors["model.norm.weight"] += 1
+    tensors["model.layers.1.mlp.up_proj.weight"] += torch.eye(*tensors["model.layers.1.mlp.up_proj.weight"].shape)
+    save_file(tensors, tmp_path / "tuned/model.safetensors", {"format": "pt"})
+    found = extract_adapter(tmp_path / "tuned", tmp_path / "base", tmp_path / "adapter", rank=2)
+    assert found["not_extracted"] == ["model.norm.weight"] and found["layers"] == 1
+    assert found["kept"] == pytest.approx(2 / 24)  # two of 24 equal singular values
+
+
+def test_adapter_of_another_model_is_refused_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    base = write_base(tmp_path / "base", small())
+    mine, values = adapted(small(), base)
+    write_adapter(tmp_path / "adapter", mine.config, values)
+    write_base(tmp_path / "other", small("qwen3-0.6b", layers=1))
+    arguments = ["adapter", "merge", str(tmp_path / "adapter"), str(tmp_path / "out")]
+    assert main([*arguments, "--base", str(tmp_path / "other")]) == 2
+    error = capsys.readouterr().err
+    assert "adapter_model.safetensors" in error or "another model" in error
+    assert error.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert main(arguments) == 2
+    assert "--base" in capsys.readouterr().err and not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [("peft_type", "IA3", "LORA"), ("r", 0, "whole number"), ("lora_alpha", None, "positive"), ("bias", "all", "bias")],
+)
+def test_adapter_config_that_cannot_be_used_is_refused(key: str, value: object, expected: str, tmp_path: Path):
+    base = write_base(tmp_path / "base", small())
+    mine, values = adapted(small(), base)
+    write_adapter(tmp_path / "adapter", mine.config, values)
+    path = tmp_path / "adapter/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=expected):
+        merge_adapter(tmp_path / "adapter", tmp_path / "base", tmp_path / "out")

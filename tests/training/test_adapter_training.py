@@ -1,0 +1,101 @@
+"""Runs with an adapter: the base stays frozen, checkpoints are PEFT directories that resume on another layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from meshwright.comm.local import LocalRanks
+from meshwright.errors import UserError
+from meshwright.recipe import Recipe
+from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.spec.parameters import parameter_table
+from tests.adapters.adapter_cases import small, write_base
+from tests.training import training_cases as cases
+
+
+def changes(base: Path, **more: Any) -> dict[str, Any]:
+    """Return the changes of a recipe that trains an adapter on the model in `base`."""
+    adapter = {"kind": "lora", "rank": 2, "targets": ["q_proj", "v_proj", "o_proj"]}
+    return {"model": {"from": str(base)}, "adapter": adapter, "data_tokenizer": "bytes", "data_sequence": 40} | more
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    with LocalRanks(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("base")
+    write_base(directory, dataclasses.replace(small(), intermediate=36), torch.float32)
+    return directory
+
+
+def test_run_resumes_on_another_layout_and_saves_peft_directory(ranks: LocalRanks, base: Path, tmp_path: Path):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    (whole,) = cases.run_without_error(None, straight, "dp1 fp32", **changes(base, checkpoint_every=3))
+    cases.run(ranks, resumed, "dp2 zero3 fp32", 3, **changes(base, checkpoint_every=3))
+    outcomes = cases.run_without_error(ranks, resumed, "tp2 fp32", **changes(base, checkpoint_every=3))
+    cases.assert_same_steps(resumed, straight)
+    checkpoint = resumed / "run/checkpoints/step-000006"
+    assert not (checkpoint / "config.json").exists() and not (checkpoint / "model.safetensors").exists()
+    settings = json.loads((checkpoint / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["o_proj", "q_proj", "v_proj"] and settings["r"] == 2
+    values = load_file(checkpoint / "adapter_model.safetensors")
+    other = load_file(straight / "run/checkpoints/step-000006/adapter_model.safetensors")
+    assert len(values) == 2 * 3 * 2 and values.keys() == other.keys()
+    for name, value in values.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-5)
+    # Frozen parameters have neither gradients nor optimizer state nor traffic, as predicted.
+    trained = sum(value.numel() for value in values.values())
+    result = whole["result"]
+    assert result["measured"]["state_bytes"]["optimizer"] == 2 * 4 * trained
+    assert result["measured"]["state_bytes"] == result["predicted"]["state_bytes"]
+    found = outcomes[0]["result"]
+    assert found["measured"]["sent_bytes_per_step"] == found["predicted"]["sent_bytes_per_step"]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [
+        ({"kind": "lora", "targets": ["q_porj"]}, "q_proj"),
+        ({"kind": "lora", "targets": ["lm_head"]}, "output head"),
+        ({"kind": "lora", "rank": 13}, "rank 13 is above the width"),
+        ({"kind": "loar"}, "lora"),
+        ({"kind": "lora", "dropout": 0.1}, "dropout"),
+        ({"rank": 4}, "kind"),
+    ],
+)
+def test_adapter_that_does_not_fit_is_refused(adapter: dict[str, Any], expected: str, base: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=expected):
+        recipe = cases.recipe(tmp_path, "dp1", **changes(base, adapter=adapter))
+        config_from_recipe(recipe.model, 40, 257, recipe.adapter)
+
+
+def test_adapter_without_base_model_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="adapter needs model.from"):
+        cases.recipe(tmp_path, "dp1", adapter={"kind": "lora"})
+
+
+def test_traffic_of_dora_under_tensor_parallelism_is_predicted(ranks: LocalRanks, base: Path, tmp_path: Path):
+    adapter = {"kind": "dora", "rank": 2, "targets": ["o_proj", "down_proj"]}
+    settings = changes(base, adapter=adapter, train_steps=2)
+    found = cases.run_without_error(ranks, tmp_path, "tp2 fp32", **settings)[0]["result"]
+    assert found["measured"]["sent_bytes_per_step"] == found["predicted"]["sent_bytes_per_step"]
+    assert "adapter.norms" in found["measured"]["sent_bytes_per_step"]
+
+
+def test_recipe_with_adapter_freezes_the_base(base: Path, tmp_path: Path):
+    recipe = cases.recipe(tmp_path, "dp1", **changes(base))
+    assert Recipe.from_tables(recipe.to_tables()) == recipe
+    table = parameter_table(config_from_recipe(recipe.model, 40, 257, recipe.adapter))
+    assert all(entry.trainable == (".lora_" in entry.name) for entry in table.entries)
+    assert 0 < table.trained.numel < table.numel / 10

@@ -1,0 +1,33 @@
+"""Adapters match one device, whose weights have the adapter merged into them, on several layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.spec.adapter_config import AdapterConfig
+from meshwright.spec.presets import preset
+from meshwright.verification.run import run_verification
+from tests.conftest import exhaustive
+
+pytestmark = pytest.mark.usefixtures("first_case_alone")
+
+SOME = [
+    ("llama-3-8b", "lora", ("all-linear",), "dp2 tp2 zero3"),  # two key-value heads, shared by no ranks
+    ("gpt2", "dora", ("c_attn", "c_proj"), "tp2 pp2 mb2 ac:full"),
+]
+MORE = [
+    ("qwen3-0.6b", "rslora", ("q_proj",), "pp2:zb-v mb4"), ("qwen3-0.6b", "lora", ("all-linear",), "tp4:nosp"),
+    ("qwen3-0.6b", "lora", ("all-linear",), "cp2:ulysses tp2"), ("llama-3-8b", "lora", ("v_proj",), "dp4 zero3 hs2"),
+    ("qwen1.5-moe-a2.7b", "lora", ("all-linear",), "dp2 ep2 zero3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind", "targets", "layout"), [*SOME, *exhaustive(*MORE)])
+def test_adapter_on_several_ranks_matches_merged_weights_on_one(name, kind, targets, layout):
+    config = dataclasses.replace(preset(name), adapter=AdapterConfig(kind, 3, 6.0, targets))
+    document = run_verification(layout, model=config)
+    assert document["passed"], document["failure"]
+    assert document["worst"]["relative_error"] < 1e-12
+    assert ".lora_" in document["worst"]["name"]
