@@ -34,6 +34,7 @@ PACKAGES = [
     *(
         "comm",
         "emulation",
+        "quantization",
         "model",
         "adapters",
         "parallel",

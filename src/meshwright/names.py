@@ -113,6 +113,7 @@ OBJECTIVES_OF_RECORDS = {  # of the records with preferences; the first is the d
 OBJECTIVES = ("next-token", *(name for names in OBJECTIVES_OF_RECORDS.values() for name in names))
 LEARNING_RATE_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 ADAPTER_KINDS = ("none", "lora", "rslora", "dora")
+ADAPTER_BASES = ("bf16", "int8", "nf4")
 CHECKPOINT_DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 

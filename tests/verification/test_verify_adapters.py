@@ -6,8 +6,11 @@ import dataclasses
 
 import pytest
 
+from meshwright.errors import UserError
+from meshwright.layout import Layout
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.presets import preset
+from meshwright.spec.refuse import refuse
 from meshwright.verification.run import run_verification
 from tests.conftest import exhaustive
 
@@ -22,6 +25,22 @@ MORE = [
     ("qwen3-0.6b", "lora", ("all-linear",), "cp2:ulysses tp2"), ("llama-3-8b", "lora", ("v_proj",), "dp4 zero3 hs2"),
     ("qwen1.5-moe-a2.7b", "lora", ("all-linear",), "dp2 ep2 zero3"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("packed", "layout"), [("nf4", "dp2 tp2 zero3"), *exhaustive(("int8", "tp2 pp2 mb2"))])
+def test_adapter_on_packed_base_matches_unpacked_weights_on_one(packed, layout):
+    adapter = AdapterConfig("dora", 3, 6.0, ("all-linear",), packed=packed)
+    document = run_verification(layout, model=dataclasses.replace(preset("llama-3-8b"), adapter=adapter))
+    assert document["passed"], document["failure"]
+    assert document["worst"]["relative_error"] < 1e-12
+
+
+def test_layout_that_would_cut_a_packed_block_is_refused():
+    adapter = AdapterConfig(packed="nf4")
+    config = dataclasses.replace(preset("llama-3-8b"), intermediate=14336 + 64, adapter=adapter)
+    refuse(Layout.parse("tp1"), config, 8)
+    with pytest.raises(UserError, match=r"tp2 gives each rank 7200 .* cuts blocks of 64"):
+        refuse(Layout.parse("tp2"), config, 8)
 
 
 @pytest.mark.parametrize(("name", "kind", "targets", "layout"), [*SOME, *exhaustive(*MORE)])

@@ -15,6 +15,7 @@ from meshwright.layout import Layout
 from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.initialise import initial_value
 from meshwright.model.layers import Linear
+from meshwright.quantization.packing import PackedProduct, Packing
 from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX
 from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
 
@@ -32,13 +33,18 @@ def attach_adapters(
     parameters; do nothing without adapter. layout: parallel layout of which `model` is one rank's part; None: one
     device. tensor: communication of tensor parallelism, by which DoRA sums norms. options: `device` and `dtype` of the
     adapters' parameters. The model's attribute `config` has the adapter's settings."""
-    adapter: Any = model.config.adapter
+    config: Any = model.config
+    adapter = config.adapter
     if adapter is None:
         return
     layout = layout or Layout()
     model.requires_grad_(False)
     tensors = {parameter.name: parameter for parameter in table.tensors}
     modules: dict[str, Any] = dict(model.named_modules())
+    for parameter in table.tensors:
+        layer = parameter.name.removesuffix(".weight")
+        if (packed := parameter.entries[0].packed) and layer in modules:
+            modules[layer].packed = PackedProduct(Packing(packed), *parameter.local_shape(layout))
     for name, first in tensors.items():
         layer, _, part = name.rpartition(".adapter.")
         if part != "a" or not isinstance(modules.get(layer), Linear):  # of another pipeline stage

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.adapters.low_rank import LowRank, Rows
 from meshwright.model.axis_operations import TensorOperations
+from meshwright.model.layers import Linear
 from meshwright.model.precision import at_least_float32
 
 NORM_SITE = "adapter.norms"
@@ -36,11 +37,11 @@ class WeightDecomposed(LowRank):
         self.tensor = tensor
         self.magnitude = nn.Parameter(torch.empty(self.b.shape[0], **options))
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor, weight_YX: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, y: torch.Tensor, layer: Linear) -> torch.Tensor:
         """Return the output of the adapted layer without bias, [..., Y]; arguments as in `LowRank.forward`."""
         if not self.enabled:
             return y
-        factors, parts, end = self.magnitude / self._row_norms(weight_YX), [], 0
+        factors, parts, end = self.magnitude / self._row_norms(layer.dense_weight()), [], 0
         for each, factor in zip(self.rows, factors.split([each.size for each in self.rows]), strict=True):
             if each.start > end:
                 parts.append(factor.new_ones(each.start - end))

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.model.layers import Linear
+
 
 class Rows(NamedTuple):
     """Output features [start, start + size) of a layer on this rank, those of one adapted matrix."""
@@ -35,10 +37,10 @@ class LowRank(nn.Module):
         self.a = nn.Parameter(torch.empty(len(rows) * rank, inputs, **options))
         self.b = nn.Parameter(torch.empty(sum(each.size for each in rows), rank, **options))
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor, weight_YX: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, y: torch.Tensor, layer: Linear) -> torch.Tensor:
         """Return the output of the adapted layer without bias, [..., Y], for its input `x` [..., X] and the base
-        layer's output `y` without bias. With a row-parallel layer both are this rank's partial sums. `weight_YX`: the
-        base layer's weight, which DoRA reads."""
+        layer's output `y` without bias. With a row-parallel layer both are this rank's partial sums. `layer`: the
+        base layer, whose weight DoRA reads."""
         return y + self.product(x, y.shape[-1]) if self.enabled else y
 
     def product(self, x: torch.Tensor, outputs: int) -> torch.Tensor:

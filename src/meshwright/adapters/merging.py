@@ -18,12 +18,15 @@ from safetensors.torch import save_file
 from meshwright.adapters.peft_directory import open_adapter, with_adapter_of
 from meshwright.errors import UserError, error_reason
 from meshwright.model.huggingface import CheckpointFiles, match_entries
-from meshwright.spec.adapter_config import AdapterConfig
+from meshwright.quantization.packing import Packing
+from meshwright.spec.adapter_config import RECORD_BYTES, AdapterConfig
 from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX, adaptable_entries
 from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import parameter_table
+from meshwright.toml import parse_toml
+from meshwright.untrusted import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth")
@@ -160,14 +163,23 @@ def rewrite_model(
                 shutil.copyfile(path, partial / name)
 
 
-def merge_adapter(
-    directory: Path, base: Path, target: Path, *, quantize: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> dict[str, Any]:
+def find_format(directory: Path) -> str | None:
+    """Return the format in which the base of an adapter was packed in training, such as "nf4", from the recipe in its
+    checkpoint; None: not packed, or the directory is no checkpoint of a run."""
+    try:
+        state = read_json(directory / "training" / "state.json")
+        base = parse_toml(state["recipe"], "recipe")["adapter"]["base"]
+    except (OSError, ValueError, KeyError, TypeError, UserError):
+        return None
+    return base if base in RECORD_BYTES else None
+
+
+def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None = None) -> dict[str, Any]:
     """Write the base model with the adapter in `directory` merged into it to `target`; return the JSON document of
     `meshwright adapter merge`.
 
-    quantize: function that returns a weight, [output, input], as it was quantized in training and dequantized, for an
-    adapter trained on a quantized base: it is merged into that. The document's "rounding" is the relative error of the
+    packed: format in which the base was held in training; the adapter is merged into the unpacked base, since it was
+    trained on that. The document's "rounding" is the relative error of the
     merged weights by their rounding to the files' dtype; "quantization" that of the quantized base."""
     _, adapter = open_model_adapter(directory, base)
     rounding, lost = _RelativeError(), _RelativeError()
@@ -177,9 +189,9 @@ def merge_adapter(
         if name not in adapter.names:
             return weight
         started = weight
-        if quantize is not None:
+        if packed is not None:
             turned = name in adapter.transposed
-            started = quantize(weight.T.contiguous() if turned else weight)
+            started = Packing(packed).round_trip(weight.T.contiguous() if turned else weight)
             started = started.T if turned else started
             lost.add(started, weight)
         merged = adapter.merge(name, started)
@@ -189,7 +201,7 @@ def merge_adapter(
 
     rewrite_model(base, target, change, directory)
     document = {"directory": str(target), "base": str(base), "layers": len(adapter.names), "rounding": rounding.value}
-    return document | ({"quantization": lost.value} if quantize is not None else {})
+    return document | ({"quantization": lost.value} if packed is not None else {})
 
 
 def unmerge_adapter(directory: Path, merged: Path, target: Path) -> dict[str, Any]:

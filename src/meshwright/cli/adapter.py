@@ -31,23 +31,31 @@ def command() -> None:
 @click.argument("adapter")
 @click.argument("output", type=click.Path(path_type=Path))
 @base_option
+@click.option(
+    "--quantized",
+    type=click.Choice(["no", "nf4", "int8"]),
+    help="Format of the base in training.  [default: that of the run, for a PEFT directory no]",
+)
 @json_option
-def merge(adapter: str, output: Path, base: Path | None, as_json: bool) -> None:
+def merge(adapter: str, output: Path, base: Path | None, quantized: str | None, as_json: bool) -> None:
     """Write the base model with ADAPTER merged into its weights to the Hugging Face directory OUTPUT.
 
     ADAPTER is a run directory, a checkpoint or a PEFT directory.
 
     \f
     output: directory to write, which must not exist. base: directory of the base model; None: as the adapter names it.
-    as_json: print JSON.
+    quantized: format in which the base was held; the adapter is merged into the dequantized base. as_json: print JSON.
     """
-    from meshwright.adapters.merging import find_base, merge_adapter
+    from meshwright.adapters.merging import find_base, find_format, merge_adapter
     from meshwright.checkpoint import find_checkpoint
 
     with result_printer(as_json) as answer:
         directory = find_checkpoint(adapter)
-        document = merge_adapter(directory, base or find_base(directory), output)
+        form = find_format(directory) if quantized is None else quantized.replace("no", "") or None
+        document = merge_adapter(directory, base or find_base(directory), output, form)
         error = f"relative rounding error of the merged weights {document['rounding']:.1e}"
+        if "quantization" in document:
+            error += f", of the {form} base {document['quantization']:.1e}"
         answer(document, f"merged {document['layers']} layers into {output}; {error}")
 
 

@@ -108,7 +108,7 @@ def explain_lora_parameters(writer: ExampleWriter) -> None:
     )
     writer.text(
         "Memory: gradients and Adam states, 14 of the 16 bytes a parameter, are needed for the adapter alone; the "
-        "frozen weights keep 2 bytes each. This project counts adapters; it does not train them yet."
+        "frozen weights keep 2 bytes each. Adapters are trained by [adapter] of a recipe."
     )
     writer.result("llama-2-7b, rank 8", found)
     writer.result("llama-2-7b, share", found / (whole + found))

@@ -14,6 +14,7 @@ from torch import nn
 from meshwright.model.axis_operations import AxisOperations, TensorOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.model.weight_gradients import Taps, WeightGradients, linear
+from meshwright.quantization.packing import PackedProduct
 from meshwright.spec.config import ModelConfig
 
 
@@ -24,6 +25,7 @@ class Linear(nn.Module):
     during a compiled call: two dummy inputs whose gradients carry dy and x out of the compiled graph to that queue."""
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
+    packed: PackedProduct | None = None  # the product with a packed weight
     adapter: nn.Module | None  # (input, output without bias) -> output with the adapter's product added
     taps: Taps | None = None  # set during a compiled call
 
@@ -35,15 +37,24 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b, [..., Y], for `x` [..., X], where W is [Y, X]; with an adapter, x (W + s B A)ᵀ + b."""
-        if self.adapter is None:
+        if self.adapter is None and self.packed is None:
             return linear(x, self.weight, self.bias, self.weight_gradients, self.taps)
         y = self._product(x)
         return y if self.bias is None else y + self.bias
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output without bias, [..., Y], that of its adapter included, for `x` [..., X]."""
-        y = linear(x, self.weight, None, self.weight_gradients, self.taps)
-        return y if self.adapter is None else self.adapter(x, y, self.weight)  # type: ignore[no-any-return]
+        if self.packed is None:
+            y = linear(x, self.weight, None, self.weight_gradients, self.taps)
+        else:
+            y = self.packed(x, self.weight)
+        return y if self.adapter is None else self.adapter(x, y, self)  # type: ignore[no-any-return]
+
+    def dense_weight(self) -> torch.Tensor:
+        """Return the weight [Y, X] in the dtype of compute, unpacked if it is packed."""
+        if self.packed is None:
+            return self.weight
+        return self.packed.unpack(self.weight, self.adapter.a.dtype)  # type: ignore[union-attr, arg-type]
 
 
 class RowParallelLinear(Linear):

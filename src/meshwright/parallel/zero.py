@@ -110,7 +110,9 @@ class FsdpUnit:
         self.flat, self.axes, self.trainable = flat, axes, flat.trainable
         if not self.trainable:  # nothing is updated: ZeRO can shard the parameters, or leave them as they are
             zero, master_dtype = 3 if zero == 3 else 0, parameter_dtype
-        self.zero = zero
+        if flat.packing is not None:
+            parameter_dtype = master_dtype = torch.uint8
+        self.zero, at = zero, flat.place
         replicas, tied = axes.data if zero == 0 else axes.replica, axes.tied
         self.replicas = replicas.size * (1 if tied is None else tied.size)
         self.replica = replicas.rank if tied is None else replicas.rank * tied.size + tied.rank
@@ -123,9 +125,9 @@ class FsdpUnit:
             for part, low, high in flat.slices_within(self.start, self.stop)
             if part.entry.balances
         )
-        self.parameters = zeros(flat.padded, parameter_dtype)
-        mine = self.parameters[self.start : self.stop]
-        self.parameter_shard = zeros(length, parameter_dtype) if zero == 3 else mine
+        self.parameters = zeros(at(flat.padded), parameter_dtype)
+        mine = self.parameters[at(self.start) : at(self.stop)]
+        self.parameter_shard = zeros(at(length), parameter_dtype) if zero == 3 else mine
         self.master = self.parameter_shard if parameter_dtype == master_dtype else zeros(length, master_dtype)
         whole = self.unsharded_gradient = zeros(flat.padded, master_dtype) if zero < 2 and self.trainable else None
         sharded = zeros(length if self.trainable else 0, master_dtype) if whole is None else None
@@ -133,6 +135,10 @@ class FsdpUnit:
         self.is_unsharded = True
         self.pending_all_gather: Handle | None = None
         self._bytes = self.parameters.untyped_storage().nbytes()
+
+    def unpack(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the elements of `buffer`, which is `parameters` or `master`: `buffer` itself unless it is packed."""
+        return buffer if self.flat.packing is None else self.flat.packing.unpack(buffer, torch.float32)
 
     def start_all_gather(self) -> None:
         """Start to all-gather the parameters over the shard axis, unless they are unsharded or already in flight."""

@@ -217,7 +217,7 @@ class ZeroEngine:
         """Return the frozen parameters as slices of parameter entries (checkpoint tensors): over all ranks, each
         element is in one slice."""
         frozen = [unit for unit in self._units.values() if not unit.trainable]
-        return self.slices_like("frozen", [unit.master for unit in frozen], True, frozen)
+        return self.slices_like("frozen", [unit.unpack(unit.master) for unit in frozen], True, frozen)
 
     def slices_like(
         self, kind: str, tensors: Sequence[torch.Tensor], owned: bool, units: Sequence[FsdpUnit] | None = None
@@ -241,7 +241,7 @@ class ZeroEngine:
         slices: list[TensorSlice] = []
         for unit in self._units.values():
             unit.unshard()
-            slices += cut_slices(unit.flat, "parameter", unit.parameters.clone(), 0, 0, unit.flat.numel)
+            slices += cut_slices(unit.flat, "parameter", unit.unpack(unit.parameters).clone(), 0, 0, unit.flat.numel)
             if unit.zero == 3:
                 unit.reshard()
         return slices

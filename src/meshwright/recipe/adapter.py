@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from meshwright.names import ADAPTER_KINDS
+from meshwright.names import ADAPTER_BASES, ADAPTER_KINDS
 from meshwright.tables import Name, Positive, Size, Table, named
 
 
@@ -16,14 +16,16 @@ class AdapterRecipe(Table):
 
     kind: "none" trains the model itself; "lora", "rslora" (scale alpha / sqrt(rank)) and "dora" (trained magnitudes)
     train an adapter. rank: inner size of the two matrices. alpha: numerator of their scale; None: 2 x rank. dropout:
-    only 0. targets: linear layers, by full name, last parts of the name, pattern with * ? or [], or "all-linear".
-    from_path: PEFT directory whose adapter values are the initial ones; None: A random, B zero.
+    only 0. base: number format of the frozen linear layers: "bf16" is that of the run's parameters, "nf4" (QLoRA) and
+    "int8" pack them in blocks of 64. targets: linear layers, by full name, last parts of the name, pattern with * ? or
+    [], or "all-linear". from_path: PEFT directory whose adapter values are the initial ones; None: A random, B zero.
     """
 
-    kind: Annotated[str, named("adapter kind", ADAPTER_KINDS)] = "none"
+    kind: Annotated[str, named("adapter", ADAPTER_KINDS)] = "none"
     rank: Annotated[int, Size("adapter_rank")] = 8
     alpha: Positive | None = None  # default: 2 x rank
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    base: Annotated[str, named("base", ADAPTER_BASES)] = "bf16"
     targets: Annotated[list[Name], Field(min_length=1)] = ["all-linear"]
     from_path: Name | None = Field(default=None, alias="from")  # a PEFT directory
 

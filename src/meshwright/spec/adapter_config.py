@@ -8,6 +8,10 @@ from typing import Literal
 
 AdapterKind = Literal["lora", "rslora", "dora"]
 ALL_LINEAR = "all-linear"
+BLOCK = 64
+"""Elements of a block of packed weights."""
+RECORD_BYTES = {"nf4": BLOCK // 2 + 4, "int8": BLOCK + 4}
+"""Bytes of a packed block: its codes and a float32 scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,9 @@ class AdapterConfig:
     targets: names of linear layers, as in PEFT: a full Hugging Face module name, its last parts ("q_proj"), a pattern
     with * ? or [], or "all-linear". base: directory or hub name of the base model, as adapters record it. random_b: B
     starts from random values instead of zeros, so that every gradient of the first step differs from 0; for
-    verification."""
+    verification. packed: format in which the frozen linear layers are held (QLoRA, Dettmers et al. 2023,
+    arXiv:2305.14314); None: the dtype of the parameters.
+    """
 
     kind: AdapterKind = "lora"
     rank: int = 8
@@ -28,6 +34,7 @@ class AdapterConfig:
     targets: tuple[str, ...] = (ALL_LINEAR,)
     base: str = ""
     random_b: bool = False
+    packed: Literal["nf4", "int8"] | None = None
 
     @property
     def scale(self) -> float:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from meshwright.errors import UserError
 from meshwright.names import unknown
-from meshwright.spec.adapter_config import ALL_LINEAR, AdapterConfig
+from meshwright.spec.adapter_config import ALL_LINEAR, BLOCK, AdapterConfig
 from meshwright.spec.parameter_entries import Initial, ParameterEntry
 
 PEFT_PREFIX = "base_model.model."
@@ -73,7 +73,16 @@ def adapter_tensor(weight: str, part: str) -> str:
 def add_adapter_entries(entries: Sequence[ParameterEntry], adapter: AdapterConfig) -> list[ParameterEntry]:
     """Return the entries of a base model, frozen, followed by those of its adapter. Raises `UserError` if a target
     matches no linear layer, or the rank is above a layer's smaller width."""
-    found = [replace(entry, trainable=False) for entry in entries]
+    quantized = {entry.name for entry in adaptable_entries(entries).values()} if adapter.packed else set()
+    found = [
+        replace(entry, trainable=False, packed=adapter.packed if entry.name in quantized else None) for entry in entries
+    ]
+    for entry in found:
+        if entry.packed and entry.model_shape[1] % BLOCK:
+            raise UserError(
+                f'adapter.base "{entry.packed}" packs blocks of {BLOCK} elements of a row, and {entry.name} '
+                f'has rows of {entry.model_shape[1]}; use base = "bf16"'
+            )
     for module, entry in target_modules(entries, adapter.targets).items():
         outputs, inputs = entry.model_shape
         if adapter.rank > min(outputs, inputs):

@@ -81,7 +81,8 @@ def _make_adapter(adapter: AdapterRecipe, model: ModelRecipe) -> AdapterConfig:
     alpha = 2.0 * adapter.rank if adapter.alpha is None else adapter.alpha
     base = "" if model.from_path is None else os.path.abspath(model.from_path)
     kind = cast(AdapterKind, adapter.kind)
-    return AdapterConfig(kind, adapter.rank, alpha, tuple(adapter.targets), base)
+    packed = None if adapter.base == "bf16" else cast(Any, adapter.base)
+    return AdapterConfig(kind, adapter.rank, alpha, tuple(adapter.targets), base, packed=packed)
 
 
 def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:

@@ -16,11 +16,12 @@ from typing import Literal
 from meshwright.layout import Layout
 
 SplitAxis = Literal["tp"]
-BufferKind = Literal["dense", "experts", "frozen", "frozen_experts"]
+BufferKind = Literal["dense", "experts", "frozen", "frozen_experts", "packed"]
 """The flat buffers that a unit may have: expert-parallel experts have a separate one, because they are replicated on
-other ranks than all other parameters; frozen parameters too, because they have no gradient and no optimizer state."""
+other ranks than all other parameters; frozen parameters too, because they have no gradient and no optimizer state, and
+packed ones, which are bytes."""
 
-BUFFER_KINDS: tuple[BufferKind, ...] = ("dense", "experts", "frozen", "frozen_experts")
+BUFFER_KINDS: tuple[BufferKind, ...] = ("dense", "experts", "frozen", "frozen_experts", "packed")
 EXPERT_BUFFERS: tuple[BufferKind, ...] = ("experts", "frozen_experts")
 TRAINED_BUFFERS: tuple[BufferKind, ...] = ("dense", "experts")
 
@@ -119,6 +120,8 @@ class ParameterEntry:
     ``trainable``: False for a frozen parameter of a model with an adapter: it is held, and sharded like any other, but
     has no gradient, master weight or optimizer state, and is not in checkpoints.
 
+    ``packed``: format in which a frozen matrix is held in blocks of 64 elements; None: the dtype of the parameters.
+
     ``kept``: dtype, such as "int64", of a buffer or frozen parameter of a user's module, which is in checkpoints but
     not in flat buffers; None for a trained parameter.
     """
@@ -140,6 +143,7 @@ class ParameterEntry:
     balances: bool = False
     expert: tuple[int, int] | None = None
     trainable: bool = True
+    packed: Literal["nf4", "int8"] | None = None
     kept: str | None = None
 
     @property
@@ -154,10 +158,10 @@ class ParameterEntry:
 
     def buffer_kind(self, layout: Layout) -> BufferKind:
         """Return the kind of flat buffer that holds the entry under `layout`: "experts" for a routed expert under
-        expert parallelism, else "dense"; "frozen_experts" and "frozen" if the entry is frozen."""
+        expert parallelism, else "dense"; "frozen_experts" and "frozen" if the entry is frozen, "packed" if packed."""
         if self.expert_parallel(layout):
             return "experts" if self.trainable else "frozen_experts"
-        return "dense" if self.trainable else "frozen"
+        return "packed" if self.packed else "dense" if self.trainable else "frozen"
 
     def expert_parallel(self, layout: Layout) -> bool:
         """Return True for a routed expert under expert parallelism."""

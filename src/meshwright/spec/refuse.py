@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.spec.adapter_config import BLOCK
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.disk_names import DISK_NAMES
+from meshwright.spec.parameters import parameter_table
 from meshwright.spec.stage_times import program_for
 
 
@@ -42,6 +44,7 @@ def refuse(
         or _context_problem(layout, config)
         or _pipeline_problem(layout, config, sequence, planning)
         or _expert_problem(layout, config)
+        or _adapter_problem(layout, config)
     )
     if reason:
         raise UserError(f'layout "{layout}": {reason}')
@@ -197,6 +200,21 @@ def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
     if config.expert_intermediate % layout.etp:
         width = config.expert_intermediate
         return f"etp{layout.etp} does not divide the model's expert width {width}{_divisor_hint(width, layout.etp)}"
+    return None
+
+
+def _adapter_problem(layout: Layout, config: ModelConfig) -> str | None:
+    """Return an error message if tp of `layout` would cut a block of packed weights in two, else None. config:
+    configuration of the model."""
+    if config.adapter is None or config.adapter.packed is None or layout.tp == 1:
+        return None
+    for entry in parameter_table(config).entries:
+        if entry.packed and entry.split.get("tp") == 1 and entry.model_shape[1] % (layout.tp * BLOCK):
+            width = entry.model_shape[1] // layout.tp
+            return (
+                f"tp{layout.tp} gives each rank {width} of the {entry.model_shape[1]} inputs of {entry.name}, which "
+                f"cuts blocks of {BLOCK} elements; adapter.base {entry.packed} needs a smaller tp"
+            )
     return None
 
 

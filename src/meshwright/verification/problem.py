@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.layout import Layout
 from meshwright.names import OBJECTIVES_OF_RECORDS
 from meshwright.recipe import Recipe
-from meshwright.spec.adapter_config import AdapterConfig
+from meshwright.spec.adapter_config import BLOCK, AdapterConfig
 from meshwright.spec.adapter_entries import target_modules
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.families import FAMILIES
@@ -179,11 +180,15 @@ def scale_down_config(
     keys = FAMILIES[config.family].experts
     one_width = keys is not None and keys.width is None
     intermediate = experts.get("expert_intermediate", 0) if one_width else -(-37 // tp) * tp
+    unit = 6
+    if config.adapter is not None and config.adapter.packed:  # rows of whole blocks on every rank
+        intermediate, unit = BLOCK * tp, BLOCK * tp // math.gcd(heads, BLOCK * tp)
+        head_dim = unit
     return dataclasses.replace(
         config,
         **experts,
         vocabulary=499,
-        hidden=6 * heads,
+        hidden=unit * heads,
         layers=layers,
         heads=heads,
         kv_heads=(1 if config.kv_heads == 1 else kv_heads) if grouped else heads,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from meshwright.model.initialise import initial_value
+from meshwright.quantization.packing import Packing
 from meshwright.spec.parameters import ParameterTable, parameter_table
 from meshwright.verification.adapted_weights import merge_adapter
 from meshwright.verification.plain_model import count_responses, run_batch, score_responses
@@ -56,7 +57,12 @@ class Reference:
             for entry in self.table.entries
             for value in (initial_value(entry, problem.seed),)
         }
-        self.frozen = {entry.name: initial.pop(entry.name) for entry in self.table.entries if not entry.trainable}
+        self.frozen = {
+            entry.name: Packing(entry.packed).round_trip(value) if entry.packed else value
+            for entry in self.table.entries
+            if not entry.trainable
+            for value in (initial.pop(entry.name),)
+        }
         weights = self._round_to_master(initial)
         self.optimizer = {kind: {name: torch.zeros_like(w) for name, w in weights.items()} for kind in kinds}
         self.weights.append(weights)

@@ -20,6 +20,7 @@ AXES_OF: dict[BufferKind, tuple[str, str, str]] = {
     "experts": ("expert_data", "expert_shard", "expert_replica"),
     "frozen": ("data", "shard", "replica"),
     "frozen_experts": ("expert_data", "expert_shard", "expert_replica"),
+    "packed": ("data", "shard", "replica"),
 }
 """The axes over which gradients of a part are summed, ZeRO shards it, and others hold the same shard."""
 
@@ -132,7 +133,7 @@ class DataCalls:
     def padded(self, unit: str, part: BufferKind) -> int:
         """Return the number of elements, padding included, of the flat buffer of an FSDP unit such as "layers.3". part:
         kind of the buffer."""
-        shards = self.on(AXES_OF[part][1])[0] if self.zero(part) else 1
+        shards = (self.on(AXES_OF[part][1])[0] if self.zero(part) else 1) * (1 + (part == "packed"))
         return padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
 
     def gradients(self, unit: str, passes: int) -> None:

@@ -19,6 +19,7 @@ from meshwright.planner.cost.operators import Exchange
 from meshwright.planner.cost.tensor_parallel import hidden_bytes
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.transfers import with_transfers
+from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
@@ -204,7 +205,10 @@ class _Step(DataCalls):
             for part in self.table.unit_buffers(unit, self.layout):
                 if self.zero(part):
                     numel = self.padded(unit, part)
-                    self.shard("data.parameters", "all_gather", part, numel, self.work.parameter_bytes, times)
+                    size = self.work.parameter_bytes
+                    if part == "packed":
+                        numel, size = numel // BLOCK * RECORD_BYTES[str(self.table.packed)], 1
+                    self.shard("data.parameters", "all_gather", part, numel, size, times)
 
     def partial_gradients(self, units: Counter[str]) -> None:
         """Count the bytes sent by the all-reduces over tp of gradients that each rank has only partially, one for all

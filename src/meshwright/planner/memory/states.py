@@ -14,6 +14,7 @@ from meshwright.layout import Layout
 from meshwright.names import OPTIMIZERS, unknown
 from meshwright.planner.cost.data_calls import AXES_OF
 from meshwright.planner.cost.micro_batch import ITEM_BYTES
+from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
 from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, count_reused_buffers, padded_numel
 from meshwright.spec.parameters import ParameterTable
 
@@ -35,6 +36,7 @@ class Flat(NamedTuple):
     padded: int
     shards: int
     zero: int
+    packed: str | None = None
 
     @property
     def held(self) -> int:
@@ -82,7 +84,15 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
             zero = layout.zero if shards > 1 and (part in TRAINED_BUFFERS or layout.zero == 3) else 0
             numel = table.unit_numel(unit, layout, part)
             found.append(
-                Flat(unit, part, numel, padded_numel(numel, shards if zero else 1), shards if zero else 1, zero)
+                Flat(
+                    unit,
+                    part,
+                    numel,
+                    padded_numel(numel, (shards if zero else 1) * (1 + (part == "packed"))),
+                    shards if zero else 1,
+                    zero,
+                    None if part != "packed" else table.packed,
+                )
             )
     return found
 
@@ -98,6 +108,10 @@ def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optim
     narrow, wide = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
     for flat in flats:
         here = flat.padded // (flat.shards if flat.zero == 3 else 1)
+        if flat.packed is not None:
+            size = here // BLOCK * RECORD_BYTES[flat.packed]
+            yield State("parameters", f"{flat.name}.parameters", here, flat.packed, size)
+            continue
         yield State("parameters", f"{flat.name}.parameters", here, parameter_dtype, here * narrow)
         if not flat.trainable:
             continue
