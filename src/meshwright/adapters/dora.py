@@ -41,7 +41,8 @@ class WeightDecomposed(LowRank):
         """Return the output of the adapted layer without bias, [..., Y]; arguments as in `LowRank.forward`."""
         if not self.enabled:
             return y
-        factors, parts, end = self.magnitude / self._row_norms(layer.dense_weight()), [], 0
+        weight = layer.weight if layer.packed is None else layer.packed.unpack(layer.weight, self.a.dtype)
+        factors, parts, end = self.magnitude / self._row_norms(weight), [], 0
         for each, factor in zip(self.rows, factors.split([each.size for each in self.rows]), strict=True):
             if each.start > end:
                 parts.append(factor.new_ones(each.start - end))

@@ -44,17 +44,9 @@ class Linear(nn.Module):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output without bias, [..., Y], that of its adapter included, for `x` [..., X]."""
-        if self.packed is None:
-            y = linear(x, self.weight, None, self.weight_gradients, self.taps)
-        else:
-            y = self.packed(x, self.weight)
+        dense = self.packed is None
+        y = linear(x, self.weight, None, self.weight_gradients, self.taps) if dense else self.packed(x, self.weight)
         return y if self.adapter is None else self.adapter(x, y, self)  # type: ignore[no-any-return]
-
-    def dense_weight(self) -> torch.Tensor:
-        """Return the weight [Y, X] in the dtype of compute, unpacked if it is packed."""
-        if self.packed is None:
-            return self.weight
-        return self.packed.unpack(self.weight, self.adapter.a.dtype)  # type: ignore[union-attr, arg-type]
 
 
 class RowParallelLinear(Linear):

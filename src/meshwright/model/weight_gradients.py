@@ -234,11 +234,8 @@ def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[N
     """Context manager around a compiled call: inside it, those of the linear layers `products` that have a queue also
     have taps (dummy inputs whose gradients carry dy and x to the queue). `rows`: shape of the layers' inputs without
     the last dim, such as (batch, tokens)."""
-    products = [
-        each
-        for each in products
-        if each.weight_gradients is not None and each.weight.requires_grad and torch.is_grad_enabled()
-    ]
+    products = [each for each in products if each.weight_gradients and each.weight.requires_grad]
+    products = products if torch.is_grad_enabled() else []
     for each in products:
         each.taps = Taps(*_MakeTaps.apply(each.weight, each.weight_gradients, rows))  # type: ignore[no-untyped-call]
     try:

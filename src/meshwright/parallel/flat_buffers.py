@@ -17,8 +17,7 @@ from torch import nn
 
 from meshwright.layout import Layout
 from meshwright.model.initialise import ReadSlice
-from meshwright.quantization.packing import Packing
-from meshwright.spec.adapter_config import BLOCK
+from meshwright.quantization.packing import Unpacked, packing_of
 from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
 from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
 
@@ -148,14 +147,9 @@ class FlatLayout:
         return all(placed.tensor.trainable for placed in self.tensors)
 
     @property
-    def packing(self) -> Packing | None:
-        """Format of the packed parameters that the buffer holds; None: a tensor of elements."""
-        packed = self.tensors[0].tensor.entries[0].packed if self.tensors else None
-        return None if packed is None else Packing(packed)
-
-    def place(self, element: int) -> int:
-        """Return the index in the buffer at which the element number `element` begins."""
-        return element if self.packing is None else self.packing.count_bytes(element)
+    def packing(self) -> Unpacked:
+        """Format in which the buffer holds its elements: as they are, or packed."""
+        return packing_of(self.tensors[0].tensor.entries[0].packed if self.tensors else None)
 
     def slices_within(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:
         """Yield (slice, first, last) for each slice of a parameter entry (checkpoint tensor) that overlaps the elements
@@ -181,9 +175,8 @@ class FlatLayout:
     def parameter_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the model's parameters as views of `buffer`, an unsharded flat buffer (1-D, `self.padded` elements),
         in the order of `self.tensors` and in the shapes that they have on this rank."""
-        if self.packing is not None:
-            return [buffer[self.place(at.offset) : self.place(at.offset + at.numel)] for at in self.tensors]
-        return [buffer[at.offset : at.offset + at.numel].view(at.shape) for at in self.tensors]
+        form, count = self.packing, self.packing.count
+        return [form.view(buffer[count(at.offset) : count(at.offset + at.numel)], at.shape) for at in self.tensors]
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
         """Make the parameters of `model` that this layout contains views of `buffer`, an unsharded flat buffer (1-D,
@@ -203,7 +196,7 @@ class FlatLayout:
                 parameter = nn.Parameter(torch.empty(0, dtype=buffer.dtype, device=buffer.device), self.trainable)
                 module.register_parameter(leaf, parameter)
             # The same object otherwise: a tied layer or an LSTM's list of weights may refer to it too.
-            parameter.data = view if self.packing is not None else view.view(before.shape)
+            parameter.data = self.packing.view(view, before.shape)
             bound.append(parameter)
         return bound
 
@@ -211,13 +204,11 @@ class FlatLayout:
         """Write parameter values into the 1-D `shard` of the flat buffer, whose first element is the buffer element
         `start`. `read_slice`: function (entry, first, last, columns) -> values that reads a slice of a parameter entry
         (checkpoint tensor)."""
-        numel = shard.numel() if self.packing is None else shard.numel() // self.packing.record_bytes * BLOCK
-        for part, first, last in self.slices_within(start, start + numel):
+        form, count = self.packing, self.packing.count
+        for part, first, last in self.slices_within(start, start + form.count_elements(shard.numel())):
             shift = part.begin - part.offset
             values = read_slice(part.entry, first + shift, last + shift, part.columns)
-            if self.packing is not None:
-                values = self.packing.pack(values)
-            shard[self.place(first - start) : self.place(last - start)].copy_(values)
+            shard[count(first - start) : count(last - start)].copy_(form.pack(values))
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
         """Write the current values of the parameters of `model` (before `bind`) into the 1-D `shard` of the flat

@@ -108,11 +108,10 @@ class FsdpUnit:
             return torch.zeros(numel, dtype=dtype, device=device)
 
         self.flat, self.axes, self.trainable = flat, axes, flat.trainable
+        parameter_dtype, at = flat.packing.dtype or parameter_dtype, flat.packing.count
         if not self.trainable:  # nothing is updated: ZeRO can shard the parameters, or leave them as they are
             zero, master_dtype = 3 if zero == 3 else 0, parameter_dtype
-        if flat.packing is not None:
-            parameter_dtype = master_dtype = torch.uint8
-        self.zero, at = zero, flat.place
+        self.zero = zero
         replicas, tied = axes.data if zero == 0 else axes.replica, axes.tied
         self.replicas = replicas.size * (1 if tied is None else tied.size)
         self.replica = replicas.rank if tied is None else replicas.rank * tied.size + tied.rank
@@ -135,10 +134,6 @@ class FsdpUnit:
         self.is_unsharded = True
         self.pending_all_gather: Handle | None = None
         self._bytes = self.parameters.untyped_storage().nbytes()
-
-    def unpack(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the elements of `buffer`, which is `parameters` or `master`: `buffer` itself unless it is packed."""
-        return buffer if self.flat.packing is None else self.flat.packing.unpack(buffer, torch.float32)
 
     def start_all_gather(self) -> None:
         """Start to all-gather the parameters over the shard axis, unless they are unsharded or already in flight."""

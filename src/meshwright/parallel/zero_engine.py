@@ -91,11 +91,10 @@ class ZeroEngine:
         """Prefetchers by stage index; the model calls them around each unit (model/units.py)."""
         self.shards = list(self._trained.values())
         """The trained FSDP units, of whose shards the optimizer updates the master weights."""
+        self.frozen = [unit for unit in self._units.values() if not unit.trainable]
         self._partial = PartialGradients(self.shards, table, mesh)
-        sizes = [
-            tuple(unit.flat.padded for unit in units if unit.zero >= 2 and unit.trainable)
-            for units in self._units_of.values()
-        ]
+        trained = [[unit for unit in units if unit.trainable] for units in self._units_of.values()]
+        sizes = [tuple(unit.flat.padded for unit in units if unit.zero >= 2) for units in trained]
         self._pool = GradientBufferPool(mesh.device, master_dtype, sizes)
         self.gradients = GradientAccumulator(self._trained, parameters, GradientReducer(self._trained, self._pool))
         self.all_gather_parameters()
@@ -213,22 +212,13 @@ class ZeroEngine:
         that this rank holds and must read."""
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
-    def frozen_slices(self) -> list[TensorSlice]:
-        """Return the frozen parameters as slices of parameter entries (checkpoint tensors): over all ranks, each
-        element is in one slice."""
-        frozen = [unit for unit in self._units.values() if not unit.trainable]
-        return self.slices_like("frozen", [unit.unpack(unit.master) for unit in frozen], True, frozen)
-
-    def slices_like(
-        self, kind: str, tensors: Sequence[torch.Tensor], owned: bool, units: Sequence[FsdpUnit] | None = None
-    ) -> list[TensorSlice]:
+    def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
         """Return slices of an optimizer state, cut like those of `master_slices`. `kind`: label of the slices, such as
         "exp_avg". `tensors`: one 1-D tensor for each unit in `shards`, as long as the unit's master weights. `owned`:
-        True for the slices that this rank writes to a checkpoint, False for all that it must read. `units`: FSDP units
-        in place of `shards`."""
+        True for the slices that this rank writes to a checkpoint, False for all that it must read."""
         slices: list[TensorSlice] = []
         position = self.mesh.tp.rank if owned else None
-        for tensor, unit in zip(tensors, self.shards if units is None else units, strict=True):
+        for tensor, unit in zip(tensors, self.shards, strict=True):
             low, high = unit.start, min(unit.stop, unit.flat.numel)
             if owned:
                 low, high = split_evenly(low, max(low, high), unit.replica, unit.replicas)
@@ -241,7 +231,8 @@ class ZeroEngine:
         slices: list[TensorSlice] = []
         for unit in self._units.values():
             unit.unshard()
-            slices += cut_slices(unit.flat, "parameter", unit.unpack(unit.parameters).clone(), 0, 0, unit.flat.numel)
+            values = unit.flat.packing.unpack(unit.parameters.clone(), torch.float32)
+            slices += cut_slices(unit.flat, "parameter", values, 0, 0, unit.flat.numel)
             if unit.zero == 3:
                 unit.reshard()
         return slices

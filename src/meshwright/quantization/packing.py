@@ -7,8 +7,9 @@ a buffer may be cut at any block.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,21 +29,65 @@ def _nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return values, (values[:-1] + values[1:]) / 2
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Format of packed weights. name: "nf4" or "int8"."""
+class Unpacked:
+    """Format of a buffer of elements that are not packed. Attribute `dtype`: dtype of the buffer; None: that of the
+    elements."""
+
+    dtype: torch.dtype | None = None
+
+    def count(self, elements: int) -> int:
+        """Return the number of items of the buffer that hold `elements` elements."""
+        return elements
+
+    def count_elements(self, items: int) -> int:
+        """Return the number of elements in `items` items of the buffer."""
+        return items
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the items of flat `values`."""
+        return values
+
+    def unpack(self, items: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of flat `items`; `dtype` is that of packed ones."""
+        return items
+
+    def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return a parameter of the given shape as a view of its flat `items`; a packed one stays flat."""
+        return items.view(shape)
+
+
+UNPACKED = Unpacked()
+
+
+def packing_of(name: str | None) -> Unpacked:
+    """Return the format of a buffer: "nf4", "int8", or None for elements that are not packed."""
+    return UNPACKED if name is None else Packing(name)
+
+
+@dataclass(frozen=True)
+class Packing(Unpacked):
+    """Format of packed weights, whose items are bytes. name: "nf4" or "int8"."""
 
     name: str
+    dtype: ClassVar[torch.dtype] = torch.uint8  # type: ignore[misc]
 
     @property
     def record_bytes(self) -> int:
         """Number of bytes of a block of 64 elements."""
         return RECORD_BYTES[self.name]
 
-    def count_bytes(self, elements: int) -> int:
+    def count(self, elements: int) -> int:
         """Return the number of bytes of `elements` elements, a multiple of 64."""
         assert elements % BLOCK == 0, elements
         return elements // BLOCK * self.record_bytes
+
+    def count_elements(self, items: int) -> int:
+        """Return the number of elements in `items` bytes."""
+        return items // self.record_bytes * BLOCK
+
+    def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return the flat records, which stand for a parameter of the given shape."""
+        return items
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
         """Return the records of flat `values` [n], n a multiple of 64: uint8 [n / 64 x record bytes]. The codes and

@@ -102,11 +102,6 @@ class ParameterTable:
         """The model's parameter count; a tied embedding counts once."""
         return sum(entry.numel for entry in self.entries)
 
-    @property
-    def packed(self) -> str | None:
-        """Format of the packed parameters, such as "nf4"; None if none is packed."""
-        return next((entry.packed for entry in self.entries if entry.packed), None)
-
     @cached_property
     def trained(self) -> ParameterTable:
         """Table of the trainable parameters alone: what checkpoints of a run hold. `self` if none is frozen."""

@@ -39,6 +39,7 @@ from meshwright.training.objective import NextToken, Objective
 from meshwright.training.precision import PARAMETER_DTYPES, Arithmetic, set_matmul_precision
 from meshwright.training.preference import MISMATCHED, Preferences
 from meshwright.training.preference_loss import make_preference
+from meshwright.training.reference import frozen_slices
 from meshwright.training.task import RunStart
 
 
@@ -213,7 +214,7 @@ class LanguageModelTask:
     def reference_slices(self) -> list[TensorSlice]:
         """Return the weights of the reference model of preference training as slices that cover each element on one
         rank: those of the frozen base model if there is an adapter, else all weights."""
-        return self.parallel.frozen_slices() if self.config.adapter else self.parallel.master_slices(owned=True)
+        return frozen_slices(self.parallel) if self.config.adapter else self.parallel.master_slices(owned=True)
 
     def load_weights(self, directory: Path) -> None:
         """Load the weights of a Hugging Face model directory into the parameters, in place of initial values. An

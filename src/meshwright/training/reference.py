@@ -23,7 +23,8 @@ from meshwright.checkpoint.files import replace_file
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError, error_reason
-from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.flat_buffers import TensorSlice, cut_slices, split_evenly
+from meshwright.parallel.zero_engine import ZeroEngine
 
 FILE = "reference.safetensors"
 FORMAT = 1
@@ -126,6 +127,18 @@ def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
     values = torch.from_numpy(responses.values).to(mesh.device)
     collectives.all_reduce(values, mesh.world, REFERENCE_SITE)
     responses.values[:] = values.cpu().numpy()
+
+
+def frozen_slices(engine: ZeroEngine) -> list[TensorSlice]:
+    """Return the frozen parameters of a model with an adapter as slices of parameter entries (checkpoint tensors): over
+    all ranks, each element is in one slice. Packed ones are unpacked."""
+    slices: list[TensorSlice] = []
+    for unit in engine.frozen:
+        low, high = unit.start, min(unit.stop, unit.flat.numel)
+        low, high = split_evenly(low, max(low, high), unit.replica, unit.replicas)
+        values = unit.flat.packing.unpack(unit.master, torch.float32)
+        slices += cut_slices(unit.flat, "frozen", values, unit.start, low, high, engine.mesh.tp.rank)
+    return slices
 
 
 def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:

@@ -207,7 +207,10 @@ class _Step(DataCalls):
                     numel = self.padded(unit, part)
                     size = self.work.parameter_bytes
                     if part == "packed":
-                        numel, size = numel // BLOCK * RECORD_BYTES[str(self.table.packed)], 1
+                        numel, size = (
+                            numel // BLOCK * RECORD_BYTES[str(self.config.adapter and self.config.adapter.packed)],
+                            1,
+                        )
                     self.shard("data.parameters", "all_gather", part, numel, size, times)
 
     def partial_gradients(self, units: Counter[str]) -> None:

@@ -91,7 +91,7 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
                     padded_numel(numel, (shards if zero else 1) * (1 + (part == "packed"))),
                     shards if zero else 1,
                     zero,
-                    None if part != "packed" else table.packed,
+                    table.unit_tensors(unit, layout, part)[0].entries[0].packed,
                 )
             )
     return found
