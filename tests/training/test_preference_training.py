@@ -3,6 +3,7 @@ original reference."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -24,7 +25,8 @@ from meshwright.model.transformer import Transformer
 from meshwright.parallel.flat_buffers import Columns, TensorSlice
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.loop import resolve_model_config
-from meshwright.training.reference import compute_weights_checksum
+from meshwright.training.reference import FILE, compute_weights_checksum
+from tests.adapters.adapter_cases import small, write_base
 from tests.training import training_cases as cases
 
 TEMPLATE = (
@@ -303,3 +305,25 @@ def test_stored_checksum_is_equal_on_every_layout(home: Path, alone: Path):
             with safe_open(file, framework="numpy") as opened:
                 found.add(opened.metadata()["weights"])
     assert len(found) == 1
+
+
+def test_reference_of_an_adapter_is_the_base_model_with_the_adapter_off(home: Path):
+    write_base(home / "base", dataclasses.replace(small(), max_positions=96), torch.float32)
+    adapter = {"kind": "dora", "rank": 2, "targets": ["q_proj", "up_proj"]}
+    more = {"model": {"from": str(home / "base")}, "adapter": adapter, "train_learning_rate": 0.1}
+    settings = {key: value for key, value in changes(home).items() if key != "model_layers"} | more
+    cases.run_without_error(None, home / "adapter", "dp1 fp32", 2, **settings)
+    reference = home / "adapter/run" / FILE
+    before = load_file(reference)
+    reference.unlink()  # computed again from the base, though the adapter has been trained
+    (resumed,) = cases.run_without_error(None, home / "adapter", "dp1 fp32", **settings)
+    assert any("computed in" in line for line in resumed["said"])
+    assert all(np.array_equal(value, before[key]) for key, value in load_file(reference).items())
+    lines = [line for line in cases.metrics(home / "adapter") if "loss" in line]
+    assert lines[0]["reward_margin"] == pytest.approx(0, abs=1e-5)
+    assert abs(lines[-1]["reward_margin"]) > 1e-3
+    # A run that starts from the trained adapter has the same reference, and is ahead of it from the first step on.
+    start = {"adapter": adapter | {"from": str(home / "adapter/run/checkpoints/step-000004")}, "train_steps": 2}
+    cases.run_without_error(None, home / "continued", "dp1 fp32", **settings | start)
+    assert all(np.array_equal(value, before[key]) for key, value in load_file(home / "continued/run" / FILE).items())
+    assert abs(next(line for line in cases.metrics(home / "continued") if "loss" in line)["reward_margin"]) > 1e-3
