@@ -44,8 +44,10 @@ class Linear(nn.Module):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output without bias, [..., Y], that of its adapter included, for `x` [..., X]."""
-        product = self.packed or (lambda *of: linear(*of, None, self.weight_gradients, self.taps))
-        y = product(x, self.weight)
+        if self.packed is None:
+            y = linear(x, self.weight, None, self.weight_gradients, self.taps)
+        else:
+            y = self.packed(x, self.weight)
         return y if self.adapter is None else self.adapter(x, y, self)  # type: ignore[no-any-return]
 
 
