@@ -1,4 +1,4 @@
-"""From what finished runs predicted and measured, the calibration of a machine's cluster file.
+"""Calibration of a machine's cluster file from the predicted and measured figures of finished runs.
 
 calibration_of([read_run("runs/a"), read_run("runs/b")])
 """

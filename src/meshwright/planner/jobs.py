@@ -1,4 +1,4 @@
-"""Plans by the line: a request as a JSON object, its answer as another (`meshwright plan --jobs`)."""
+"""Plans in batches: one request a line as a JSON object, one answer a line (`meshwright plan --jobs`)."""
 
 from __future__ import annotations
 

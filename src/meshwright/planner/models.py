@@ -1,4 +1,4 @@
-"""What a plan may be asked of: a preset's name, a Hugging Face directory or config.json, its content, or a recipe."""
+"""Models that can be planned: a preset's name, a Hugging Face directory or config.json, its content, or a recipe."""
 
 from __future__ import annotations
 

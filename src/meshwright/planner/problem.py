@@ -1,4 +1,4 @@
-"""What is planned: a training step of a model on a cluster."""
+"""Planning problem: a training step of a model on a cluster."""
 
 from __future__ import annotations
 

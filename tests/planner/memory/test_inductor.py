@@ -10,7 +10,7 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT
 from meshwright.planner.memory.compiled_layers import block_of
-from meshwright.planner.memory.inductor import Buffer, Held, Kernel, run
+from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, run
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 
@@ -81,7 +81,7 @@ def test_in_place_result_needs_no_memory() -> None:
     assert sizes(kernels, {}, {"b"}) == [4, 4]
 
 
-def backward(config: ModelConfig, dtype: str, rows: int, sequence: int, layout: str = "dp1") -> list[Held]:
+def backward(config: ModelConfig, dtype: str, rows: int, sequence: int, layout: str = "dp1") -> list[KernelMemory]:
     at = MicroBatch.of(config, Layout.parse(layout), rows, sequence, dtype=dtype)
     block = block_of(at, 0, {"float32": 4, "bfloat16": 2}[dtype])
     kernels = list(block.backward())

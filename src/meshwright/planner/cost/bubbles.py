@@ -1,5 +1,5 @@
-"""Closed forms of how long a pipeline takes, and of how many micro-batches wait in it: what the planner screens layouts
-by. `simulate_pipeline` decides."""
+"""Closed forms of a pipeline's makespan and of its micro-batches in flight, by which the planner screens layouts;
+`simulate_pipeline` prices the best ones."""
 
 from __future__ import annotations
 

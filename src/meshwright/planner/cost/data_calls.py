@@ -1,6 +1,5 @@
-"""The calls of data parallelism in one rank's step, for any parameter table: sums of gradients, and the bytes of each
-operation. `traffic.py` adds those of a transformer, `module_traffic.py` those of a foreign module.
-"""
+"""Bytes of the data-parallel calls in one rank's step, for any parameter table: gradient reductions, ZeRO's
+collectives. `traffic.py` adds those of a transformer, `module_traffic.py` those of a foreign module."""
 
 from __future__ import annotations
 

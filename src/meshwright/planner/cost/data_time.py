@@ -1,4 +1,5 @@
-"""What data parallelism and the optimizer add to a step: sums of gradients, gathers of parameters, the update.
+"""Seconds that data parallelism and the optimizer add to a step: gradient reductions, parameter all-gathers, the
+update.
 
 Everything takes numbers of one layout, or arrays of many that share the level of ZeRO: the search prices all at once.
 """

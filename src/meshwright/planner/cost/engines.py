@@ -1,4 +1,5 @@
-"""Whose kernels are priced: a few facts of each training engine that decide how much work a step is.
+"""Training engines (frameworks) whose kernels, buffers and overlap are priced: the properties that decide the cost of a
+step.
 
 What is not said of an engine here is the same for all: the model's mathematics, the layout, the machine.
 """

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model by operation, and the convention they are counted by.
+"""Model FLOPs of a token by operation, and the convention by which they are counted.
 
 Conventions in use differ by up to an eighth (causal or full attention, recomputation counted or not), so that a
 utilisation without its convention says little.

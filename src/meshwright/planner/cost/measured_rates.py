@@ -1,4 +1,4 @@
-"""How long operations and collectives take on a machine that `probe` has measured: what its curves say.
+"""Seconds of operations and collectives on a machine that `probe` has measured, read from its curves.
 
 A product takes what one of its shape and form took; elementwise work what the same work took, or a sum of as many
 bytes; attention what its scores took; a collective what its vector took, among as many ranks.
@@ -65,8 +65,8 @@ class MeasuredRates:
         self._measured, self._precision, self._eager = measured, precision, eager
         self._passes: dict[str, Curve | None] = {}
         starts = dict(measured.starts)
-        # What a kernel costs beside its work, to note it down and to find it on the way back. Devices that are asked
-        # without waiting do not wait for that either.
+        # Overhead of autograd for a kernel: recording it in the forward, finding it in the backward. Devices to which
+        # work is submitted asynchronously hide it.
         beside = starts.get("differentiated_operation", 0.0) - 2 * starts.get("operation", 0.0)
         self.start = 0.0 if measured.copies else max(0.0, beside / 2)
 

@@ -1,4 +1,4 @@
-"""What each rank puts on the wire in a training step of a foreign module, by call site: from its table alone.
+"""Bytes that each rank sends in a training step of a foreign module, by call site, from its parameter table alone.
 `comm/record.py` counts the same."""
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""How long one operation takes on a device, and one collective on a cluster: a few constants for all (rates.toml), in
-shares of what data sheets promise; where `probe` has measured the machine, what it measured.
-"""
+"""Seconds of an operation on a device and of a collective on a cluster: a few constants for all (rates.toml), as shares
+of the data sheet's peaks; on a machine that `probe` has measured, the measured ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step takes longer than its pieces: `probe` measures both, and the planner multiplies by the ratio.
+"""Ratio of a measured step to the sum of its operations timed alone, by which the planner multiplies predictions.
 
 Pieces are timed one by one, their operands still in the caches and nobody waiting. In a step they follow each other,
 operands come from memory, and ranks that wait for each other in every layer wait for whichever was held up. How much

@@ -1,5 +1,5 @@
-"""What each rank puts on the wire in a training step, by call site: from the parameter table, the layout, the shapes of
-a batch and the pipeline's program. `comm/record.py` counts the same while a run goes on; the two are equal.
+"""Bytes that each rank sends in a training step, by call site: from the parameter table, the operators' collectives and
+the pipeline's program. `comm/record.py` counts the same during a run; the two are equal.
 
 Bytes of an operation over n ranks on a vector of b bytes, which are also the least that each rank can send: all-reduce
 2 b (n - 1) / n, reduce-scatter and all-gather b (n - 1) / n.

@@ -1,1 +1,1 @@
-"""What is known of devices and clusters: catalogue, measured speeds, calibration."""
+"""Devices and clusters: catalogue, measured speeds, calibration."""

@@ -1,5 +1,5 @@
-"""What finished runs on a machine say about its predictions: a factor on times with its spread, and the share of memory
-that nothing explains. It lies in the machine's cluster file, under a table of its own."""
+"""Calibration of a machine by its finished runs: a factor on predicted times with its spread, and the share of memory
+that no prediction explains. It is a table of the machine's cluster file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan is for: so many devices of a kind, in nodes, and the links inside and between them.
+"""Cluster: a number of devices of a kind, in nodes, and the links inside and between nodes.
 
 cluster("64xh100-sxm")      64 devices in nodes of 8
 cluster("2x8xa100-80")      2 nodes of 8

@@ -1,4 +1,4 @@
-"""What `meshwright probe` found on a machine: times over sizes, as its cluster file keeps them."""
+"""Measurements of `meshwright probe`: seconds as functions of sizes, as the cluster file keeps them."""
 
 from __future__ import annotations
 

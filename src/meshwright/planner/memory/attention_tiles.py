@@ -1,5 +1,5 @@
-"""What the backward of CPU attention holds at most beside its results: the loop over tiles of
-`model/tiled_attention.py`, name by name. A name keeps its tensor until the next one is made.
+"""Peak of temporaries in the backward of CPU attention: the loop over tiles of `model/tiled_attention.py`, variable by
+variable. A variable keeps its tensor until the next one is assigned.
 
 Where documents begin decides which keys a tile has, and where its queries see differently many it has a mask over all
 of them. Of documents whose places are not known the most that any could take is said: a tile never has more keys than
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from meshwright.planner.cost.micro_batch import Starts
 
 LAST_TILES = 4
-"""Of rows that are one document the last tiles have the most keys: these are looked at."""
+"""Number of tiles that are compared in a sequence of one document: its last tiles have the most keys."""
 
 
 class Heads(NamedTuple):

@@ -1,4 +1,5 @@
-"""A compiled block: what its forward keeps, and the kernels of its forward and backward with what they read and make.
+"""Compiled transformer block: the activations that its forward saves, and the kernels of its forward and backward with
+the tensors that they read and write.
 
 The engine says what a compiled block keeps (`parallel/recompute.py`): results of matrix products, attention and
 collectives, as far as the backward reads them; everything between them is computed again inside of the backward's

@@ -1,5 +1,5 @@
-"""A compiled block of an encoder, whose norms follow the sums and whose attention is PyTorch's own: what its forward
-keeps, and its kernels in inductor's order (torch 2.13), as `compiled_blocks` has them of decoders.
+"""Compiled encoder block, whose norms follow the residual additions and whose attention is PyTorch's own: saved
+activations and kernels in inductor's order (torch 2.13), as `compiled_blocks` has them of decoders.
 
 A norm's result is the next product's input: the backward computes it again beside the norm's gradient. The kernel of
 attention that a CPU has draws random numbers, as far as the compiler knows: where it runs again, the state that they

@@ -1,4 +1,4 @@
-"""Which kind of compiled block a layer is, and what its forward keeps."""
+"""Kind of compiled block of a layer, and the activations that its forward saves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A compiled block whose backward leaves its weight gradients to a queue: in their place it gives the inputs of its
-products and the gradients of their results (`model/weight_gradients.py`). Some of these its forward has kept."""
+"""Compiled block with split backward: weight gradients are queued, and the backward returns the products' inputs and
+output gradients instead (`model/weight_gradients.py`); some of these are saved activations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import lru_cache
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.compiled_layers import block_of
-from meshwright.planner.memory.compiled_moments import COLLECTED, alike, extras_of, forward_held
-from meshwright.planner.memory.inductor import Held, Kernel, highest
+from meshwright.planner.memory.compiled_peaks import COLLECTED, alike, extras_of, forward_held
+from meshwright.planner.memory.inductor import Kernel, KernelMemory, highest
 from meshwright.planner.memory.tensors import Temporary
 
 PRODUCTS = "mlp.down", "mlp.up", "attention.output", "attention.qkv"
@@ -53,7 +53,7 @@ def split_backward_extras(
 @lru_cache(maxsize=64)
 def _backward(
     at: MicroBatch, layer: int, x: int, arrived: frozenset[str], at_once: bool, fused: bool
-) -> list[tuple[str, Held]]:
+) -> list[tuple[str, KernelMemory]]:
     """Return (snapshot name, memory) for the memory snapshots of a compiled backward that queues its weight gradients.
 
     arrived: names of gradients that another pipeline stage sent; at_once: the weight gradients are computed right after
@@ -70,10 +70,10 @@ def _backward(
     made_again = {name: Temporary("activations", name, size) for name, size in kept.items()} if again else {}
     if again:
         held = forward_held(at, layer, x)
-        found.append((".forward again", Held(held.name, held.buffers, 0, (*held.inside, gradient))))
+        found.append((".forward again", KernelMemory(held.name, held.buffers, 0, (*held.inside, gradient))))
     held = highest(kernels, given | kept, stays)
     inside = (*held.inside, gradient, *made_again.values())
-    found.append((f".{held.name}", Held(held.name, held.buffers, held.gone, inside)))
+    found.append((f".{held.name}", KernelMemory(held.name, held.buffers, held.gone, inside)))
     made = {each.name: each for kernel in kernels for each in kernel.makes if each.name in stays}
     gone = 0 if again else sum(size for name, size in kept.items() if name not in stays)
     left = [each for name, each in made_again.items() if name in stays]
@@ -81,7 +81,7 @@ def _backward(
         left.append(gradient)
     if at_once and not fused:
         left.append(Temporary("workspace", "weight gradient", _products(block)))
-    found.append((COLLECTED, Held(COLLECTED, made, gone + given.get(INPUT, 0), tuple(left))))
+    found.append((COLLECTED, KernelMemory(COLLECTED, made, gone + given.get(INPUT, 0), tuple(left))))
     return found
 
 

@@ -1,5 +1,5 @@
-"""A compiled block whose experts have ranks of their own: what comes before its mixture is one graph; the mixture is
-not compiled (`model/transformer.py`) and is priced as eager ones are."""
+"""Compiled block with expert-parallel experts: the part before its mixture is one graph; the mixture is not compiled
+(`model/transformer.py`) and is priced as eager ones are."""
 
 from __future__ import annotations
 

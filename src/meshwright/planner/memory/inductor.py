@@ -44,7 +44,7 @@ class Kernel(NamedTuple):
 
 
 @dataclass(slots=True)
-class Held:
+class KernelMemory:
     """Memory that is allocated while one kernel of a compiled graph runs.
 
     name: of the kernel; buffers: live ones, by tensor name; gone: bytes of graph inputs freed so far; inside:
@@ -62,7 +62,7 @@ class Held:
         return sum(each.bytes for each in self.buffers.values()) + sum(each.bytes for each in self.inside) - self.gone
 
 
-def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> list[Held]:
+def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> list[KernelMemory]:
     """Simulate the allocations of kernels that run in order, as PyTorch's inductor makes them; return the memory during
     each.
 
@@ -75,7 +75,7 @@ def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[st
     live: dict[str, Buffer] = {}
     waiting: list[tuple[Buffer, int]] = []  # freed, and after which kernel: some other may take its place
     reused: dict[int, list[tuple[Buffer, int]]] = {}  # by the kernel after which it was freed: until when it stays
-    found: list[Held] = []
+    found: list[KernelMemory] = []
     gone = 0
 
     def take(made: Buffer, now: int) -> None:
@@ -100,7 +100,7 @@ def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[st
         for replaced in kernel.over.values():
             live.pop(replaced, None)
         live |= {made.name: made for made in kernel.makes}
-        found.append(Held(kernel.name, dict(live), gone, kernel.inside))
+        found.append(KernelMemory(kernel.name, dict(live), gone, kernel.inside))
         for name in dict.fromkeys((*kernel.reads, *(made.name for made in kernel.makes))):
             if last.get(name, now) != now or name in stay:
                 continue
@@ -146,7 +146,7 @@ def _reckoned(
     return found
 
 
-def highest(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> Held:
+def highest(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> KernelMemory:
     """Return the memory during the kernel with the highest peak, the first if several. given: {name: bytes} of the
     inputs that the graph frees after their last use; stay: names of the tensors that it returns, which are never
     freed."""

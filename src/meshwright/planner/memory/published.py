@@ -1,4 +1,4 @@
-"""What other engines keep of a layer, as published, and the arithmetic of model states that texts print.
+"""Activation memory of a layer under other engines, as published, and the arithmetic of model states.
 
 Sizes: s tokens in a row, b rows, h hidden, a heads, f MLP columns; t ranks of tensor parallelism. Bytes, with two for a
 number in the narrow type. These are closed forms from papers, not measured here; our own engine's are in `saved.py`.

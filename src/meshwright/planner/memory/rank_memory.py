@@ -1,7 +1,7 @@
-"""The memory of every rank of a pipeline, and whether it fits on a device.
+"""Memory of every rank of a pipeline, with the framework's own and fragmentation.
 
 Ours is the ledger's, tensor by tensor. Of another engine it is what was published of it: its bytes of each parameter,
-what it keeps of a layer, as many micro-batches as its schedule has under way, and its logits.
+its saved activations of a layer, the micro-batches that its schedule has in flight, and its logits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from meshwright.planner.cost.data_time import level_in_time
 from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch
 from meshwright.planner.cost.rates import attention_kernel
 from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.memory.activation_bytes import bytes_each
 from meshwright.planner.memory.ledger import CATEGORIES, CUDA_CONTEXT, STORED, Item, ledger
-from meshwright.planner.memory.micro_memory import bytes_each
 from meshwright.planner.memory.published import PUBLISHED, LayerShape, published_layer
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
@@ -59,8 +59,8 @@ class RankMemory:
         items: Tensors at the peak.
         peak_bytes: Sum of the items, as PyTorch's allocator counts.
         moment: Name of the memory snapshot, such as "layers.3.mlp: backward".
-        framework_bytes: Held in addition by the CUDA context; on a CPU by interpreter and libraries.
-        slack_bytes: Held in addition and unexplained, such as by fragmentation.
+        framework_bytes: KernelMemory in addition by the CUDA context; on a CPU by interpreter and libraries.
+        slack_bytes: KernelMemory in addition and unexplained, such as by fragmentation.
         exact: True if counted tensor by tensor, not in closed form.
         compiled: True if predicted for compiled blocks.
     """

@@ -8,7 +8,7 @@ from functools import partial
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number
 from meshwright.planner.memory import compiled_split
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, known
-from meshwright.planner.memory.compiled_moments import COLLECTED, backward_extras, forward_extras, spread_backward
+from meshwright.planner.memory.compiled_peaks import COLLECTED, backward_extras, forward_extras, spread_backward
 from meshwright.planner.memory.compiled_split import split_backward_extras
 from meshwright.planner.memory.snapshot import FIRST_AND_LAST, BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.states import Flat
@@ -280,7 +280,7 @@ class StageSnapshots:
             weight is not None and weight.dtype != self.at.dtype and self.at.device == "cpu"
         ):  # elsewhere number by number
             yield Temporary("workspace", "upcast head weight gradient", weight.bytes)
-        if weight is None:  # made now, for a moment
+        if weight is None:  # computed now
             yield Temporary("gradients", "head weight gradient, unscaled", width * config.hidden * self.x)
             yield Temporary("activations", "gradient of the head's input, unscaled", hidden * self.x)
 
@@ -301,7 +301,7 @@ class StageSnapshots:
         at, config, layout, x = self.at, self.at.config, self.at.layout, self.x
         gradient = Temporary("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
         weights, number = not (self.fused or split), int(unit.split(".")[1])
-        after = config.encoder  # norms follow the sums: on the way back they come first
+        after = config.encoder  # norms follow the residual additions: their backward comes first
         gone = [f"{unit}.mlp_norm."] if after else []
         around = [gradient, *self._used(gone)]
         if config.has_experts(number):

@@ -1,6 +1,6 @@
-"""What a rank holds from step to step: parameters, masters, gradients and the optimizer's state, unit by unit, as
-`parallel/zero.py` lays them out. The sums are those of `ZeroEngine.memory` and of the optimizer's tensors, exactly.
-"""
+"""Model states of a rank between steps: parameters, fp32 master weights, gradients and optimizer state, FSDP unit by
+unit, as `parallel/zero.py` lays them out. The sums are those of `ZeroEngine.memory` and of the optimizer's tensors,
+exactly."""
 
 from __future__ import annotations
 

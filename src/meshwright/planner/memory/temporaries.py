@@ -151,7 +151,7 @@ def ring_backward(at: MicroBatch, window: int | None, x: int, wide: int) -> Iter
     yield Temporary("workspace", "upcast gradient of queries", heads * of_head * wide)
     yield Temporary("communication", "upcast gradients of keys and values", 6 * kv_heads * of_head * wide)
     passing = 2 * kv_heads * of_head * x * (1 + min(2, ranks - 1))
-    results = (heads + 2 * kv_heads) * of_head * x  # once all have gone round
+    results = (heads + 2 * kv_heads) * of_head * x  # after the last ring step
     if at.device == "cuda" and x < wide and not at.limited(window) and size % 8 == 0 and size <= 256:
         work = results // 2  # of half of the tokens
     else:

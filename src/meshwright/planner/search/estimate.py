@@ -1,4 +1,4 @@
-"""What a layout costs before it runs: time, memory, and whether it fits.
+"""Predicted cost of a layout: time, memory, and if it fits.
 
 meshwright.planner.evaluate("llama-3-8b", "64xh100-sxm", "dp8 zero1 tp8 mb64", sequence=8192, batch=512)
 """

@@ -1,4 +1,4 @@
-"""Where no layout fits: the one that needs the least memory, and how many devices would be enough."""
+"""The layout that needs the least memory where none fits, and the number of devices that would be enough."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from meshwright.planner.cost.pipeline_times import PipelineTimes
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import waits
 from meshwright.planner.cost.reference_step import in_place
-from meshwright.planner.memory.micro_memory import ActivationBytes, bytes_each, state_sizes
+from meshwright.planner.memory.activation_bytes import ActivationBytes, bytes_each, state_sizes
 from meshwright.planner.problem import Candidate, Problem
 from meshwright.planner.search.space import Pipe, candidates, layout_of, pipes
 from meshwright.program.durations import Floats

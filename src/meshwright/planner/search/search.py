@@ -32,7 +32,7 @@ MOST_TOLD, MOST_LOOKED_AT = 3, 6
 """Fast layouts that do not fit: told of, and priced exactly."""
 
 MOST_CHANGES = 3
-"""In how many things at most a layout that fits may differ from one that does not, to be told as its mend."""
+"""Most differences between a layout that does not fit and the one suggested in its place."""
 
 MOST_ADVICE = 4
 """Changes of which the ledger is asked, of each number of changes."""
@@ -129,7 +129,7 @@ def _advice(decided: Decided, first: float) -> Iterator[Advice]:
         if (size := device_bytes(problem, layout)) <= room:
             continue
         found += 1
-        chosen = _mended(decided, columns, at, fit, expected)
+        chosen = _find_change(decided, columns, at, fit, expected)
         if chosen is None:
             yield Advice(layout, seconds, size, None, None, None)
         else:
@@ -139,7 +139,7 @@ def _advice(decided: Decided, first: float) -> Iterator[Advice]:
             yield Advice(layout, seconds, size, change, instead, decided.seconds(chosen, instead))
 
 
-def _mended(decided: Decided, columns: Mapping[str, Array], at: int, fit: Array, expected: Array) -> int | None:
+def _find_change(decided: Decided, columns: Mapping[str, Array], at: int, fit: Array, expected: Array) -> int | None:
     """Return the index of the fastest fitting candidate with the fewest differences from candidate `at`; None if there
     is none with up to three.
 

@@ -1,4 +1,4 @@
-"""All layouts that a search looks at: the ways in which a rank can work on a micro-batch, and the schedules.
+"""Search space: candidate layouts of a pipeline stage, with the sequences of a micro-batch, and candidate pipelines.
 
 A way is a layout of one pipeline stage (its dp only as large as its experts need), with the rows of a micro-batch; how
 many stages, replicas and micro-batches there are follows from the cluster and the batch.

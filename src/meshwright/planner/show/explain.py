@@ -1,4 +1,4 @@
-"""Where the time of a micro-batch goes, operation by operation: sizes, arithmetic intensity, what binds it."""
+"""Time of a micro-batch, operation by operation: sizes, arithmetic intensity, and the bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `meshwright plan` prints for a person."""
+"""Tables and lines that `meshwright plan` prints on a terminal."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, Number
 from meshwright.planner.cost.piece_times import alike, layer_examples, micro_batch_of
 from meshwright.planner.memory import compiled_split
 from meshwright.planner.memory.compiled_blocks import known
-from meshwright.planner.memory.compiled_moments import passing_bytes
+from meshwright.planner.memory.compiled_peaks import passing_bytes
 from meshwright.planner.memory.published import PUBLISHED, LayerShape, StateBytes
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.stage_snapshots import queued_bytes

@@ -1,4 +1,4 @@
-"""What compiled blocks hold for a moment, in a forward and in a backward, beside what is kept of them."""
+"""Memory peaks inside compiled blocks, in forward and backward, beside their saved activations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT
 from meshwright.planner.memory.compiled_layers import block_of
-from meshwright.planner.memory.inductor import Held, highest
+from meshwright.planner.memory.inductor import KernelMemory, highest
 from meshwright.planner.memory.temporaries import mixture_backward
 from meshwright.planner.memory.tensors import Temporary
 
@@ -96,7 +96,7 @@ def alike(at: MicroBatch, layer: int) -> int:
     return kinds.index(kinds[-1])
 
 
-def extras_of(held: Held, unit: str) -> Iterator[Temporary]:
+def extras_of(held: KernelMemory, unit: str) -> Iterator[Temporary]:
     """Yield the tensors that are allocated during a kernel, as entries of a memory snapshot. held: memory during the
     kernel; unit: prefix of the entries' names, such as "layers.3"."""
     for name, each in held.buffers.items():
@@ -107,7 +107,7 @@ def extras_of(held: Held, unit: str) -> Iterator[Temporary]:
 
 
 @lru_cache(maxsize=64)
-def forward_held(at: MicroBatch, layer: int, x: int) -> Held:
+def forward_held(at: MicroBatch, layer: int, x: int) -> KernelMemory:
     """Return the memory during the kernel with the highest peak of a compiled layer's forward. at: sizes and settings
     of one micro-batch on one rank; layer: index of the first of all equal layers, as the result is cached; x: bytes of
     an activation's element."""
@@ -116,7 +116,9 @@ def forward_held(at: MicroBatch, layer: int, x: int) -> Held:
 
 
 @lru_cache(maxsize=64)
-def _backward(at: MicroBatch, layer: int, x: int, arrived: frozenset[str] = frozenset()) -> list[tuple[str, Held]]:
+def _backward(
+    at: MicroBatch, layer: int, x: int, arrived: frozenset[str] = frozenset()
+) -> list[tuple[str, KernelMemory]]:
     """Return (snapshot name, memory) at the peak and at the end of a compiled layer's backward; under full recompute,
     these are preceded by the peak of the recomputed forward.
 
@@ -134,15 +136,15 @@ def _backward(at: MicroBatch, layer: int, x: int, arrived: frozenset[str] = froz
         del given[name]
     if block.again == "full":
         again = forward_held(at, layer, x)
-        found.append((".forward again", Held(again.name, again.buffers, 0, (*again.inside, *gradients))))
+        found.append((".forward again", KernelMemory(again.name, again.buffers, 0, (*again.inside, *gradients))))
         made_again = tuple(Temporary("activations", name, size) for name, size in kept.items())
     else:
         made_again = ()
     held = highest(kernels, given | kept, {*weights, INPUT_GRADIENT})
     name = f".{held.name}"
-    found.append((name, Held(held.name, held.buffers, held.gone, (*held.inside, *gradients, *made_again))))
+    found.append((name, KernelMemory(held.name, held.buffers, held.gone, (*held.inside, *gradients, *made_again))))
     last = {made.name: made for kernel in kernels for made in kernel.makes if made.name in {*weights, INPUT_GRADIENT}}
     gone = 0 if block.again == "full" else sum(kept.values())
     stays = gradients[:1] if GRADIENT in arrived else ()
-    found.append((COLLECTED, Held(COLLECTED, last, gone + given.get(INPUT, 0), stays)))
+    found.append((COLLECTED, KernelMemory(COLLECTED, last, gone + given.get(INPUT, 0), stays)))
     return found
