@@ -1,7 +1,5 @@
-"""Kernels and saved activations of a compiled block whose MLP is a mixture of experts, in one graph.
-
-Most of routing is recomputed in the backward. Kernels are in inductor's order (torch 2.13, every shape looked at).
-"""
+"""Kernels and saved activations of a compiled mixture-of-experts block, in one graph. Most of routing is recomputed in
+the backward. Kernels are in inductor's order (torch 2.13)."""
 
 from __future__ import annotations
 
@@ -13,15 +11,14 @@ from meshwright.planner.memory.inductor import Kernel, highest
 Value = tuple[str, tuple[tuple[int, ...], str]]
 
 
+AT_ONCE, SHARED_FIRST, EXPERTS_FIRST = "at once", "shared first", "experts first"
+"""Orders of a backward: by what comes first of it."""
+OUTPUT_WEIGHT, SHARED = "weight gradient of output", ("mlp.shared.up.output", "mlp.shared.down.input")
+
+
 def _named(before: str, shape: tuple[int, ...], kind: str, *names: str) -> Iterator[Value]:
     """Return an iterator over (name, (`shape`, element type `kind`)) of tensors. name: `before` + each of `names`."""
     return ((before + name, (shape, kind)) for name in names)
-
-
-AT_ONCE, SHARED_FIRST, EXPERTS_FIRST = "at once", "shared first", "experts first"
-"""Orders of a backward: by what comes first of it."""
-OUTPUT_WEIGHT = "weight gradient of output"
-SHARED = ("mlp.shared.up.output", "mlp.shared.down.input")
 
 
 class CompiledMixture(CompiledBlock):
@@ -33,13 +30,13 @@ class CompiledMixture(CompiledBlock):
         at, config = self.at, self.at.config
         tokens, hidden, width = at.rows * at.tokens, config.hidden, config.expert_intermediate // at.layout.tp
         chosen, copies, columns = config.experts_per_token, tokens * config.experts_per_token, self.columns
+        router, down = "mlp.router.", "experts.down.output"
         whole, scores = (at.rows, at.tokens, hidden), (tokens, config.experts)
-        down = "experts.down.output"
-        yield from _named("mlp.", whole, "x", "input", "product", "product.gradient", "experts.gradient")
-        yield from _named("mlp.", whole, "x", "input.gradient.sum")
+        yield from _named(
+            "mlp.", whole, "x", "input", "product", "product.gradient", "experts.gradient", "input.gradient.sum"
+        )
         yield from _named("mlp.", whole, "wide" if self._wide else "x", "input.gradient")
         yield from _named("mlp.", (at.rows, at.slice, hidden), "x", "sum")
-        router = "mlp.router."
         yield from _named(router, (tokens, hidden), "wide", "input", "input.again", "input.gradient")
         yield from _named(router, scores, "wide", "exponentials", "scores", "scores.gradient", "choice.gradient")
         yield from _named(router, scores, "x" if config.router == "softmax" else "wide", "logits", "logits.gradient")
@@ -66,8 +63,7 @@ class CompiledMixture(CompiledBlock):
             "experts' down": (config.experts, width, hidden), "shared up": (2 * columns, hidden),
             "shared down": (columns, hidden),
         }  # fmt: skip
-        for name, shape in weights.items():
-            yield f"weight gradient of {name}", (shape, "x")
+        yield from ((f"weight gradient of {name}", (shape, "x")) for name, shape in weights.items())
 
     @property
     def columns(self) -> int:
@@ -87,16 +83,14 @@ class CompiledMixture(CompiledBlock):
             return [*dense, *gathered, *products]
         # What the partitioner has live from the second forward to the backward.
         dense = list(dict.fromkeys([*dense, f"attention.output.{added}", "mlp.input"]))
-        softmax = config.router == "softmax"
         wide = ["mlp.router.input", "mlp.router.weight"] if self._wide else []
-        scores = ["mlp.router.scores"] if softmax else [*wide, "mlp.router.logits"]
+        scores = ["mlp.router.scores"] if config.router == "softmax" else [*wide, "mlp.router.logits"]
         weights = ["mlp.router.weights" if config.normalise_choice else "mlp.router.weights.narrow"]
         loads = ["mlp.router.load"] if config.router_loss else []
         loads += ["mlp.router.above_mean"] if config.router_bias else []
         places = ["mlp.router.chosen", "mlp.experts.order", "mlp.experts.inverse", "mlp.experts.ends"]
         experts = [f"mlp.experts.{each}" for each in ("up.input", "up.output", "down.input", "down.output")]
-        if config.shared_intermediate:
-            shared.append("mlp.shared.down.input")
+        shared += ["mlp.shared.down.input"] if config.shared_intermediate else []
         return [*dense, *scores, *weights, *loads, *places, *experts, *shared]
 
     def forward(self) -> Iterator[Kernel]:
@@ -106,8 +100,7 @@ class CompiledMixture(CompiledBlock):
         yield from self._normed("mlp", f"{INPUT}, {added}", "mlp.input")
         yield from self._mixed()
         last = "mlp.experts.down.output, mlp.experts.inverse, mlp.router.weights"
-        if self.at.config.shared_intermediate:
-            last += ", mlp.shared.down.output"
+        last += ", mlp.shared.down.output" if self.at.config.shared_intermediate else ""
         if self.summed:
             yield self._kernel(last, "mlp.product")
             yield self._operator("mlp.product", "mlp.sum")

@@ -71,12 +71,8 @@ performance, "preloaded CUDA kernels memory usage"). PyTorch's allocator does no
 
 CUBLAS_WORKSPACE = 8 * (1 << 20) + 128 * (1 << 10)
 CUBLAS_WORKSPACES = {
-    "Hopper": 32 << 20,
-    "Hopper+Grace": 32 << 20,
-    "CDNA2": 32 << 20,
-    "CDNA3": 128 << 20,
-    "CDNA4": 128 << 20,
-}
+    "Hopper": 32 << 20, "Hopper+Grace": 32 << 20, "CDNA2": 32 << 20, "CDNA3": 128 << 20, "CDNA4": 128 << 20,
+}  # fmt: skip
 """Bytes that matrix products keep for good from their first call on, once for the forward's thread and once for the
 backward's, by architecture where it is not the first (aten/src/ATen/cuda/CublasHandlePool.cpp,
 `parseChosenWorkspaceSize`)."""

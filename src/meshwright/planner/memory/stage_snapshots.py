@@ -10,13 +10,13 @@ from meshwright.planner.memory import compiled_split
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, known
 from meshwright.planner.memory.compiled_peaks import COLLECTED, backward_extras, forward_extras, spread_backward
 from meshwright.planner.memory.compiled_split import split_backward_extras
+from meshwright.planner.memory.end_temporaries import loss_backward, loss_snapshots, table_backward
 from meshwright.planner.memory.snapshot import FIRST_AND_LAST, BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.states import Flat
 from meshwright.planner.memory.temporaries import attention_backward, mixture_backward
 from meshwright.planner.memory.tensors import Saved, Temporary
-from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
-from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL, SLICE_LOGITS
+from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL
 from meshwright.spec.stages import LOOKED_UP, Stage
 
 OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
@@ -79,7 +79,6 @@ class StageSnapshots:
         self.kept = sum(each.bytes for each in saved)
         self.stream = at.rows * at.slice * at.config.hidden * self.x
         self.tokens = at.rows * at.tokens
-        self.predicted = at.predictions
         layers = [unit for unit in units if unit.startswith("layers.")] if queued else []
         self.queue = sum(map(self._queue_of, layers))
 
@@ -108,7 +107,12 @@ class StageSnapshots:
         before = self.of_unit[-1]
         for place, unit in enumerate(self.units):
             gathered = self._gathered(place, +1)
-            found = self._losses() if unit == "head" else [("", list(self._layer_forward(place)))]
+            loss = unit == "head"
+            found = (
+                loss_snapshots(self.at, self.saved, self.compiled, False)
+                if loss
+                else [("", list(self._layer_forward(place)))]
+            )
             for what, extras in found:
                 yield Snapshot(
                     f"{unit}{what}: forward",
@@ -138,35 +142,6 @@ class StageSnapshots:
         if self.at.config.has_experts(int(unit.split(".")[1])):  # what is sent, what comes back, and that times weights
             copies = self.at.routed_tokens * self.at.config.experts_per_token * self.at.config.hidden * self.x
             yield Temporary("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
-
-    def _losses(self, again: bool = False) -> list[tuple[str, list[Temporary]]]:
-        """Return (snapshot name, tensors) of the loss: at the logits of its last chunk, and when the head's weight
-        gradient is added. again: in the backward, since the forward saved no gradient."""
-        config, at = self.at.config, self.at
-        states = [Temporary("activations", "output of the last layer", self.stream)] if config.encoder else []
-        if config.head not in ("next", "masked"):
-            return [("", states)]
-        width = min(-(-config.vocabulary // at.layout.tp), config.vocabulary)
-        chunks = loss_chunks(self.predicted, width, at.device)
-        longest, hidden = max(chunks, default=0), self.predicted * config.hidden * self.x
-        weight, several = width * config.hidden, len(chunks) > 1
-        both = [*states, Temporary("logits", "chunk", longest * width * self.x)]
-        if not again:
-            both += [Temporary("activations", each.name, each.bytes) for each in self.saved if _of_norm_or_known(each)]
-            both.append(Temporary("activations", "head.input", hidden))
-        forms = again or any(each.name == "head.weight.gradient" for each in self.saved)
-        if forms:
-            both.append(Temporary("activations", "head.hidden.gradient", hidden))
-        summed = Temporary("activations", "head.weight.gradient", weight * (self.wide if several else self.x))
-        at_once = longest if at.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
-        wide = Temporary("workspace", "upcast logits", 2 * at_once * width * self.wide)
-        fused = [] if self.compiled else [wide]
-        so_far = summed._replace(bytes=weight * (self.wide if len(chunks) > 2 else self.x))  # of all but the last chunk
-        found = [(".statistics", [*both, *fused, *([so_far] if forms and several else [])])]
-        if forms:
-            parts = (self.x if several else 0) + (self.x if several and self.x < self.wide else 0)
-            found.append((".gradient", [*both, summed, Temporary("workspace", "gradient of a chunk", weight * parts)]))
-        return found
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
         """Yield the snapshots of a backward that begins in state `state`. split: it computes only input gradients."""
@@ -232,9 +207,9 @@ class StageSnapshots:
                 yield ".rows", [Temporary("activations", "gradient of the last layer's output", self.stream)]
             if self.at.config.head not in ("next", "masked"):
                 return
-            yield "", [*self._loss_backward()]
+            yield "", [*loss_backward(self.at, self.saved)]
             if not any(each.name == "head.weight.gradient" for each in self.saved):
-                yield from self._losses(again=True)
+                yield from loss_snapshots(self.at, self.saved, self.compiled, True)
         elif self._known(unit):
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
             arrived = frozenset(name for name, end in ends.items() if end == unit)
@@ -252,7 +227,7 @@ class StageSnapshots:
             for name, extras in self._layer_backward(unit, split):
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP:
-            yield "", [*self._table_backward(unit)]
+            yield "", [*table_backward(self.at, unit)]
 
     def _beside(self, unit: str) -> int:
         """Return the bytes of a layer's saved activations that stay in addition to the recomputed ones: its narrow
@@ -266,34 +241,6 @@ class StageSnapshots:
             if not self.queued and down < FUSED_ACCUMULATION_MIN_NUMEL:
                 names.append(f"{unit}.mlp.down.product")  # of a larger weight it is read: its own function makes it
         return sum(each.bytes for each in self.saved if each.name in names)
-
-    def _loss_backward(self) -> Iterator[Temporary]:
-        """Yield the gradients of the head's input and weight, and their copies, that the loss's backward allocates."""
-        config = self.at.config
-        hidden = self.predicted * config.hidden
-        both = self.x if self.x == self.wide else self.x + self.wide
-        yield Temporary("activations", "gradient of the head's input", hidden * both)
-        width = -(-config.vocabulary // self.at.layout.tp)
-        weight = next((each for each in self.saved if each.name == "head.weight.gradient"), None)
-        yield Temporary("gradients", "head weight gradient", width * config.hidden * self.x)
-        if (
-            weight is not None and weight.dtype != self.at.dtype and self.at.device == "cpu"
-        ):  # elsewhere number by number
-            yield Temporary("workspace", "upcast head weight gradient", weight.bytes)
-        if weight is None:  # computed now
-            yield Temporary("gradients", "head weight gradient, unscaled", width * config.hidden * self.x)
-            yield Temporary("activations", "gradient of the head's input, unscaled", hidden * self.x)
-
-    def _table_backward(self, unit: str) -> Iterator[Temporary]:
-        """Yield the temporaries of the backward of a lookup table, unit "embedding" or so, which sums in float32."""
-        config = self.at.config
-        tables = {"positions": config.max_positions, "token_types": config.token_types}
-        rows = tables.get(unit, -(-config.vocabulary // self.at.layout.tp))
-        yield Temporary("activations", "gradient of the rows", self.tokens * config.hidden * self.x)
-        if self.x < self.wide:
-            yield Temporary("workspace", "upcast gradient of the rows", self.tokens * config.hidden * self.wide)
-            yield Temporary("gradients", f"{unit} gradient", rows * config.hidden * self.x)
-        yield Temporary("gradients", f"{unit} upcast gradient", rows * config.hidden * self.wide)
 
     def _layer_backward(self, unit: str, split: bool) -> Iterator[tuple[str, list[Temporary]]]:
         """Yield (snapshot name, tensors) of an uncompiled layer's backward. unit: "layers.N"; split: no weight
@@ -426,11 +373,6 @@ class StageSnapshots:
         """Return the reductions a backward starts. weights: True its weight pass, False its input pass, None both."""
         places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
         return self._reduced(places, state)
-
-
-def _of_norm_or_known(saved: Saved) -> bool:
-    """Return True if an activation is saved by the final norm or transform, or is called "head.known"."""
-    return saved.name.startswith(("final_norm.", "transform")) or saved.name == "head.known"
 
 
 def _of_loss(saved: Saved) -> bool:
