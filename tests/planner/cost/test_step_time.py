@@ -15,7 +15,8 @@ from bench.plan_accuracy import HELD_BACK, figures, held_out, priced, summary
 from bench.published_runs import PUBLISHED
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.communication import calls, count_parameters, group_of
+from meshwright.planner.cost.blocks import block
+from meshwright.planner.cost.communication import count_parameters, group_of, timed_calls
 from meshwright.planner.cost.data_time import exposed
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch
@@ -108,7 +109,7 @@ def test_layer_times_match_publication(shared_data: Path):
             at = MicroBatch.of(config, layout, 4, 2048, engine=megatron, kernel=megatron.attention)
             for one in operations(at, stage):
                 seconds += rates.seconds(one) * ((one.phase == "forward") == forward)
-            for exchange, phase, count in calls(at, stage):
+            for exchange, phase, count in timed_calls(block(at, stage.layers[0])):
                 taken = collectives.seconds(exchange.operation, group_of(layout, exchange.axis, cluster), exchange.size)
                 seconds += count * taken * ((phase == "forward") == forward and exchange.overlaps is None)
             assert seconds * 1e3 == pytest.approx(float(row["value"]), rel=0.12), row

@@ -3,14 +3,13 @@ process groups of a layout on a cluster."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.blocks import block, embedding, head, layer_kind
+from meshwright.planner.cost.blocks import block, embedding, head
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
 from meshwright.planner.cost.operators import Exchange, Operator, Phase
 from meshwright.planner.cost.rates import Group
@@ -25,21 +24,6 @@ class Call(NamedTuple):
     exchange: Exchange
     phase: Phase
     count: Number
-
-
-def calls(at: MicroBatch, stage: Stage) -> list[Call]:
-    """Return the tensor-, context- and expert-parallel collective calls of one rank that take time, for a micro-batch's
-    forward and backward on a pipeline stage."""
-    found: list[Call] = []
-    if stage.first:
-        found += timed_calls(embedding(at))
-    kinds = Counter(layer_kind(at, layer) for layer in stage.layers)
-    examples = {layer_kind(at, layer): layer for layer in reversed(stage.layers)}
-    for kind, layers in kinds.items():
-        found += [call._replace(count=layers * call.count) for call in timed_calls(block(at, examples[kind]))]
-    if stage.last:
-        found += timed_calls(head(at, True))
-    return found
 
 
 def timed_calls(operators: Iterable[Operator]) -> Iterator[Call]:

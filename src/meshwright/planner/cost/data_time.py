@@ -6,16 +6,10 @@ Everything takes numbers of one layout, or arrays of many that share the level o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.cost.operators import Collective
 from meshwright.program.durations import Floats
-
-Seconds = Callable[[Collective, str, Floats], Floats]
-"""The time of an operation over an axis, on vectors of so many bytes."""
 
 OPTIMIZER_BYTES = {"adamw": 42.0, "adam": 42.0, "sgd": 22.0, "momentum": 30.0}
 """Moved for each parameter that a rank updates, with float32 masters: AdamW reads master, gradient and two moments and
@@ -41,26 +35,6 @@ def passes_beside(schedule: str, ranks: int, micro_batches: Floats | int) -> Flo
     overlap: 1, or, under "interleaved", as many as pipeline ranks (at most all micro-batches). ranks: pipeline
     ranks."""
     return np.minimum(ranks, micro_batches) if schedule == "interleaved" else np.ones(())
-
-
-def zero_calls(
-    zero: int, seconds: Seconds, dense: Floats, spread: Floats, itemsize: int, engine_bytes: int
-) -> tuple[Floats, Floats]:
-    """Return the seconds of the (all-gathers, reduce-scatters) that ZeRO-2 and 3 add to every micro-batch, for the
-    parameters of a layer or of a rank.
-
-    zero: ZeRO stage; seconds: cost function of (operation, axis, bytes); dense, spread: number of dense and of
-    expert-parallel parameters, unsharded; itemsize, engine_bytes: bytes of a parameter and of a gradient.
-    """
-    gather = scatter = np.zeros(())
-    for numel, (_, axis, _) in zip((dense, spread), SHARES, strict=True):
-        if not numel.any():
-            continue
-        if zero == 3:
-            gather = gather + seconds("all-gather", axis, numel * itemsize)
-        if zero >= 2:
-            scatter = scatter + seconds("reduce-scatter", axis, numel * engine_bytes)
-    return gather, scatter
 
 
 def zero_waits(

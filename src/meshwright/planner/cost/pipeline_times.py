@@ -15,7 +15,6 @@ from meshwright.planner.cost.data_time import (
     level_in_time,
     update_bytes,
     updated,
-    zero_calls,
     zero_waits,
 )
 from meshwright.planner.cost.operators import Collective
@@ -113,9 +112,13 @@ class PipelineTimes:
     def zero_calls(self, zero: int, groups: ProcessGroups, dense: Floats, spread: Floats) -> tuple[Floats, Floats]:
         """Return the seconds of the (all-gathers, reduce-scatters) of a micro-batch under ZeRO-2 and 3 for parameters
         dense, spread [n, ...]."""
-        pieces = self.pieces
-        gather, scatter = zero_calls(zero, groups.seconds, dense.T, spread.T, pieces.itemsize, pieces.gradient_bytes)
-        return np.broadcast_to(gather, dense.T.shape).T, np.broadcast_to(scatter, dense.T.shape).T
+        gather, scatter = np.zeros(dense.T.shape), np.zeros(dense.T.shape)
+        for numel, (_, axis, _) in zip((dense.T, spread.T), SHARES, strict=True):
+            if numel.any():
+                scatter = scatter + groups.seconds("reduce-scatter", axis, numel * self.pieces.gradient_bytes)
+                if zero == 3:
+                    gather = gather + groups.seconds("all-gather", axis, numel * self.pieces.itemsize)
+        return gather.T, scatter.T
 
     def of_ranks(self, times: Floats) -> Floats:
         """Return the seconds of a micro-batch in all stages of each distinct rank [n, r, phases, p]. times: of each

@@ -188,6 +188,8 @@ class Step:
         zero = of.level(layout.zero)
         ranks = np.zeros((1, len(of.members), 3, 1))
         once = of.gradients(zero, self.groups, ranks, np.zeros(()), overlaps=False)[:, 0]
+        if zero < 2:
+            return float(once.max())
         gather, scatter = of.zero_calls(zero, self.groups, of.rank_dense, of.rank_spread)
         return float((once + layout.micro_batches / of.replicas * (2 * gather + scatter)[0]).max())
 
