@@ -160,7 +160,17 @@ def test_table_of_runs_is_consistent():
 
 @pytest.mark.parametrize("layout", ["dp1", "tp2", "tp4:nosp", "dp2 tp2 ep2", "dp4 ep2:etp2"])
 @pytest.mark.parametrize(
-    "name", ["llama-tiny", "gpt2-tiny", "qwen2-moe-tiny", "dots1-tiny", "gemma-2-2b", "qwen3-tiny"]
+    "name",
+    [
+        "llama-tiny",
+        "gpt2-tiny",
+        "qwen2-moe-tiny",
+        "dots1-tiny",
+        "gemma-2-2b",
+        "qwen3-tiny",
+        "olmo2-tiny",
+        "glm4-moe-tiny",
+    ],
 )
 def test_closed_form_parameters_match_parameter_table(name: str, layout: str):
     config, parsed = preset(name), Layout.parse(layout)

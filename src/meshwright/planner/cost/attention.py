@@ -79,7 +79,7 @@ def _query_key_norms(at: MicroBatch) -> Iterator[SavedTensor]:
         shape = at.rows, at.tokens, *one
         if at.narrow:
             yield SavedTensor(f"{name}.input", shape, "wide")
-        yield from scaled(name, shape)
+        yield from scaled(name, shape, at.config.zero_centred_norms)
 
 
 def _all_to_all(at: MicroBatch) -> Iterator[Operator]:

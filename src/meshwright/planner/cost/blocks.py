@@ -76,7 +76,7 @@ def _normed(at: MicroBatch, name: str, shape: tuple[Number, ...]) -> Iterator[Sa
             yield SavedTensor(f"{name}.{what}", (*shape[:-1], 1), "x" if at.device == "cpu" else "wide")
     else:
         yield SavedTensor(f"{name}.input", shape, "wide")
-        yield from scaled(name, shape)
+        yield from scaled(name, shape, at.config.zero_centred_norms)
 
 
 def residual(at: MicroBatch) -> Iterator[Operator]:

@@ -179,8 +179,10 @@ def pointwise(at: MicroBatch, name: str, elements: Number, of: Traffic, times: i
     return tuple(found)
 
 
-def scaled(name: str, shape: tuple[Number, ...]) -> Iterator[SavedTensor]:
+def scaled(name: str, shape: tuple[Number, ...], centred: bool) -> Iterator[SavedTensor]:
     """Yield what an RMS norm saves beside its input: the scale of each vector, and the scaled vectors. name: prefix,
-    such as "mlp_norm"; shape: of the norm's input."""
+    such as "mlp_norm"; shape: of the norm's input; centred: its factors are 1 + weight, which are saved too."""
+    if centred:
+        yield SavedTensor(f"{name}.factors", shape[-1:], "wide")
     yield SavedTensor(f"{name}.scale", (*shape[:-1], 1), "wide")
     yield SavedTensor(f"{name}.scaled", shape, "wide")

@@ -43,12 +43,12 @@ def saved_activations(
 def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Saved]:
     """Return the cosine and sine tables of rotary positions for `sequence` tokens, rounded up to a power of two; none
     for other positions. parameter_dtype: torch's type name."""
-    if config.positions != "rope":
-        return []
-    dtype = _types(parameter_dtype)["wide"]
-    shape = 1 << (sequence - 1).bit_length(), config.head_dim // 2
-    size = math.prod(shape) * ITEM_BYTES[dtype]
-    return [Saved(f"rotation.table.{part}", shape, dtype, size) for part in ("cosine", "sine")]
+    dtype, found = _types(parameter_dtype)["wide"], list[Saved]()
+    for rotation in config.rotations(range(config.layers)):
+        shape = 1 << (sequence - 1).bit_length(), rotation.size // 2
+        size = math.prod(shape) * ITEM_BYTES[dtype]
+        found += [Saved(f"rotation.table.{part}", shape, dtype, size) for part in ("cosine", "sine")]
+    return found
 
 
 @lru_cache(maxsize=8)
@@ -79,6 +79,8 @@ def _tensors(at: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled
             layers[key] = list(_compiled_layer(at, layer) if whole else layer_tensors(at, layer))
         # A norm's input in the type of activations is the stage's input, saved already.
         shared = "attention_norm.input" if begins and not config.encoder and not _copies_input(at) else None
+        if begins and not config.pre_norms and at.layout.tp == 1:  # the projections read it
+            shared = "attention.qkv.input"
         for each in layers[key]:
             if each.name != shared:
                 yield SavedTensor(f"layers.{layer}.{each.name}", each.shape, each.kind)
@@ -129,9 +131,11 @@ def _shared_by_layers(at: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
     """Yield the tensors that are saved once a micro-batch for all layers: rotations of positions, masks, targets."""
     config, layout = at.config, at.layout
     rows = at.rows if at.masked else 1
-    if config.positions == "rope" and (at.masked or layout.cp > 1):
-        for part in ("cosine", "sine"):
-            yield SavedTensor(f"rotation.{part}", (rows, 1, at.tokens, config.head_dim // 2), "wide")
+    if at.masked or layout.cp > 1:
+        for number, rotation in enumerate(config.rotations(stage.layers)):
+            for part in ("cosine", "sine"):
+                name = f"rotation.{part}{number or ''}"
+                yield SavedTensor(name, (rows, 1, at.tokens, rotation.size // 2), "wide")
     if config.encoder:
         if at.masked:
             yield SavedTensor("attention.added", (at.rows, 1, at.tokens, at.tokens), "x")
