@@ -271,9 +271,10 @@ def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor, softcap: float) -> None:
     """Overwrite the logits with softmax(logits) times `counted_C`, the factor on each token's loss (0 for ignored
     tokens), and with a softcap times its derivative. `log_sum_C`: log-sum-exp of each token's logits."""
-    wide_CV = logits_CV.to(log_sum_C.dtype)
-    factor = 1 - (wide_CV / softcap).square() if softcap else 1.0
-    logits_CV.copy_((wide_CV - log_sum_C[:, None]).exp() * counted_C[:, None] * factor)
+    slope_CV = 1 - (logits_CV.to(log_sum_C.dtype) / softcap).square() if softcap else None
+    logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
+    if slope_CV is not None:
+        logits_CV.mul_(slope_CV)
 
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> _Chunk:

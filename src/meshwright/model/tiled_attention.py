@@ -87,8 +87,7 @@ def _compute_attention(
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            scores_PXL, _ = compute_scores(flatten_heads(part), wide_k_PSD, tile, part.shape, how)
-            p_PXL = torch.softmax(scores_PXL, dim=-1).to(q.dtype)
+            p_PXL, _ = _compute_probabilities(flatten_heads(part), wide_k_PSD, tile, part.shape, how)
             o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
             out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
     return out
@@ -120,8 +119,7 @@ def _backward(
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
             q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(d_out[rows, heads, :, tile.queries])
-            scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, part.shape, how)
-            p_PXL = torch.softmax(scores_PXL, dim=-1).to(q.dtype)
+            p_PXL, slope_PXL = _compute_probabilities(q_PXD, wide_k_PSD, tile, part.shape, how)
             dv_PSD[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXD)
             dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT)
             ds_PXL = torch.ops.aten._softmax_backward_data(dp_PXL, p_PXL, -1, q.dtype)  # sums in float32 at least
@@ -133,6 +131,17 @@ def _backward(
         torch.mul(dk_PSD.view(dk[rows, heads].shape), scale, out=dk[rows, heads])
         dv[rows, heads] = dv_PSD.view(dv[rows, heads].shape)
     return dq, dk, dv
+
+
+def _compute_probabilities(
+    q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, how: Scores
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the softmax of a tile's scores, in the dtype of `q_PXD`, and the derivative of their softcap; arguments as
+    those of `compute_scores`. The scores are freed."""
+    scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, how)
+    p_PXL = torch.softmax(scores_PXL, dim=-1)
+    del scores_PXL  # before a copy in another dtype
+    return p_PXL.to(q_PXD.dtype), slope_PXL
 
 
 def compute_scores(

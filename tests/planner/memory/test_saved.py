@@ -40,7 +40,7 @@ def check(case: Case, found: Watched) -> None:
     assert found.predicted
     if "ac:" not in case.layout:
         narrow = case.dtype in ("bfloat16", "float16")
-        own = (*NOT_HOOKED, *(["input"] if narrow and case.config.norm == "rmsnorm" else []))
+        own = (*NOT_HOOKED, *(["input"] if narrow and case.config.norm == "rmsnorm" and case.config.pre_norms else []))
         hooked = Counter(each.bytes for each in found.predicted if not each.name.startswith(own) and each.bytes)
         assert hooked == Counter(size for size, _ in found.packed), case
 
