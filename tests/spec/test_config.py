@@ -144,6 +144,53 @@ def test_gpt2_intermediate_defaults_to_four_times_hidden():
             "olmo3, smollm3, gemma2, gemma3_text, phi3, glm4, glm4_moe, gpt2, bert, bloom, nemotron",
         ),
         (without(LLAMA, "hidden_size"), '"hidden_size" is missing'),
+        (
+            {
+                **LLAMA,
+                "model_type": "phi3",
+                "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]},
+            },
+            "rope_scaling has 1 short_factors, one for each of 4 rotated pairs is needed",
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"type": "longrope", "short_factor": [1.0, "x"], "long_factor": [2.0]}},
+            "\"short_factor\" must hold numbers above 0, not 'x'",
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"type": "longrope", "short_factor": 1.0, "long_factor": [2.0]}},
+            '"short_factor" must be a list with one number for each rotated pair, not 1.0',
+        ),
+        (
+            {**LLAMA, "model_type": "glm4", "head_dim": 8, "partial_rotary_factor": 0.1},
+            "rotary_fraction 0.1 of head_dim 8 must be",
+        ),
+        (
+            {**LLAMA, "model_type": "glm4", "head_dim": 8, "partial_rotary_factor": 1.5},
+            "rotary_fraction 1.5 of head_dim 8 must be",
+        ),
+        (
+            {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 2, 1, 1, 1]},
+            '"no_rope_layers" must be a list of 5 zeros and ones',
+        ),
+        ({**LLAMA, "model_type": "smollm3", "no_rope_layers": [1]}, '"no_rope_layers" must be a list of 5 zeros'),
+        (
+            {**LLAMA, "model_type": "granite", "residual_multiplier": 0},
+            '"residual_multiplier" must be a number above 0',
+        ),
+        (
+            {**LLAMA, "model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            'unsupported "attn_logit_softcapping" = 50.0; gemma3_text supports only None',
+        ),
+        (
+            {**LLAMA, "model_type": "gemma2", "final_logit_softcapping": -1},
+            '"final_logit_softcapping" must be a number',
+        ),
+        ({"model_type": "gemma3", "text_config": [1]}, '"text_config" must be an object, not [1]'),
+        ({**LLAMA, "model_type": "glm4_moe", "n_group": 2}, 'unsupported "n_group" = 2; glm4_moe supports only 1'),
+        (
+            {**LLAMA, "model_type": "olmo3", "rope_parameters": {"sliding_attention": {"type": "linear", "factor": 2}}},
+            "RoPE scaling in layers with a sliding window is not supported",
+        ),
         ({**LLAMA, "hidden_size": "48"}, "\"hidden_size\" must be a whole number above 0, not '48'"),
         ({**LLAMA, "num_hidden_layers": 0}, '"num_hidden_layers" must be a whole number above 0, not 0'),
         ({**LLAMA, "vocab_size": True}, '"vocab_size" must be a whole number above 0, not True'),

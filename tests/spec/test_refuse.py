@@ -80,6 +80,18 @@ def test_indivisible_kv_heads_and_ranks_are_refused():
         refuse(Layout(tp=4), config, 1, planning=True)
 
 
+def test_more_tp_ranks_than_key_value_heads_in_a_fused_matrix_are_refused():
+    with pytest.raises(UserError, match="tp8 is more than the model's 4 key-value heads, which family phi3 has in one"):
+        refuse(Layout(tp=8), preset("phi3-tiny"), 1, planning=True)
+    refuse(Layout(tp=4), preset("phi3-tiny"), 1, planning=True)
+
+
+def test_options_of_other_families_are_refused():
+    for field, value in (("attention_softcap", 50.0), ("residual_scale", 0.5), ("unrotated_layers", (1,))):
+        with pytest.raises(UserError, match=f"{field} is always .* in family llama, not"):
+            dataclasses.replace(preset("llama-tiny"), **{field: value})
+
+
 @pytest.mark.parametrize(
     ("model", "layout", "said"),
     [

@@ -99,13 +99,9 @@ class ContextOperations(TokenAxis):
         return visibility(documents, tokens, window, device, form)
 
     def attend(
-        self,
-        q_BNSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSD: torch.Tensor,
-        visible: Visible,
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible,
         scores: Scores | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Return the causal attention [B, N, S, D] of this rank's queries (S tokens, N heads) over the keys of all cp
         ranks; on one device, over the given keys. `k_BKSD`, `v_BKSD`: this rank's keys and values, of K heads.
         `visible`: mask that `visibility` returned; `scores`: scale and softcap of the scores (None: 1 / √D, none)."""

@@ -51,11 +51,7 @@ def visibility(
 
 
 def attend(
-    q_BNSD: torch.Tensor,
-    k_BKCD: torch.Tensor,
-    v_BKCD: torch.Tensor,
-    visible: Visible,
-    scores: Scores | None = None,
+    q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: Visible, scores: Scores | None = None
 ) -> torch.Tensor:
     """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D]. The S queries belong to the last S of the C
     tokens whose keys and values are given. `visible`: mask from `visibility` or a KV cache; None: causal if S = C, all

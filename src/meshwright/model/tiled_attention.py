@@ -55,12 +55,9 @@ class Scores(NamedTuple):
 
 
 def tiled_attention(
-    q_BNSD: torch.Tensor,
-    k_BKSD: torch.Tensor,
-    v_BKSD: torch.Tensor,
-    first_BS: torch.Tensor | None,
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None,
     scores: Scores | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, D], stored in memory as [B, S, N, D]. Each query
     attends to the keys from its index in `first_BS` (None: from 0) to its own; query head n reads key-value head n //
     (N / K), for N query and K key-value heads. `scores`: scale of the scores instead of 1 / √D, and their softcap;

@@ -37,8 +37,9 @@ class RopeScaling:
 
     "longrope" (Ding et al. 2024, arXiv:2402.13753): each rotary frequency is divided by its own factor, one of
     ``long_factors`` for sequences of more than ``original_max_positions`` tokens, else one of ``short_factors``. Cosine
-    and sine are multiplied by ``attention_factor`` or, without it, by sqrt(1 + ln(factor) /
-    ln(original_max_positions))."""
+    and sine are multiplied by ``attention_factor`` or, without it, by sqrt(1 + ln(factor) / ln(original_max_positions)),
+    by 1 if ``factor`` is at most 1.
+    """
 
     kind: RopeKind
     factor: float
@@ -63,6 +64,8 @@ class RopeScaling:
             return self.attention_factor
         if self.kind == "longrope":
             assert self.original_max_positions is not None
+            if self.factor <= 1:
+                return 1.0
             return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
         if self.mscale and self.mscale_all_dim:
             return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
@@ -166,7 +169,7 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
         if "original_max_position_embeddings" not in entry:
             raise UserError(f'{where}: RoPE scaling "{kind}" needs "factor" or "original_max_position_embeddings"')
         values["factor"] = max_positions / values["original_max_positions"]
-    if values["factor"] < 1:
+    if values["factor"] < 1 and kind != "longrope":
         raise UserError(f'{where}: "factor" must be at least 1, not {values["factor"]:g}')
     if kind == "llama3" and values["high_frequency_factor"] <= values["low_frequency_factor"]:
         raise UserError(f'{where}: "high_freq_factor" must be greater than "low_freq_factor"')
