@@ -37,8 +37,8 @@ class RopeScaling:
 
     "longrope" (Ding et al. 2024, arXiv:2402.13753): each rotary frequency is divided by its own factor, one of
     ``long_factors`` for sequences of more than ``original_max_positions`` tokens, else one of ``short_factors``. Cosine
-    and sine are multiplied by ``attention_factor`` or, without it, by sqrt(1 + ln(factor) / ln(original_max_positions)),
-    by 1 if ``factor`` is at most 1.
+    and sine are multiplied by ``attention_factor`` or, without it, by sqrt(1 + ln(factor) /
+    ln(original_max_positions)), or by 1 if ``factor`` is at most 1.
     """
 
     kind: RopeKind
