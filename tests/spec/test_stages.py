@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from meshwright.spec.stages import Stage, stages_of, units_of, whole_model
+from meshwright.spec.stages import Stage, even_stages, stages_of, units_of, whole_model
 from meshwright.spec.work import head_flops, layer_flops
 
 MODELS = ("gpt2", "llama-3-8b", "gemma-2-2b", "mixtral-8x7b-v0.1")
@@ -24,6 +24,23 @@ def all_cuts(config, count: int):
     for ends in combinations(range(1, config.layers), count - 1):
         runs = list(pairwise([0, *ends, config.layers]))
         yield [Stage(i, range(*run), i == 0, i == count - 1) for i, run in enumerate(runs)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "sizes"),
+    [
+        (96, 8, [12] * 8),
+        (22, 8, [2, 3, 3, 3, 3, 3, 3, 2]),  # arXiv:2401.10241, section 5: one layer fewer in the first and last stage
+        (126, 16, [7, *[8] * 14, 7]),  # arXiv:2407.21783, section 3.3.2: one layer fewer each on the first and the last
+        (5, 3, [1, 2, 2]),
+        (7, 7, [1] * 7),
+    ],
+)
+def test_even_stages_leave_ends_with_fewer_layers(layers: int, count: int, sizes: list[int]):
+    found = even_stages(dataclasses.replace(preset("gpt2"), layers=layers), count)
+    assert [len(stage.layers) for stage in found] == sizes
+    assert [layer for stage in found for layer in stage.layers] == list(range(layers))
+    assert [(stage.first, stage.last) for stage in found] == [(at == 0, at == count - 1) for at in range(count)]
 
 
 @pytest.mark.parametrize("name", MODELS)

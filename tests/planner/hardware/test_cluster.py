@@ -24,6 +24,9 @@ from meshwright.planner.hardware.devices import DEVICES
         ("72xgb200", 72, 72, 900e9, 50e9),  # one scale-up domain, 18 trays
         ("144xgb300", 144, 72, 900e9, 100e9),
         ("2x36xgb200", 72, 36, 900e9, 50e9),
+        ("36xgb200", 36, 36, 900e9, 50e9),  # nine trays of a rack
+        ("128xgb200", 128, 64, 900e9, 50e9),  # 16 trays of each of two racks
+        ("120xgb300", 120, 60, 900e9, 100e9),
         ("16xh800", 16, 8, 200e9, 50e9),
         ("8xmi300x", 8, 8, 448e9, 50e9),
         ("4x2xmi300x", 8, 2, 64e9, 50e9),  # a full mesh: one of seven links connects a pair
@@ -95,6 +98,7 @@ def test_device_table_defines_device(tmp_path: Path):
             "9217xtpu7x",
             "9217 devices do not fill nodes of 9216; choose 9216 or 18432, or nodes of another size (13x709)",
         ),
+        ("90xgb300", "90 devices do not fill nodes of 72; choose 72 or 144"),
         ("13xh100-sxm", "13 devices do not fill nodes of 8; choose 8 or 16"),
         ("0xh100-sxm", '"0" devices; it takes a whole number, at least 1'),
         ("2.5xh100-sxm", '"2.5" devices; it takes a whole number, at least 1'),
