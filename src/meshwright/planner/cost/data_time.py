@@ -59,14 +59,6 @@ def zero_waits(
     return waited + taken[0], waited_back + taken[1]
 
 
-def in_buckets(seconds: Seconds, engine: Engine, call: tuple[Collective, str], size: Floats, layers: Floats) -> Floats:
-    """Return the seconds of a collective, (operation, axis), on `size` bytes in messages of the engine's bucket size,
-    or of one layer each. seconds: cost function of (operation, axis, bytes); layers: number of layers of a rank."""
-    least = layers if engine.bucket_bytes is None else np.ceil(size / engine.bucket_bytes)
-    buckets: Floats = np.maximum(1.0, np.asarray(least, dtype=np.float64))
-    return buckets * seconds(*call, size / buckets)
-
-
 def exposed(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
     """Return the exposed seconds of communication that overlaps a forward or backward pass, layer by layer.
 

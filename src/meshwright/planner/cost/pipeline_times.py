@@ -11,7 +11,6 @@ import numpy as np
 from meshwright.planner.cost.data_time import (
     SHARES,
     exposed,
-    in_buckets,
     level_in_time,
     update_bytes,
     updated,
@@ -141,8 +140,10 @@ class PipelineTimes:
         layers = (self.of_rank @ self.layers)[:, None]
 
         def spend(operation: Collective, axis: str, size: Floats) -> Floats:
-            """Return the seconds of a collective in the engine's buckets."""
-            return in_buckets(groups.seconds, engine, (operation, axis), size, layers)
+            """Return the seconds of a collective in messages of the engine's bucket size, or of one layer each."""
+            least = layers if engine.bucket_bytes is None else np.ceil(size / engine.bucket_bytes)
+            buckets: Floats = np.maximum(1.0, np.asarray(least, dtype=np.float64))
+            return buckets * groups.seconds(operation, axis, size / buckets)
 
         for (numel, shards), (whole, axis, replicas) in zip(numbers, SHARES, strict=True):
             if not numel.any():
