@@ -102,7 +102,7 @@ def test_custom_operators_match_their_declarations():
     torch.library.opcheck(operators.tiled_attention.default, (q, k, v, first, 0.3, 0.7))
     q, k, v = q.detach(), k.detach(), v.detach()
     torch.library.opcheck(operators.tiled_attention.default, (q, k, v, None, 0.3, 0.0), test_utils=declarations)
-    arguments = (q, q, k, v, first, 0.3, 0.7)
+    arguments = (q, [q, k, v], first, 0.3, 0.7)
     torch.library.opcheck(operators.tiled_attention_backward.default, arguments, test_utils=declarations)
 
 

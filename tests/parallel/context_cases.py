@@ -11,14 +11,16 @@ import torch.distributed as dist
 from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model import attention_spans
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
+from meshwright.model.scaled_dot_product import MaskForm
 from meshwright.model.tiled_attention import Scores
 from meshwright.parallel.context import context_operations, local_positions
+from tests.model.flash_kernels import flash_kernels_on_cpu
 
 CPU = torch.device("cpu")
-Case = tuple[tuple[int, int, int, int, int], bool, int | None, int]  # shape, documents, window, queries of a tile
+Case = tuple[tuple[int, int, int, int, int], bool | list[list[int]], int | None, int]
+"""Shape, documents (or where those of each sequence start), window, queries of a tile."""
 
 
 def inputs(shape: tuple[int, ...], seed: int) -> list[torch.Tensor]:
@@ -29,9 +31,12 @@ def inputs(shape: tuple[int, ...], seed: int) -> list[torch.Tensor]:
     return [torch.randn(rows, count, tokens, size, dtype=torch.float64, generator=generator) for count in heads]
 
 
-def ids_of(shape: tuple[int, ...], documents: bool) -> torch.Tensor:
+def ids_of(shape: tuple[int, ...], documents: bool | list[list[int]]) -> torch.Tensor:
     """Document IDs with boundaries that differ per sequence and are off those of chunks; the last is one document."""
     rows, tokens = shape[:2]
+    if isinstance(documents, list):
+        starts = [torch.tensor(each, dtype=torch.int64) for each in documents]
+        return torch.stack([torch.searchsorted(each, torch.arange(tokens), right=True) for each in starts])
     ids = torch.stack([torch.arange(tokens) // (tokens // 3 + 5 * row + 1) for row in range(rows)])
     ids[-1] = 0
     return ids if documents else torch.zeros_like(ids)
@@ -48,12 +53,13 @@ def by_definition(
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     if how is not None:
-        scores = how.softcap * torch.tanh(how.scale * (q @ k.mT) / how.softcap)
+        scores = how.scale * (q @ k.mT)
+        scores = how.softcap * torch.tanh(scores / how.softcap) if how.softcap else scores
     return torch.softmax(scores.masked_fill(~allowed[:, None], float("-inf")), dim=-1) @ v
 
 
 def attention(
-    mesh: Mesh, case: Case, dtype: torch.dtype, seed: int = 0, how: Scores | None = None
+    mesh: Mesh, case: Case, dtype: torch.dtype, seed: int = 0, how: Scores | None = None, flash: bool = False
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's result and gradients of queries, keys and values, each with its float64 reference."""
     shape, documents, window, tiles.TILE_QUERIES = case
@@ -65,32 +71,31 @@ def attention(
     want = [wanted.detach(), *torch.autograd.grad(wanted, whole, direction)]
     mine = [x.detach()[:, :, places].to(dtype).requires_grad_() for x in whole]
     operations = context_operations(mesh)
-    visible = operations.visibility(Documents.from_ids(ids).select_tokens(places), len(places), window, CPU)
+    form: MaskForm = "varlen" if flash else "first"
+    visible = operations.visibility(Documents.from_ids(ids).select_tokens(places), len(places), window, CPU, form)
     found = operations.attend(*mine, visible, how)
     gradients = torch.autograd.grad(found, mine, direction[:, :, places].to(dtype))
     return list(zip([found.detach(), *gradients], [x[:, :, places] for x in want], strict=True))
 
 
 def errors(
-    method: str, cases: list[Case], dtype: torch.dtype = torch.float64, how: Scores | None = None
+    method: str, cases: list[Case], dtype: torch.dtype = torch.float64, how: Scores | None = None, flash: bool = False
 ) -> list[float]:
-    """The largest absolute error of each case over result and gradients on this rank."""
+    """The largest absolute error of each case over result and gradients on this rank. flash: by flash kernels."""
     mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
     worst = []
     for case in cases:
-        worst.append(_largest(attention(mesh, case, dtype, how=how)))
+        worst.append(_largest(attention(mesh, case, dtype, how=how, flash=flash)))
     mesh.close()
     return worst
 
 
-def fused_errors(cases: list[Case], dtype: torch.dtype) -> list[float]:
-    """The same with PyTorch's CPU flash attention for cases without a mask."""
-    right = attention_spans.uses_flash_attention
-    attention_spans.uses_flash_attention = lambda q, first, how: first is None
-    try:
-        return errors("ring", cases, dtype)
-    finally:
-        attention_spans.uses_flash_attention = right
+def flash_errors(cases: list[Case], dtype: torch.dtype, how: Scores | None = None) -> list[float]:
+    """The same with PyTorch's flash kernels, replaced by their definition."""
+    with flash_kernels_on_cpu() as calls:
+        found = errors("ring", cases, dtype, how, flash=True)
+    assert calls
+    return found
 
 
 def spoilt(method: str, case: Case) -> dict[str, float]:
@@ -119,9 +124,10 @@ def without_gradients(method: str) -> bool:
     mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
     q, k, v, _ = inputs((2, 16, 4, 2, 8), mesh.cp.rank)
     operations = context_operations(mesh)
-    wanted = operations.attend(q, k, v.requires_grad_(), None)
+    visible = operations.visibility(Documents(), 16, None, CPU)
+    wanted = operations.attend(q, k, v.requires_grad_(), visible)
     with torch.no_grad():
-        same = torch.equal(operations.attend(q, k, v, None), wanted)
+        same = torch.equal(operations.attend(q, k, v, visible), wanted)
     mesh.close()
     return same
 
@@ -130,16 +136,24 @@ def operators(method: str) -> None:
     """Check the operators against their declarations to torch.compile."""
     mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
     q, k, v, direction = inputs((2, 16, 4, 2, 8), mesh.cp.rank)
-    first = torch.arange(16).clamp(max=5)[None]
     ring, key = torch.ops.meshwright, mesh.cp.key
     if method == "ring":
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        torch.library.opcheck(ring.ring_attention.default, (*leaves, first, key, 0.3, 0.7))
-        q, k, v = (x.detach() for x in leaves)
-        out, log_sum = ring.ring_attention(q, k, v, first, key, 0.3, 0.7)
-        arguments = (direction, [q, k, v, out, log_sum], first, key, 0.3, 0.7)
-        checks = "test_schema", "test_faketensor"  # it has no autograd formula
-        torch.library.opcheck(ring.ring_attention_backward.default, arguments, test_utils=checks)
+        documents = Documents.from_ids((torch.arange(32) > 9)[None].expand(2, -1))
+        mask = context_operations(mesh).visibility(documents, 16, None, CPU, "varlen")
+        with flash_kernels_on_cpu():
+            _check_operators("flash_ring_attention", (q, k, v, *mask[:2], [0.0, 0.3], key), direction)
+        _check_operators("ring_attention", (q, k, v, torch.arange(16).clamp(max=5)[None], key, 0.3, 0.7), direction)
     else:
         torch.library.opcheck(ring.all_to_all.default, (q.requires_grad_(), key, "test", 1, 2))
     mesh.close()
+
+
+def _check_operators(name: str, arguments: tuple[Any, ...], direction: torch.Tensor) -> None:
+    """Check the operator `name` and that of its gradients. direction: gradient of the output."""
+    (q, k, v), mask = arguments[:3], arguments[3:]
+    forward, backward = (getattr(torch.ops.meshwright, each) for each in (name, f"{name}_backward"))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(forward.default, (*leaves, *mask))
+    saved = [q, k, v, *forward(q, k, v, *mask)]
+    checks = "test_schema", "test_faketensor"  # it has no autograd formula
+    torch.library.opcheck(backward.default, (direction, saved, *mask), test_utils=checks)

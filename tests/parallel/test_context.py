@@ -13,7 +13,8 @@ from meshwright.layout import Layout
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
 from meshwright.model.tiled_attention import Scores
-from meshwright.parallel.context import list_spans, local_positions, shard_sequences
+from meshwright.parallel.context import local_positions, shard_sequences
+from meshwright.parallel.ring_spans import list_spans
 from tests.parallel import context_cases as cases
 
 # rows, tokens, query heads, key-value heads, head size; documents; window; queries of a tile
@@ -142,11 +143,30 @@ def test_scaled_and_capped_scores_on_two_ranks_match_one_device(two, method):
         assert max(worst) < 1e-12
 
 
-def test_merged_fused_kernel_results_match_one_device(two):
-    shape, _, _, size = CASES[0]
-    for dtype, most in ((torch.float64, 1e-12), (torch.bfloat16, 0.1)):
-        for worst in two.run(cases.fused_errors, [(shape, False, None, size), CASES[1]], dtype):
-            assert max(worst) < most, (dtype, worst)
+HOSTILE = [
+    # Documents of one token, ends at chunk borders, and documents that begin or end one token off them.
+    [[0, 1, 2, 11, 12, 13, 24, 47], [0], [0, 12, 24, 36]],
+    # One document over all chunks but a few tokens at either end; documents from within one chunk into the next.
+    [[0, 3, 45], [0, 6, 18, 30, 42], [0, 11, 13, 35, 37]],
+    [[0, 47], [0, 23], [0, 25]],
+]
+FLASH: list[cases.Case] = [
+    *(((3, 48, 4, kv_heads, 8), starts, window, 128)
+      for starts, kv_heads in zip(HOSTILE, (1, 2, 4), strict=True) for window in (None, 1, 2, 5, 12, 13, 30, 48)),
+    ((2, 48, 4, 2, 8), [list(range(48))] * 2, None, 128),
+    *(((2, 48, 4, 2, 8), False, window, 128) for window in (None, 1, 7, 12, 20, 47, 500)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_ring_of_flash_kernels_with_documents_and_windows_matches_dense_masks(ranks):
+    with LocalRanks(ranks) as started:
+        for worst in started.run(cases.flash_errors, FLASH, torch.float64):
+            assert max(worst) < 1e-12, [case for case, error in zip(FLASH, worst, strict=True) if not error < 1e-12]
+        for worst in started.run(cases.flash_errors, FLASH[::5], torch.float64, Scores(0.9)):
+            assert max(worst) < 1e-12, "scaled scores"
+        for worst in started.run(cases.flash_errors, FLASH[::5], torch.bfloat16):
+            assert max(worst) < 0.1, worst
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])

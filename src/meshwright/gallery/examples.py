@@ -122,7 +122,7 @@ EXAMPLES: dict[str, Example] = {
         "Milakov and Gimelshein 2018, arXiv:1805.02867, section 3; Liu et al. 2023, Ring Attention, arXiv:2310.01889",
         numerics.explain_online_softmax,
         ("meshwright verify --layout cp2 --model llama-tiny",),
-        ("parallel/context.py", "model/tiled_attention.py"),
+        ("parallel/ring_spans.py", "model/tiled_attention.py"),
     ),
     "expert-routing": Example(
         "Eight tokens, four experts, a capacity of two",

@@ -168,7 +168,7 @@ def explain_online_softmax(writer: ExampleWriter) -> None:
         f"{scores.max() + np.log(weights.sum()):.6g}. The old state is multiplied by e^(3 − 5) = "
         f"{np.exp(-2):.6g} when the maximum rises from 3 to 5."
     )
-    _cite_training_code(writer, "parallel/context.py and model/tiled_attention.py")
+    _cite_training_code(writer, "parallel/ring_spans.py and model/tiled_attention.py")
     writer.result("o[0]", float(output[0]))
     writer.result("o[1]", float(output[1]))
     writer.result("log-sum-exp", float(maximum + np.log(total)))

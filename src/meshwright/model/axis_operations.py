@@ -95,8 +95,8 @@ class ContextOperations(TokenAxis):
         """Return the attention mask that the method `attend` takes as its argument `visible`; None for plain causal
         attention. `documents`: document boundaries in packed sequences; `tokens`: number of tokens of each sequence on
         this rank; `window`: sliding window in tokens (None: none); `device`: device of the mask; `form`: form that the
-        kernel takes."""
-        return visibility(documents, tokens, window, device, form)
+        kernel takes. Here it is the mask of unsharded sequences."""
+        return visibility(documents, self.size * tokens, window, device, form)
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible,

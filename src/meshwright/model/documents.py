@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from meshwright.model.pairs import Pairs
-from meshwright.spec.chunks import padded_documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +20,13 @@ class Documents:
 
     `starts_BS`: for each token the index, in the unsharded sequence, at which its document begins; None: every sequence
     is one document. `indices_C`: with context parallelism, the index in the unsharded sequence of each token of this
-    rank; otherwise None. `pairs`: for preference training, the pairs of chosen and rejected responses. `cu_seqlens`,
-    `max_seqlen`: on GPUs, the same boundaries for variable-length kernels (fields of `VarlenMask`); otherwise None."""
+    rank; otherwise None. `pairs`: for preference training, the pairs of chosen and rejected responses.
+    `host_starts_BS`: on GPUs, `starts_BS` on the CPU, from which the host derives bounds without waiting."""
 
     starts_BS: torch.Tensor | None = None
     indices_C: torch.Tensor | None = None
     pairs: Pairs | None = None
-    cu_seqlens: torch.Tensor | None = None
-    max_seqlen: torch.Tensor | None = None
+    host_starts_BS: torch.Tensor | None = None
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor | np.ndarray) -> Documents:
@@ -42,30 +40,17 @@ class Documents:
         first = torch.zeros_like(begins[:, :1])
         return cls(torch.cummax(torch.cat([first, begins], dim=1), dim=1).values)
 
-    def with_lengths(self) -> Documents:
-        """Return a copy with `cu_seqlens` and `max_seqlen`, found on the host; itself without packed documents."""
-        if self.starts_BS is None:
-            return self
-        is_first_BS = self.starts_BS.cpu() == torch.arange(self.starts_BS.shape[1])
-        begins_L = is_first_BS.flatten().nonzero().flatten()
-        cu_seqlens = torch.full((padded_documents(len(begins_L)) + 1,), is_first_BS.numel(), dtype=torch.int32)
-        cu_seqlens[: len(begins_L)] = begins_L
-        return replace(self, cu_seqlens=cu_seqlens, max_seqlen=cu_seqlens.diff().max().to(torch.int64))
+    def on_host(self) -> Documents:
+        """Return the boundaries in unsharded sequences on the CPU."""
+        starts_BS = self.starts_BS if self.host_starts_BS is None else self.host_starts_BS
+        return Documents(None if starts_BS is None else starts_BS.cpu())
 
     def to(self, device: torch.device | str) -> Documents:
-        """Return a copy on `device`, copied without waiting for a GPU; `max_seqlen` stays on the CPU. On a GPU the copy
-        has the boundaries for variable-length kernels."""
-        on_gpu = torch.device(device).type == "cuda"
-        whole = self.with_lengths() if on_gpu and self.cu_seqlens is None else self
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            """Return a tensor on the device."""
-            return (tensor.pin_memory() if on_gpu and not tensor.is_cuda else tensor).to(device, non_blocking=on_gpu)
-
-        tensors = whole.starts_BS, whole.indices_C, whole.cu_seqlens
-        starts_BS, indices_C, cu_seqlens = (None if each is None else moved(each) for each in tensors)
-        pairs = None if whole.pairs is None else whole.pairs.map(moved)
-        return Documents(starts_BS, indices_C, pairs, cu_seqlens, whole.max_seqlen)
+        """Return a copy on `device`, copied without waiting for a GPU; `host_starts_BS` is on the CPU."""
+        both = self.starts_BS, self.indices_C
+        starts_BS, indices_C = (None if each is None else move(each, device) for each in both)
+        pairs = None if self.pairs is None else self.pairs.map(lambda tensor: move(tensor, device))
+        return Documents(starts_BS, indices_C, pairs, self.on_host().starts_BS)
 
     def select_tokens(self, indices_C: torch.Tensor) -> Documents:
         """Return a copy for the context-parallel rank that holds the C tokens at the indices `indices_C` of each
@@ -97,3 +82,9 @@ class Documents:
 
 ONE_DOCUMENT = Documents()
 """Every sequence is one document."""
+
+
+def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return `tensor` on `device`, copied to a GPU from pinned memory without waiting for it."""
+    on_gpu = torch.device(device).type == "cuda"
+    return (tensor.pin_memory() if on_gpu and not tensor.is_cuda else tensor).to(device, non_blocking=on_gpu)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from meshwright.model.documents import Documents
 from meshwright.model.tiled_attention import Scores, tiled_attention
-from meshwright.model.varlen_attention import VarlenMask, supports_flash_attention, varlen_attention
+from meshwright.model.varlen_attention import VarlenMask, supports_flash_attention, varlen_attention, varlen_mask
 
 Visible = torch.Tensor | VarlenMask | None
 """Attention mask of a batch, as `visibility` returns it."""
@@ -37,15 +37,16 @@ def visibility(
     attention. `sequence`: number of tokens of a sequence; `window`: sliding window in tokens (None: none); `form`: form
     of the mask, on devices other than a CPU.
 
-    On a CPU, and in the form "first", the mask is the index of the first key that each token may attend to, [B or 1,
-    S]; in the form "varlen" it is a `VarlenMask`, if the document boundaries are known; else boolean, [B or 1, 1, S,
-    S], True where a token may attend. It is built once per batch for all layers with the same window."""
+    In the form "first", and instead of "boolean" on a CPU, the mask is the index of the first key that each token may
+    attend to, [B or 1, S] on the CPU; in the form "varlen" it is a `VarlenMask`; else boolean, [B or 1, 1, S, S], True
+    where a token may attend. It is built once per batch for all layers with the same window."""
+    if form == "first" or (form == "boolean" and device.type == "cpu"):  # the host reads it
+        return documents.on_host().first_visible_BS(sequence, window, torch.device("cpu"))
     first_BS = documents.first_visible_BS(sequence, window, device)
-    if first_BS is None or form == "first" or device.type == "cpu":
-        return first_BS
-    if form == "varlen" and (documents.starts_BS is None or documents.cu_seqlens is not None):
-        limit = window if window is not None and window < sequence else 0
-        return VarlenMask(documents.cu_seqlens, documents.max_seqlen, limit)
+    if first_BS is None:
+        return None
+    if form == "varlen":
+        return varlen_mask(documents, window, device)
     places_S = torch.arange(sequence, device=device)
     return ((places_S >= first_BS[..., None]) & (places_S <= places_S[:, None]))[:, None]
 

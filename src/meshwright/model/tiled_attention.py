@@ -13,11 +13,12 @@ pairs of a sequence and a key-value head, X = G x queries of the tile, L visible
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from meshwright.comm.custom_operator import custom_operator
+from meshwright.model.attention_operator import attention_operator, by_kv_head, empty_bsnd
+from meshwright.model.documents import move
 from meshwright.model.precision import at_least_float32
 from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES
 
@@ -90,21 +91,13 @@ def _compute_attention(
     return out
 
 
-_forward = custom_operator("meshwright::tiled_attention")(_compute_attention)
-
-
-@custom_operator("meshwright::tiled_attention_backward")
-def _backward(
-    d_out_BNSD: torch.Tensor,
-    q_BNSD: torch.Tensor,
-    k_BKSD: torch.Tensor,
-    v_BKSD: torch.Tensor,
-    first_BS: torch.Tensor | None,
-    scale: float,
-    softcap: float,
+def _compute_gradients(
+    d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], first_BS: torch.Tensor | None, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values, in their shapes. `d_out_BNSD`: gradient of the attention
-    output. `first_BS`: first visible key index of each query; None: 0. `scale`, `softcap`: fields of `Scores`."""
+    """Return the gradients of queries, keys and values (`saved`), in their shapes. `d_out_BNSD`: gradient of the
+    attention output. `first_BS`: first visible key index of each query; None: 0. `scale`, `softcap`: fields of
+    `Scores`."""
+    q_BNSD, k_BKSD, v_BKSD = saved
     q, d_out = by_kv_head(q_BNSD, k_BKSD), by_kv_head(d_out_BNSD, k_BKSD)
     dq, dk, dv = empty_bsnd(q_BNSD), empty_bsnd(k_BKSD), empty_bsnd(v_BKSD)
     dq_BKGSD = by_kv_head(dq, k_BKSD)
@@ -198,8 +191,8 @@ def cut_tiles(
 def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
     """Cut `span` (a range of queries over a range of keys) into attention tiles of len(`triangle`) queries. A tile's
     keys are those that any of its queries may attend to; tiles without such keys are left out. `triangle`: additive
-    causal mask [queries, queries]; `first_RS`: index of the first key that each query attends to, for R sequences;
-    None: no lower limit."""
+    causal mask [queries, queries]; `first_RS`: index of the first key that each query attends to, for R sequences, on
+    the CPU; None: no lower limit."""
     found = []
     at_once = len(triangle)
     length, diagonal = span.keys.stop - span.keys.start, span.query_start == span.key_start
@@ -215,7 +208,8 @@ def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
             if oldest >= end:
                 continue
             if newest > oldest:  # some queries see less than others: the mask spans all keys of the tile
-                hidden_RQL = torch.arange(oldest, end, device=first_RS.device) < first_RQ[..., None]
+                moved_RQ1 = move(first_RQ, triangle.device)[..., None]
+                hidden_RQL = torch.arange(oldest, end, device=triangle.device) < moved_RQ1
                 wider = torch.zeros_like(hidden_RQL, dtype=triangle.dtype).masked_fill_(hidden_RQL, HIDDEN)
                 if mask is not None:
                     wider[..., start - oldest :] += mask
@@ -231,41 +225,10 @@ def _full_span(q_BKGSD: torch.Tensor) -> Span:
     return Span(everything, everything)
 
 
-def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
-    """View `x_BNSD` as [B, K, G, S, D]: query heads grouped by the key-value head that they read. `k_BKSD`: tensor from
-    whose shape K is taken."""
-    return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
-
-
 def flatten_heads(x: torch.Tensor) -> torch.Tensor:
     """Reshape [sequences, heads, G, X, D] or [sequences, heads, X, D] to [P, G x X, D], P = sequences x heads (G = 1
     without that dim), for batched matrix products."""
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
-def empty_bsnd(x_BNSD: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialised tensor of the shape [B, N, S, D] and dtype of `x_BNSD`, stored in memory as [B, S, N, D]:
-    the order in which the projections before and after attention use it."""
-    rows, heads, sequence, size = x_BNSD.shape
-    return x_BNSD.new_empty(rows, sequence, heads, size).transpose(1, 2)
-
-
-_forward.register_fake(lambda q, *_: empty_bsnd(q))
-_backward.register_fake(lambda d_out, q, k, v, *_: (empty_bsnd(q), empty_bsnd(k), empty_bsnd(v)))
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the inputs of tiled attention (queries, keys, values, first visible keys, scale and softcap) for backward:
-    the `setup_context` function of torch.library.register_autograd."""
-    q_BNSD, k_BKSD, v_BKSD, *ctx.constants = inputs
-    ctx.save_for_backward(q_BNSD, k_BKSD, v_BKSD)
-
-
-def _backward_formula(ctx: Any, d_out_BNSD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of tiled attention's inputs (None for mask, scale and softcap), given the gradient
-    `d_out_BNSD` of its output: the `backward` function of torch.library.register_autograd."""
-    operator = torch.ops.meshwright.tiled_attention_backward
-    return (*operator(d_out_BNSD, *ctx.saved_tensors, *ctx.constants), None, None, None)
-
-
-_forward.register_autograd(_backward_formula, setup_context=_save_for_backward)
+attention_operator("tiled_attention", _compute_attention, _compute_gradients, lambda q, *_: empty_bsnd(q))

@@ -1,35 +1,82 @@
-"""Variable-length causal attention on GPUs: packed documents and sliding windows without an attention mask in memory,
-by PyTorch's FlashAttention-2 kernels (Dao 2023, arXiv:2307.08691).
+"""Flash attention on GPUs with packed documents and sliding windows, without an attention mask in memory, by PyTorch's
+FlashAttention-2 kernels (Dao 2023, arXiv:2307.08691).
 
-The sequences of a batch are concatenated to one row of T = B S tokens. `cu_seqlens` gives the index at which each
-document begins, so that the kernel skips all pairs of tokens of different documents.
+For variable lengths, the sequences of a batch are concatenated to one row of T = B S tokens. `cu_seqlens` gives the
+index at which each document begins, so that the kernel skips all pairs of tokens of different documents.
 
-Shapes: B sequences, S tokens of a sequence, T = B S, N query heads, K key-value heads, D head size, L documents.
+Shapes: B sequences, S queries of a sequence, C keys, T = B S, N query heads, K key-value heads, D head size, L
+documents.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.comm.custom_operator import custom_operator
-from meshwright.model.tiled_attention import empty_bsnd
+from meshwright.model.attention_operator import attention_operator, empty_bsnd
+from meshwright.model.documents import Documents, move
+from meshwright.spec.chunks import padded_documents
 
 _flash_forward = torch.ops.aten._flash_attention_forward
 _flash_backward = torch.ops.aten._flash_attention_backward
 
 
 class VarlenMask(NamedTuple):
-    """Causal attention within documents and a sliding window. cu_seqlens: int32 [L + 1] on the device, index in the
-    concatenated batch at which each document begins, then T; trailing documents may be empty. None: each sequence is
-    one document. max_seqlen: tokens of the longest document, an int64 scalar on the CPU: the host does not wait for it,
-    and no compiled graph depends on it. window: a token attends to itself and the `window` - 1 tokens before it; 0: no
-    window."""
+    """Causal attention within documents and a sliding window, by flash kernels, of the tokens in some chunks of each
+    sequence (without ring attention one chunk, the sequence).
+
+    cu_seqlens: int32 [chunks, L + 1] on the device: index, in the concatenation of a chunk over the batch, at which
+    each piece of a document begins, then the number of tokens; trailing pieces may be empty. None: each sequence is one
+    document. lengths: int64 [1 + 2 B chunks] on the CPU, for which the host does not wait and on which no compiled
+    graph depends: tokens of the longest piece; then for each sequence and chunk the index in the sequence at which the
+    document of the chunk's first token begins, and the number of the chunk's tokens in this document. window: a token
+    attends to itself and the `window` - 1 tokens before it; 0: no window."""
 
     cu_seqlens: torch.Tensor | None
-    max_seqlen: torch.Tensor | None
+    lengths: torch.Tensor | None
     window: int = 0
+
+
+class FlashCall(NamedTuple):
+    """Arguments of a call of the flash kernels, beside the heads. cu_seqlens, longest: of queries and of keys, for
+    variable lengths; None: each sequence is one document. causal: the last query sees all keys, each query before it
+    one less. left: the last query sees at most the last `left` + 1 keys, each query before it one more at the start
+    and, unless `causal`, all after; None: no limit. scale: of the scores; None: 1 / √D."""
+
+    cu_seqlens: torch.Tensor | None = None
+    longest: int = 0
+    causal: bool = False
+    left: int | None = None
+    scale: float | None = None
+
+
+def varlen_mask(
+    documents: Documents, window: int | None, device: torch.device, held: tuple[int, ...] = (0,), chunks: int = 1
+) -> VarlenMask:
+    """Build, on the host, the mask of the chunks `held` of sequences cut into `chunks` chunks. `documents`: boundaries
+    in packed sequences; `window`: sliding window in tokens (None: none)."""
+    starts_BS = documents.on_host().starts_BS
+    if starts_BS is None:
+        return VarlenMask(None, None, window or 0)
+    cu_seqlens, lengths = _find_lengths(starts_BS.unflatten(1, (chunks, -1)), held)
+    return VarlenMask(move(cu_seqlens, device), lengths, window or 0)
+
+
+def _find_lengths(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `cu_seqlens`, on the CPU, and `lengths` of a `VarlenMask` of the chunks `held` of X chunks of C tokens.
+    `starts_BXC`: index in the sequence at which each token's document begins."""
+    starts_BHC, first_BH1 = starts_BXC[:, held], starts_BXC[:, held, :1]
+    is_first_BHC = starts_BHC == torch.arange(starts_BXC[0].numel()).view(starts_BXC.shape[1:])[held, :]
+    is_first_BHC[..., 0] = True
+    begins = [row.nonzero().flatten() for row in is_first_BHC.transpose(0, 1).flatten(1)]
+    padded = padded_documents(max(map(len, begins)))  # so that batches share compiled graphs
+    cu_seqlens = torch.full((len(held), padded + 1), starts_BHC[:, 0].numel(), dtype=torch.int32)
+    for row, places in zip(cu_seqlens, begins, strict=True):
+        row[: len(places)] = places
+    leading_BH2 = torch.cat([first_BH1, (starts_BHC == first_BH1).sum(dim=-1, keepdim=True)], dim=-1)
+    return cu_seqlens, torch.cat([cu_seqlens.diff().max().long()[None], leading_BH2.flatten()])
 
 
 def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -47,82 +94,85 @@ def varlen_attention(
     return torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, *mask, scale)[0]  # type: ignore[no-any-return]
 
 
-def _compute_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, cu_seqlens: torch.Tensor | None,
-    max_seqlen: torch.Tensor | None, window: int, scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute variable-length attention without autograd; return the output [B, N, S, D] and each query's log-sum-exp,
-    float32 [N, T]. The last four arguments are the fields of `VarlenMask` and the scale of the scores."""
-    bounds = _kernel_arguments(q_BNSD, cu_seqlens, max_seqlen)
-    heads = (_concatenate(each) for each in (q_BNSD, k_BKSD, v_BKSD))
-    out_TND, log_sum_NT = _flash_forward(*heads, *bounds, 0.0, True, False, scale=scale, **_window_sizes(window))[:2]
-    return _split(out_TND, q_BNSD), log_sum_NT
+def flash_forward(
+    q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, call: FlashCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S], of one kernel call."""
+    arguments = _kernel_arguments((q_BNSD, k_BKCD, v_BKCD), call)
+    options = {"scale": call.scale, "window_size_left": call.left}
+    out, log_sum = _flash_forward(*arguments, 0.0, call.causal, False, **options)[:2]
+    if call.cu_seqlens is not None:  # [N, T]
+        log_sum = log_sum.unflatten(1, (len(q_BNSD), -1)).transpose(0, 1)
+    return _from_kernel(out, q_BNSD), log_sum
 
 
-_forward = custom_operator("meshwright::varlen_attention")(_compute_attention)
-
-
-@custom_operator("meshwright::varlen_attention_backward")
-def _backward(
-    d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], cu_seqlens: torch.Tensor | None,
-    max_seqlen: torch.Tensor | None, window: int, scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values, in their shapes. `d_out_BNSD`: gradient of the output;
-    `saved`: queries, keys, values, output and log-sum-exps. The last four arguments are those of the forward."""
-    bounds = _kernel_arguments(saved[0], cu_seqlens, max_seqlen)
-    state = torch.empty(2, dtype=torch.uint64, device=d_out_BNSD.device)  # of random numbers: not read without dropout
-    heads = (_concatenate(each) for each in (d_out_BNSD, *saved[:4]))
-    of_all = _flash_backward(*heads, saved[4], *bounds, 0.0, True, state, state, scale=scale, **_window_sizes(window))
-    dq, dk, dv = (_split(gradient, of) for gradient, of in zip(of_all, saved[:3], strict=True))
+def flash_backward(
+    d_out_BNSD: torch.Tensor, saved: Sequence[torch.Tensor], call: FlashCall
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values, in their shapes, of the call of `flash_forward`. `saved`:
+    queries, keys, values, output and log-sum-exps (the last two may be over more keys than those of the call)."""
+    *heads, log_sum = saved
+    q, k, v, out, d_out, *bounds = _kernel_arguments((*heads, d_out_BNSD), call)
+    if call.cu_seqlens is not None:
+        log_sum = log_sum.transpose(0, 1).flatten(1)
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers: not read without dropout
+    rest = *bounds, 0.0, call.causal, state, state
+    options = {"scale": call.scale, "window_size_left": call.left}
+    of_all = _flash_backward(d_out, q, k, v, out, log_sum.contiguous(), *rest, **options)
+    dq, dk, dv = map(_from_kernel, of_all, heads)
     return dq, dk, dv
 
 
-def _kernel_arguments(
-    q_BNSD: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return the kernels' arguments (cu_seqlens of queries, of keys, tokens of the longest document of queries, of
-    keys)."""
-    rows, _, tokens, _ = q_BNSD.shape
-    if cu_seqlens is None:
-        cu_seqlens = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=q_BNSD.device)
-    return (cu_seqlens,) * 2 + (tokens if max_seqlen is None else int(max_seqlen),) * 2
+def _kernel_arguments(heads: Sequence[torch.Tensor], call: FlashCall) -> tuple[Any, ...]:
+    """Return the kernels' arguments: `heads` (queries, keys ...), cu_seqlens of queries and of keys, longest length of
+    queries and of keys. Heads are [B, S, N, D], with variable lengths [T, N, D]: copies only if not stored so."""
+    by_token = [each.transpose(1, 2) for each in heads]
+    if call.cu_seqlens is None:
+        return *by_token, None, None, by_token[0].shape[1], by_token[1].shape[1]
+    longest = max(2, call.longest)  # for one query the kernels assume one token in each document
+    return *(each.flatten(0, 1) for each in by_token), call.cu_seqlens, call.cu_seqlens, longest, longest
 
 
-def _window_sizes(window: int) -> dict[str, int | None]:
-    """Return the kernels' arguments for a sliding window (0: none): how many keys before its own and after its own a
-    query sees. Without a window both are None, and the causal mask alone decides."""
-    return {"window_size_left": window - 1 if window else None, "window_size_right": 0 if window else None}
+def _from_kernel(x: torch.Tensor, like_BNSD: torch.Tensor) -> torch.Tensor:
+    """Return a kernel's result [B, S, N, D] or [T, N, D] as [B, N, S, D] of the shape of `like_BNSD`."""
+    return x.view(like_BNSD.transpose(1, 2).shape).transpose(1, 2)
 
 
-def _concatenate(x_BNSD: torch.Tensor) -> torch.Tensor:
-    """Return the heads of each token of the concatenated batch, [T, N, D]; a copy only if `x_BNSD` is not stored as
-    [B, S, N, D]."""
-    return x_BNSD.transpose(1, 2).flatten(0, 1)
+def _compute_attention(
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, window: int, scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute variable-length attention without autograd; return the output [B, N, S, D] and each query's log-sum-exp,
+    float32 [B, N, S]. The last four arguments are the fields of `VarlenMask` and the scale of the scores."""
+    return flash_forward(q_BNSD, k_BKSD, v_BKSD, _causal_call(q_BNSD, cu_seqlens, lengths, window, scale))
 
 
-def _split(x_TND: torch.Tensor, like_BNSD: torch.Tensor) -> torch.Tensor:
-    """Return `x_TND`, heads of the concatenated batch, as [B, N, S, D] of the shape of `like_BNSD`."""
-    return x_TND.unflatten(0, (like_BNSD.shape[0], like_BNSD.shape[2])).transpose(1, 2)
+def _compute_gradients(
+    d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, window: int, scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys and values, in their shapes. `d_out_BNSD`: gradient of the output;
+    `saved`: queries, keys, values, output and log-sum-exps. The last four arguments are those of the forward."""
+    return flash_backward(d_out_BNSD, saved, _causal_call(d_out_BNSD, cu_seqlens, lengths, window, scale))
 
 
-_forward.register_fake(
-    lambda q, *_: (empty_bsnd(q), q.new_empty((q.shape[1], q.shape[0] * q.shape[2]), dtype=torch.float32))
-)
-_backward.register_fake(lambda d_out, saved, *_: tuple(empty_bsnd(each) for each in saved[:3]))
+def _causal_call(
+    q_BNSD: torch.Tensor, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, window: int,
+    scale: float | None,
+) -> FlashCall:  # fmt: skip
+    """Return the kernel call, with variable lengths, for queries, the fields of a `VarlenMask` of one chunk and the
+    scale of the scores."""
+    tokens, left = q_BNSD.shape[2], window - 1 if window else None
+    if cu_seqlens is not None and lengths is not None:
+        return FlashCall(cu_seqlens[0], int(lengths[0]), True, left, scale)
+    ends = torch.arange(0, len(q_BNSD) * tokens + 1, tokens, dtype=torch.int32, device=q_BNSD.device)
+    return FlashCall(ends, tokens, True, left, scale)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save the inputs and outputs for backward (`setup_context` of torch.library.register_autograd)."""
-    *heads, ctx.cu_seqlens, ctx.max_seqlen, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(*heads, *output)
-    ctx.set_materialize_grads(False)
+def _empty_results(q_BNSD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uninitialised results of the operator, for tracing."""
+    rows, heads, tokens, _ = q_BNSD.shape
+    return empty_bsnd(q_BNSD), q_BNSD.new_empty((heads, rows, tokens), dtype=torch.float32).transpose(0, 1)
 
 
-def _backward_formula(ctx: Any, d_out_BNSD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the inputs (`backward` of torch.library.register_autograd)."""
-    operator = torch.ops.meshwright.varlen_attention_backward
-    gradients = operator(d_out_BNSD, list(ctx.saved_tensors), ctx.cu_seqlens, ctx.max_seqlen, ctx.window, ctx.scale)
-    return (*gradients, None, None, None, None)
-
-
-_forward.register_autograd(_backward_formula, setup_context=_save_for_backward)
+attention_operator("varlen_attention", _compute_attention, _compute_gradients, _empty_results)

@@ -5,35 +5,38 @@ arXiv:2310.01889). Under a causal mask, ranks with contiguous slices would have 
 cp chunks, and rank c holds c and 2 cp - 1 - c (zig-zag; as balanced as the stripes of Brandon et al. 2023,
 arXiv:2311.09431). Ulysses trades tokens for heads instead: between two all-to-alls each rank attends over whole
 sequences with N / cp of the heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.1); ranks hold contiguous slices.
-Mathematics: model/attention_spans.py.
+Mathematics of a ring step: `parallel/ring_spans.py`.
 Communication: in each of cp - 1 ring steps a rank passes the KV block on; in backward the gradients of a block travel
 with it and return to its rank after cp steps. Ulysses: two all-to-alls forward, two backward.
 Overlap: a KV block is sent during the computation with the previous block, its gradient during that with the next.
 Every other gradient is a sum over `data`, which is dp x cp.
 
-Shapes: B sequences, C tokens of a sequence on this rank, S on all, N query heads, K key-value heads, D head size.
+Shapes: B sequences, C tokens of a sequence on this rank, S on all, N query heads, K key-value heads, G = N / K, D head
+size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from meshwright.comm import collectives
-from meshwright.comm.custom_operator import custom_operator
 from meshwright.comm.handle import DONE
 from meshwright.comm.mesh import Axis, Mesh, find_axis
 from meshwright.comm.operators import all_to_all, reduce_from
 from meshwright.layout import Layout
-from meshwright.model.attention_spans import PartialAttention, SavedQueries, add_span, add_span_gradients
+from meshwright.model.attention_operator import attention_operator, by_kv_head, empty_bsnd
 from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
 from meshwright.model.precision import at_least_float32
-from meshwright.model.scaled_dot_product import MaskForm, Visible, attend, visibility
-from meshwright.model.tiled_attention import Scores, Span, by_kv_head, empty_bsnd
-from meshwright.model.varlen_attention import VarlenMask
+from meshwright.model.scaled_dot_product import MaskForm, Visible, attend
+from meshwright.model.tiled_attention import Scores
+from meshwright.model.varlen_attention import VarlenMask, varlen_mask
+from meshwright.parallel import ring_spans
+from meshwright.parallel.ring_spans import held_chunks
 
 SITE = "attention.ring"
 
@@ -61,12 +64,6 @@ def shard_sequences(
     return tokens_BS[:, indices_C], targets_BS[:, indices_C], documents.select_tokens(indices_C)
 
 
-def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the indices of the two chunks that cp rank `rank` holds of a sequence cut into 2 x `ranks` chunks: chunk
-    `rank` and its mirror image (zig-zag)."""
-    return rank, 2 * ranks - 1 - rank
-
-
 class ContextParallel(ContextOperations):
     """Base class of ring and Ulysses attention. `axis`: mesh axis cp, whose ranks each hold a part of each sequence."""
 
@@ -85,13 +82,17 @@ class RingAttention(ContextParallel):
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
-    ) -> torch.Tensor | None:
-        """Return the attention mask for `attend`: the sequence index of the first key that each query on this rank
-        attends to, [B or 1, C]; None for plain causal attention. `documents`: boundaries in packed sequences; `tokens`:
-        C, tokens of each sequence on this rank; `window`: sliding window in tokens (None: none); `form`: ignored."""
-        assert documents.indices_C is not None
-        first_BS = documents.first_visible_BS(self.size * tokens, window, device)
-        return None if first_BS is None else first_BS[:, documents.indices_C]
+    ) -> VarlenMask | torch.Tensor | None:
+        """Return the attention mask for `attend`: a `VarlenMask` of this rank's chunks with flash attention, else on
+        the CPU the sequence index of the first key that each query on this rank attends to, [B or 1, C] (None: 0).
+        `documents`: boundaries in packed sequences; `tokens`: C, tokens of each sequence on this rank; `window`:
+        sliding window in tokens (None: none); `form`: "varlen" if flash attention supports the queries. All bounds
+        are found on the host, which does not wait for `device`."""
+        chunks, held = 2 * self.size, held_chunks(self.axis.rank, self.size)
+        if form == "varlen":
+            return varlen_mask(documents, window, device, held, chunks)
+        first_BS = documents.on_host().first_visible_BS(self.size * tokens, window, torch.device("cpu"))
+        return None if first_BS is None else first_BS.unflatten(1, (chunks, -1))[:, held].flatten(1)
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible,
@@ -100,25 +101,23 @@ class RingAttention(ContextParallel):
         """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks; each rank
         passes its C tokens of every sequence. `visible`: mask that `visibility` returned; `scores`: scale and softcap
         (None: 1 / √D, none)."""
-        assert not isinstance(visible, VarlenMask)
+        operators, key = torch.ops.meshwright, self.axis.key
         scores = scores or Scores(q_BNSD.shape[-1] ** -0.5)
-        arguments = q_BNSD, k_BKSD, v_BKSD, visible, self.axis.key, *scores
+        if isinstance(visible, VarlenMask):
+            assert not scores.softcap
+            *tensors, window = visible
+            numbers = [float(window), scores.scale]
+            return operators.flash_ring_attention(q_BNSD, k_BKSD, v_BKSD, *tensors, numbers, key)[0]  # type: ignore[no-any-return]
+        arguments = q_BNSD, k_BKSD, v_BKSD, visible, key, *scores
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _compute_ring_attention(*arguments)[0]  # a custom operator's first call loads the compiler
-        return torch.ops.meshwright.ring_attention(*arguments)[0]
+            # A custom operator's first call loads the compiler.
+            return _attend_by_tiles(*arguments)[0]
+        return operators.ring_attention(*arguments)[0]  # type: ignore[no-any-return]
 
 
 class UlyssesAttention(ContextParallel):
     """DeepSpeed-Ulysses attention over the context-parallel `axis`: each rank holds a contiguous slice of the tokens;
     for attention, all-to-alls give it unsharded sequences of 1 / cp of the heads instead."""
-
-    def visibility(
-        self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
-    ) -> Visible:
-        """Return the attention mask of the unsharded sequences, as `visibility` in `model/scaled_dot_product.py` does.
-        `documents`: boundaries in packed sequences; `tokens`: S / cp; `window`: sliding window in tokens; `form`: of
-        the mask."""
-        return visibility(documents, self.size * tokens, window, device, form)
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible,
@@ -145,20 +144,6 @@ def context_operations(mesh: Mesh) -> ContextOperations:
     return (RingAttention if mesh.layout.cp_method == "ring" else UlyssesAttention)(mesh.cp)
 
 
-def list_spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
-    """List the blocks of causal attention between the queries of cp rank `rank` and the KV block of rank `source`: one
-    `Span` (slice of queries, slice of keys) for each pair of a query chunk and a key chunk, of two each, that the
-    causal mask does not hide. `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank."""
-    chunk = tokens // 2
-    halves = (slice(0, chunk), slice(chunk, tokens))
-    return [
-        Span(queries, keys, mine * chunk, theirs * chunk)
-        for queries, mine in zip(halves, held_chunks(rank, ranks), strict=True)
-        for keys, theirs in zip(halves, held_chunks(source, ranks), strict=True)
-        if theirs <= mine
-    ]
-
-
 # --- communication and overlap
 
 
@@ -178,47 +163,41 @@ def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str
 
 
 def _compute_ring_attention(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str,
-    scale: float, softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, key: str, attend_span: ring_spans.AttendSpan
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ring attention without autograd. Return the output [B, N, C, D] and each query's log-sum-exp [B, N, C]
-    for the C tokens on this rank. `first_BC`: index of the first key that each query attends to (None: 0). `key`:
-    string that identifies the cp axis (`Axis.key`), because custom operators accept no objects. `scale`, `softcap`:
-    fields of `Scores`."""
-    axis = find_axis(key)
-    so_far = PartialAttention.empty(by_kv_head(q_BNCD, k_BKCD), first_BC, Scores(scale, softcap))
-    for source, (k, v) in _kv_blocks(k_BKCD, v_BKCD, axis, SITE):
-        for span in list_spans(axis.rank, source, axis.size, k.shape[2]):
-            add_span(so_far, k, v, span)
-    return empty_bsnd(q_BNCD).copy_(so_far.out_BKGCD.flatten(1, 2)), so_far.log_sum_BKGC.flatten(1, 2)
+    for the C tokens on this rank. `key`: string that identifies the cp axis (`Axis.key`), because custom operators
+    accept no objects; `attend_span`: computes the attention of a span."""
+    axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
+    q = by_kv_head(q_BNCD, k_BKCD)
+    out = q.new_zeros(q.shape, dtype=wide)
+    log_sum = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
+    for source, block in _kv_blocks(k_BKCD, v_BKCD, axis, SITE):
+        for span in ring_spans.list_spans(axis.rank, source, axis.size, block.shape[3]):
+            for at, *more in attend_span(q, block, span):
+                ring_spans.merge(out[at], log_sum[at], *more)
+    return empty_bsnd(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
 
 
-_forward = custom_operator("meshwright::ring_attention")(_compute_ring_attention)
-
-
-@custom_operator("meshwright::ring_attention_backward")
-def _backward(
-    d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], first_BC: torch.Tensor | None, key: str, scale: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def _compute_gradients(
+    d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], key: str, add_span: ring_spans.AddSpan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of ring attention's queries, keys and values, in their shapes, given the output gradient
-    `d_out_BNCD`. `saved_tensors`: queries, keys, values, output, log-sum-exps; `first_BC`: index of the first key that
-    each query attends to (None: 0); `key`: string that identifies the cp axis (`Axis.key`); `scale`, `softcap`: fields
-    of `Scores`."""
+    `d_out_BNCD`. `saved_tensors`: queries, keys, values, output, log-sum-exps; `key`: string that identifies the cp
+    axis (`Axis.key`); `add_span`: adds the gradients of a span."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
     of_queries = q_BNCD, out_BNCD, d_out_BNCD, log_sum_BNC, inner_BNC
-    q, out, d_out, log_sum, inner = (by_kv_head(x, k_BKCD) for x in of_queries)
-    saved = SavedQueries(q, out, d_out, log_sum, inner, first_BC, Scores(scale, softcap))
-    dq = torch.zeros_like(q, dtype=wide)
+    saved = ring_spans.SavedQueries(*(by_kv_head(x, k_BKCD) for x in of_queries))
+    dq = torch.zeros_like(saved.q, dtype=wide)
     # Gradients travel with their KV block and are sent during the computation with the next block.
     arriving, leaving = (k_BKCD.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))
     handle = DONE
-    for source, (k, v) in _kv_blocks(k_BKCD, v_BKCD, axis, SITE + ".backward"):
+    for source, block in _kv_blocks(k_BKCD, v_BKCD, axis, SITE + ".backward"):
         mine = torch.zeros_like(arriving)
-        for span in list_spans(axis.rank, source, axis.size, k.shape[2]):
-            add_span_gradients(dq, mine, saved, k, v, span)
+        for span in ring_spans.list_spans(axis.rank, source, axis.size, block.shape[3]):
+            add_span((dq, mine), saved, block, span)
         handle.wait()
         leaving, arriving = arriving.add_(mine), leaving
         handle = collectives.rotate(arriving, leaving, axis, SITE + ".gradients", async_op=True)
@@ -227,23 +206,52 @@ def _backward(
     return empty_bsnd(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv
 
 
-_forward.register_fake(lambda q, *_: (empty_bsnd(q), q.new_empty(q.shape[:-1], dtype=at_least_float32(q.dtype))))
-_backward.register_fake(lambda d_out, saved, *_: tuple(empty_bsnd(each) for each in saved[:3]))
+def _empty_results(q_BNCD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uninitialised results of the operators, for tracing."""
+    return empty_bsnd(q_BNCD), q_BNCD.new_empty(q_BNCD.shape[:-1], dtype=at_least_float32(q_BNCD.dtype))
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save the inputs (queries, keys, values, first visible keys, key of the cp axis, scale, softcap) and outputs of
-    ring attention for backward: the `setup_context` function of torch.library.register_autograd."""
-    q_BNCD, k_BKCD, v_BKCD, *ctx.constants = inputs
-    ctx.save_for_backward(q_BNCD, k_BKCD, v_BKCD, *output)
-    ctx.set_materialize_grads(False)
+# The operators: functions of the mask's tensors and numbers, which choose how spans are computed.
 
 
-def _backward_formula(ctx: Any, d_out_BNCD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of ring attention's seven inputs, None for the last four (mask, axis key, scale, softcap),
-    given the output's gradient: the `backward` function of torch.library.register_autograd."""
-    operator = torch.ops.meshwright.ring_attention_backward
-    return (*operator(d_out_BNCD, list(ctx.saved_tensors), *ctx.constants), None, None, None, None)
+def _attend_by_tiles(
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str,
+    scale: float, softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute ring attention by tiles (see `_compute_ring_attention`, `ring_spans.attend_by_tiles`). `scale`,
+    `softcap`: fields of `Scores`."""
+    attend_span = partial(ring_spans.attend_by_tiles, first_BC, Scores(scale, softcap))
+    return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span)
 
 
-_forward.register_autograd(_backward_formula, setup_context=_save_for_backward)
+def _differentiate_by_tiles(
+    d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], first_BC: torch.Tensor | None, key: str, scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys and values by tiles (see `_compute_gradients`)."""
+    add_span = partial(ring_spans.add_by_tiles, first_BC, Scores(scale, softcap))
+    return _compute_gradients(d_out_BNCD, saved, key, add_span)
+
+
+def _attend_by_flash(
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, numbers: list[float], key: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute ring attention by flash kernels (see `_compute_ring_attention`). `cu_seqlens`, `lengths`: fields
+    of the mask; `numbers`: its window, and the scale of the scores."""
+    mask = VarlenMask(cu_seqlens, lengths, int(numbers[0]))
+    return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, partial(ring_spans.attend_by_flash, mask, numbers[1]))
+
+
+def _differentiate_by_flash(
+    d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None, numbers: list[float], key: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys and values by flash kernels (see `_compute_gradients`). `cu_seqlens`,
+    `lengths`, `numbers`: as in the forward."""
+    mask = VarlenMask(cu_seqlens, lengths, int(numbers[0]))
+    return _compute_gradients(d_out_BNCD, saved, key, partial(ring_spans.add_by_flash, mask, numbers[1]))
+
+
+attention_operator("ring_attention", _attend_by_tiles, _differentiate_by_tiles, _empty_results)
+attention_operator("flash_ring_attention", _attend_by_flash, _differentiate_by_flash, _empty_results)

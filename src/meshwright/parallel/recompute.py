@@ -23,40 +23,25 @@ import meshwright.parallel.context  # noqa: F401  (these define the operators th
 from meshwright.model.axis_operations import Function, Recompute
 
 aten = torch.ops.aten
-EXPERTS = torch.ops.meshwright.grouped_product.default
-MATRIX_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.linear.default, EXPERTS})
-ATTENTION = frozenset(
-    {
-        torch.ops.meshwright.tiled_attention.default,
-        torch.ops.meshwright.varlen_attention.default,
-        torch.ops.meshwright.ring_attention.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
-)
+ours = torch.ops.meshwright
+
+
+def _overloads(namespace: Any, *names: str) -> frozenset[Any]:
+    """Return the operators `names` of a namespace of torch.ops, as activation checkpointing sees them."""
+    return frozenset(getattr(namespace, name).default for name in names)
+
+
+MATRIX_PRODUCTS = _overloads(aten, "mm", "addmm", "linear") | _overloads(ours, "grouped_product")
+KERNELS = "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"
+RING = _overloads(ours, "ring_attention", "flash_ring_attention")
+ATTENTION = RING | _overloads(ours, "tiled_attention", "varlen_attention")
+ATTENTION |= _overloads(aten, *(f"_scaled_dot_product_{name}" for name in KERNELS))
 
 # Saved, as small results of communication: reductions, ring attention, dispatched and combined tokens. Repeated in
 # backward, as large as the slices of all ranks: the all-gathers of sequence parallelism (Korthikanti et al. 2022,
 # section 4.2.2) and the all-to-alls of Ulysses.
-SUMS = frozenset(
-    {
-        torch.ops.meshwright.reduce_from.default,
-        torch.ops.meshwright.reduce_scatter_to.default,
-        torch.ops.meshwright.ring_attention.default,
-        torch.ops.meshwright.reduce_scatter_rows.default,
-        torch.ops.meshwright.exchange.default,
-    }
-)
-GATHERED = frozenset(
-    {
-        torch.ops.meshwright.gather_from.default,
-        torch.ops.meshwright.all_to_all.default,
-        torch.ops.meshwright.join_from.default,
-        torch.ops.meshwright.gather_rows.default,
-    }
-)
+SUMS = RING | _overloads(ours, "reduce_from", "reduce_scatter_to", "reduce_scatter_rows", "exchange")
+GATHERED = _overloads(ours, "gather_from", "all_to_all", "join_from", "gather_rows")
 
 
 class ActivationCheckpointing(Recompute):

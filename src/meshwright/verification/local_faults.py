@@ -19,7 +19,7 @@ import torch
 from meshwright.data.order import SampleOrder
 from meshwright.model import tiled_attention
 from meshwright.model.documents import Documents
-from meshwright.parallel import context
+from meshwright.parallel import ring_spans
 from meshwright.parallel.zero import FsdpUnit, UnshardedGradient
 from meshwright.training import optimizer, trainer
 from meshwright.training.language_model import LanguageModelTask
@@ -377,6 +377,6 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     "attention not masked across documents": LocalFaultSpec(Documents, "from_ids", _ignore_documents),
     "causal mask off by one": LocalFaultSpec(tiled_attention, "tiles_of", _see_next_token, "long sequences"),
     "attention tile drops a key": LocalFaultSpec(tiled_attention, "tiles_of", _drop_key, "long sequences"),
-    "ring attention drops a KV block": LocalFaultSpec(context, "list_spans", _drop_kv_block, "long sequences"),
+    "ring attention drops a KV block": LocalFaultSpec(ring_spans, "list_spans", _drop_kv_block, "long sequences"),
 }
 """Name of each local fault -> what it replaces, and the case that exposes it."""

@@ -1,0 +1,204 @@
+"""Attention between the queries of one rank and the KV block of another, for ring attention: by tiles or by PyTorch's
+flash kernels, merged over KV blocks.
+
+Mathematics: partial results over some keys are merged by their log-sum-exps; backward recomputes probabilities from the
+log-sum-exp over all keys (Dao 2023, arXiv:2307.08691, algorithms 1 and 2).
+Flash kernels compute a span of one chunk of queries and the same keys in one call, causal, with the variable lengths of
+the pieces of documents in it. Of the queries and keys of two chunks, only those of one document per sequence see each
+other: the document of the first query, if it begins before the last key. All bounds are known on the host.
+
+Shapes: B sequences, S tokens of a sequence, C of them on this rank, N query heads, K key-value heads, G = N / K, D head
+size. In a tile: P pairs of a sequence and a key-value head, X = G x queries of the tile, L keys that the tile sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from meshwright.model.attention_operator import by_kv_head
+from meshwright.model.precision import at_least_float32
+from meshwright.model.tiled_attention import Scores, Span, compute_scores, cut_tiles, flatten_heads
+from meshwright.model.varlen_attention import FlashCall, VarlenMask, flash_backward, flash_forward
+
+
+def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
+    """Return the indices of the two chunks that cp rank `rank` holds of a sequence cut into 2 x `ranks` chunks: chunk
+    `rank` and its mirror image (zig-zag)."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def list_spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
+    """List the blocks of causal attention between the queries of cp rank `rank` and the KV block of rank `source`: one
+    `Span` (slice of queries, slice of keys) for each pair of a query chunk and a key chunk, of two each, that the
+    causal mask does not hide. `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank."""
+    chunk = tokens // 2
+    halves = (slice(0, chunk), slice(chunk, tokens))
+    return [
+        Span(queries, keys, mine * chunk, theirs * chunk)
+        for queries, mine in zip(halves, held_chunks(rank, ranks), strict=True)
+        for keys, theirs in zip(halves, held_chunks(source, ranks), strict=True)
+        if theirs <= mine
+    ]
+
+
+Result = tuple[Any, torch.Tensor, torch.Tensor]
+"""Attention of some queries over some keys: index of the queries in [B, K, G, C], output [..., D], log-sum-exp."""
+Gradients = tuple[torch.Tensor, torch.Tensor]
+"""Gradients of the queries, [B, K, G, C, D], and of the keys and values, [2, B, K, C, D]."""
+
+
+class SavedQueries(NamedTuple):
+    """Tensors of this rank's queries that ring attention's backward reads. `q`, `out`, `d_out`: queries, output and its
+    gradient, each [B, K, G, C, D] (K key-value heads, G query heads of each, C tokens); `log_sum_BKGC`: log-sum-exps
+    over all keys; `inner_BKGC`: sum over D of `out` times `d_out`."""
+
+    q: torch.Tensor
+    out: torch.Tensor
+    d_out: torch.Tensor
+    log_sum_BKGC: torch.Tensor
+    inner_BKGC: torch.Tensor
+
+
+AttendSpan = Callable[[torch.Tensor, torch.Tensor, Span], Iterator[Result]]
+"""Computation of the attention of a span, of queries [B, K, G, C, D] over a KV block [2, B, K, C, D]."""
+AddSpan = Callable[[Gradients, SavedQueries, torch.Tensor, Span], None]
+"""Computation of the gradients of a span over a KV block, added in place."""
+
+
+def merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
+    """Merge two attention results of the same queries over different keys, in place into the first: `out`, `log_sum`
+    (output and log-sum-exp). `more`, `log_sum_more`: the second result. The merged output is the mean of both outputs,
+    weighted by the exponentials of their log-sum-exps."""
+    both = torch.logaddexp(log_sum, log_sum_more)
+    out.mul_((log_sum - both).exp_()[..., None])
+    out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
+    log_sum.copy_(both)
+
+
+# --- tiles
+
+
+def attend_by_tiles(
+    first_BC: torch.Tensor | None, how: Scores, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
+) -> Iterator[Result]:
+    """Compute the attention of `span` (a slice of queries over a slice of keys) by tiles; yield partial results to
+    merge. `first_BC`: index of the first key that each query attends to (None: 0), on the CPU; `how`: scale and softcap
+    of the scores; `block`: keys and values, [2, B, K, C, D]."""
+    k_BKCD, v_BKCD = block
+    for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
+        k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
+        wide_k_PCD = k_PCD.to(at_least_float32(q_BKGCD.dtype))
+        for tile in tiles:
+            at = (rows, heads, slice(None), tile.queries)
+            part = q_BKGCD[at]
+            scores_PXL, _ = compute_scores(flatten_heads(part), wide_k_PCD, tile, part.shape, how)
+            p_PXL = torch.softmax(scores_PXL, dim=-1)
+            # The greatest probability is exp(greatest score - log sum).
+            here = (scores_PXL.amax(dim=-1) - p_PXL.amax(dim=-1).log()).view(part.shape[:-1])
+            o_PXD = torch.bmm(p_PXL.to(q_BKGCD.dtype), v_PCD[:, tile.keys])
+            yield at, o_PXD.view(part.shape), here
+
+
+def add_by_tiles(
+    first_BC: torch.Tensor | None,
+    how: Scores,
+    gradients: Gradients,
+    saved: SavedQueries,
+    block: torch.Tensor,
+    span: Span,
+) -> None:
+    """Compute the gradients of the attention of `span` (a slice of queries over a slice of keys) by tiles and add them
+    in place to `gradients`. `first_BC`: index of the first key that each query attends to (None: 0), on the CPU;
+    `how`: scale and softcap of the scores; `saved`: this rank's queries, outputs and output gradients; `block`: keys
+    and values, [2, B, K, C, D]."""
+    (dq_BKGCD, d_keys_values), (k_BKCD, v_BKCD) = gradients, block
+    dtype, scale = saved.q.dtype, how.scale
+    for rows, heads, tiles in cut_tiles(saved.q, span, first_BC):
+        k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
+        dk_PCD, dv_PCD = (each[rows, heads].view(k_PCD.shape) for each in d_keys_values)
+        wide_k_PCD = k_PCD.to(dq_BKGCD.dtype)
+        for tile in tiles:
+            at = (rows, heads, slice(None), tile.queries)
+            part = saved.q[at]
+            q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(saved.d_out[at])
+            log_sum_PX1 = _to_column(saved.log_sum_BKGC[at])
+            scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PCD, tile, part.shape, how, log_sum_PX1)
+            p_PXL = scores_PXL.exp_()
+            dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
+            less_PX1, v_PDL = _to_column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
+            if dtype == less_PX1.dtype:
+                dp_PXL = torch.baddbmm(less_PX1, d_out_PXD, v_PDL, beta=-1)
+            else:
+                dp_PXL = torch.bmm(d_out_PXD, v_PDL) - less_PX1
+            ds_PXL = p_PXL.mul_(dp_PXL).mul_(1 if slope_PXL is None else slope_PXL).to(dtype)
+            dq_PXD = torch.bmm(ds_PXL, k_PCD[:, tile.keys])
+            dq_BKGCD[at].add_(dq_PXD.view(part.shape), alpha=scale)
+            dk_PCD[:, tile.keys].add_(torch.bmm(ds_PXL.mT, q_PXD), alpha=scale)
+
+
+def _to_column(x: torch.Tensor) -> torch.Tensor:
+    """Reshape a per-query tensor [sequences, heads, G, X] to [sequences x heads, G x X, 1], the order of
+    `flatten_heads`. G: query heads per key-value head; X: queries."""
+    return flatten_heads(x[..., None])
+
+
+# --- flash kernels
+
+
+Piece = tuple[Any, Any, FlashCall]
+"""Block of attention that one call of the flash kernels computes: index of the queries in [B, K, G, C], index of the
+keys in [B, K, C], arguments of the call."""
+
+
+def list_pieces(mask: VarlenMask, span: Span, rows: int, scale: float | None = None) -> Iterator[Piece]:
+    """Yield the pieces of `span` that documents and window do not hide. `rows`: number of sequences;
+    `scale`: of the scores."""
+    every, chunk, window = slice(None), span.keys.stop - span.keys.start, mask.window
+    half = int(span.queries.start > 0)
+    lengths = [chunk, *[0, chunk] * 2 * rows] if mask.lengths is None else mask.lengths.tolist()
+    if span.query_start == span.key_start:
+        cu_seqlens = None if mask.cu_seqlens is None else mask.cu_seqlens[half]
+        call = FlashCall(cu_seqlens, lengths[0], True, window - 1 if window else None, scale)
+        yield (every, every, every, span.queries), (every, every, span.keys), call
+        return
+    queries_at, keys_at = span.queries.start - span.query_start, span.keys.start - span.key_start
+    leading = list(zip(lengths[1 + 2 * half :: 4], lengths[2 + 2 * half :: 4], strict=True))
+    end = span.key_start + chunk
+    for (start, tokens), group in groupby(range(rows), key=leading.__getitem__):
+        first, stop, (row, *more) = max(start, span.key_start), span.query_start + tokens, group
+        same = slice(row, row + 1 + len(more))
+        # Queries before `sees_all` see all keys of the document, each later one sees one key less at the start.
+        sees_all = max(span.query_start, min(stop, first + window)) if window else stop
+        for begin, until in ((span.query_start, sees_all), (sees_all, min(stop, end + window - 1))):
+            if first < end and begin < until:
+                limited = begin == sees_all
+                oldest = max(first, begin - window + 1) if limited else first
+                queries, keys = slice(queries_at + begin, queries_at + until), slice(keys_at + oldest, span.keys.stop)
+                call = FlashCall(left=window - 1 - (until - end) if limited else None, scale=scale)
+                yield (same, every, every, queries), (same, every, keys), call
+
+
+def attend_by_flash(
+    mask: VarlenMask, scale: float, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
+) -> Iterator[Result]:
+    """Compute the attention of `span` by flash kernels, as `attend_by_tiles` does."""
+    for at, there, call in list_pieces(mask, span, len(q_BKGCD), scale):
+        out, log_sum = flash_forward(q_BKGCD[at].flatten(1, 2), block[0][there], block[1][there], call)
+        yield at, by_kv_head(out, block[0]), by_kv_head(log_sum, block[0])
+
+
+def add_by_flash(
+    mask: VarlenMask, scale: float, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span
+) -> None:
+    """Add the gradients of `span`, computed by flash kernels, as `add_by_tiles` does."""
+    for at, there, call in list_pieces(mask, span, len(saved.q), scale):
+        of_queries = saved.q, saved.out, saved.d_out, saved.log_sum_BKGC
+        q, out, d_out, log_sum = (x[at].flatten(1, 2) for x in of_queries)
+        dq, dk, dv = flash_backward(d_out, (q, block[0][there], block[1][there], out, log_sum), call)
+        gradients[0][at] += by_kv_head(dq, block[0])
+        gradients[1][0][there] += dk
+        gradients[1][1][there] += dv
