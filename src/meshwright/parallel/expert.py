@@ -7,7 +7,8 @@ and no padding, experts multiply groups of tokens of any size (MegaBlocks, Gale 
 Expert tensor parallelism: ranks of etp hold 1 / etp of each expert's width, gather what they received, and reduce-
 scatter the partial sums of their products.
 Communication: ranks first exchange how many copies go where, because message sizes differ in every step; a rank that
-receives none still takes part in every call.
+receives none still takes part in every call. The host reads these numbers once a layer, in forward alone: recompute
+takes the routes of forward.
 
 Shapes: N copies of this rank's tokens, sorted by expert; R copies that its experts get; H hidden; E experts, L = E / ep
 of them held here; P ranks of ep, G of etp.
@@ -15,6 +16,7 @@ of them held here; P ranks of ep, G of etp.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from meshwright.comm.mesh import Axis
 from meshwright.comm.operators import exchange, gather_rows, reduce_scatter_rows
 from meshwright.errors import RanksDisagree
 from meshwright.model.permutation import Permuted, invert_permutation
+from meshwright.parallel.recompute import remember
 
 COUNTS_SITE = "experts.counts"
 
@@ -60,7 +63,7 @@ class AllToAllTokenDispatcher:
         experts. `ends_E[e]`: index at which the copies of expert e end (exclusive). Return three things: the R received
         copies [R, H], sorted by local expert; the exclusive end index of each local expert's copies (int32, one per
         expert on this rank); and the state that `combine` needs."""
-        routes = self._agree_on_routes(ends_E)
+        routes = remember(lambda: self._agree_on_routes(ends_E))
         x_RH = exchange(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
         x_RH = gather_rows(x_RH, self.etp, "experts.gather", routes.shared)
 
@@ -84,42 +87,41 @@ class AllToAllTokenDispatcher:
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
         """Exchange the numbers of token copies and return them as `Routes`: over ep, how many copies go to each expert;
         over etp, how many copies each rank has received. `ends_E`: exclusive end index of each expert's copies on this
-        rank."""
+        rank. Raises RanksDisagree if a checksum is wrong."""
         counts_PL = ends_E.long().diff(prepend=ends_E.new_zeros(1)).view(self.ep.size, -1)
-        arriving_PL = self._share_counts(counts_PL, self.ep)
-        counts_GPL = self._share_counts(arriving_PL.reshape(1, -1), self.etp).reshape(self.etp.size, *counts_PL.shape)
-        sent, received, shared = torch.cat(
-            [counts_PL.sum(dim=1), arriving_PL.sum(dim=1), counts_GPL.sum(dim=(1, 2))]
-        ).split([self.ep.size, self.ep.size, self.etp.size])
-        return Routes(sent.tolist(), received.tolist(), shared.tolist(), counts_GPL)
+        arriving_PL, wrong_P = self._share_counts(counts_PL, self.ep)
+        counts_GX, wrong_G = self._share_counts(arriving_PL.reshape(1, -1).expand(self.etp.size, -1), self.etp)
+        counts_GPL = counts_GX.reshape(self.etp.size, *counts_PL.shape)
+        sums = counts_PL.sum(dim=1), arriving_PL.sum(dim=1), counts_GPL.sum(dim=(1, 2))
+        sent, received, shared, from_ep, from_etp = read_on_host(*sums, wrong_P, wrong_G)
+        for axis, wrong in ((self.ep, from_ep), (self.etp, from_etp)):
+            if any(wrong):
+                senders = ", ".join(str(rank) for rank, bad in zip(axis.ranks, wrong, strict=True) if bad)
+                raise RanksDisagree(
+                    f"rank {axis.ranks[axis.rank]} received token counts of another call from rank {senders}, in "
+                    f"{COUNTS_SITE} (axis {axis.name}): the ranks are out of step"
+                )
+        return Routes(sent, received, shared, counts_GPL)
 
-    def _share_counts(self, counts: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """Exchange integer counts among the ranks of an axis; return [ranks, columns], where row i is the one that rank
-        i sent to this rank. `counts`: one row for each receiving rank (all-to-all), or a single row for all ranks
-        (all-gather).
+    def _share_counts(self, counts: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange integer counts among the ranks of an axis (all-to-all); `counts` has one row for each receiving
+        rank. Return [ranks, columns], where row i is the one that rank i sent to this rank; and for each row a number
+        that is not 0 if its checksum is wrong.
 
         A checksum column shows whether each row is intact, belongs to this call, and has the right sender and receiver:
-        with wrong sizes, ranks would hang or read data that was never sent. Raises RanksDisagree if a checksum is
-        wrong."""
+        with wrong sizes, ranks would hang or read data that was never sent."""
         if axis.trivial:
-            return counts
-        # The number of this group's next call, equal on all of its ranks.
-        number = (axis.communicator.calls.count(axis.calls_group) + 1) << 40
-        ranks, mine = counts.new_tensor(axis.ranks), axis.ranks[axis.rank]
-        to_all = len(counts) == 1
-        signature = number + (mine << 20) + (ranks[:1] if to_all else ranks)
-        signed = torch.cat([counts, (-counts.sum(dim=1) - signature)[:, None]], dim=1)
-        received = signed.new_zeros(axis.size, signed.shape[1])
-        if to_all:
-            collectives.all_gather(received, signed, axis, COUNTS_SITE)
-        else:
-            collectives.all_to_all(received, signed, axis, COUNTS_SITE)
-        expected = number + (ranks << 20) + (axis.ranks[0] if to_all else mine)
-        wrong = received.sum(dim=1) != -expected
-        if bool(wrong.any()):
-            senders = ", ".join(str(axis.ranks[place]) for place in wrong.nonzero().flatten().tolist())
-            raise RanksDisagree(
-                f"rank {axis.ranks[axis.rank]} received token counts of another call from rank {senders}, in "
-                f"{COUNTS_SITE} (axis {axis.name}): the ranks are out of step"
-            )
-        return received[:, :-1]
+            return counts, counts.new_zeros(1)
+        # The number of this group's next call, equal on all of its ranks, and one for each sender and receiver.
+        call = ((axis.communicator.calls.count(axis.calls_group) + 1) << 40) + (axis.ranks[0] << 20)
+        pairs = torch.arange(axis.size**2, device=counts.device).view(axis.size, -1)
+        signed = torch.cat([counts, -(counts.sum(dim=1) + call + pairs[axis.rank])[:, None]], dim=1)
+        received = torch.zeros_like(signed)
+        collectives.all_to_all(received, signed, axis, COUNTS_SITE)
+        return received[:, :-1].contiguous(), received.sum(dim=1) + call + pairs[:, axis.rank]
+
+
+def read_on_host(*vectors: torch.Tensor) -> list[list[int]]:
+    """Return the numbers of integer `vectors` in one copy: the only wait of the host for the device in a dispatch."""
+    numbers = iter(torch.cat(vectors).tolist())
+    return [list(islice(numbers, len(each))) for each in vectors]

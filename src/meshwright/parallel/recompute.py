@@ -8,9 +8,11 @@ arXiv:2205.05198, section 5).
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -22,6 +24,7 @@ import meshwright.model.varlen_attention
 import meshwright.parallel.context  # noqa: F401  (these define the operators that are named below)
 from meshwright.model.axis_operations import Function, Recompute
 
+T = TypeVar("T")
 aten = torch.ops.aten
 ours = torch.ops.meshwright
 
@@ -100,10 +103,33 @@ def _checkpoint_always(function: Function, **options: Any) -> Function:
         """Run `function` under checkpointing when gradients are enabled."""
         if not torch.is_grad_enabled():
             return function(*arguments)
+        compiling = torch.compiler.is_compiling()
+        body = function if compiling else functools.partial(_run_remembering, function, [])
         # No operator is random: RNG states need not be saved.
-        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
+        return checkpoint(body, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
 
     return run
+
+
+_remembered = threading.local()
+"""`call`: results of `remember` in the checkpointed function that runs, and numbers of its next calls."""
+
+
+def _run_remembering(function: Function, results: list[Any], *arguments: Any) -> Any:
+    """Run `function`, in forward or in recompute, with the `results` of `remember` of its forward."""
+    _remembered.call = results, itertools.count()
+    try:
+        return function(*arguments)
+    finally:
+        del _remembered.call
+
+
+def remember(compute: Callable[[], T]) -> T:
+    """Return the result of `compute`, which has no gradient; in recompute the one of forward."""
+    results, numbers = getattr(_remembered, "call", (list[T](), itertools.count()))
+    if (number := next(numbers)) == len(results):
+        results.append(compute())
+    return results[number]
 
 
 def _drop_in_place_warning(record: logging.LogRecord) -> bool:

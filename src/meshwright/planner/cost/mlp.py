@@ -157,8 +157,8 @@ def _dispatch(at: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operat
         *_both("etp", "all-gather", "experts.gather", rows * at.etp, full),
         # The time model leaves out what selective recompute gathers again.
         *([_untimed("etp", "experts.gather", rows, at.etp - 1)] if repeated and not full else []),
-        _untimed("ep", "experts.counts", counts[0], at.ep - 1, repeated),
-        _untimed("etp", "experts.counts", counts[1], at.etp - 1, repeated),
+        _untimed("ep", "experts.counts", counts[0], at.ep - 1),
+        _untimed("etp", "experts.counts", counts[1], at.etp - 1),
     ]
     if not at.layout.tensor_sequence_parallel and at.layout.tp > 1:
         back = (("experts.input.backward", hidden_bytes(at)),)
@@ -204,9 +204,9 @@ def _both(axis: str, operation: str, site: str, size: Number, again: bool) -> li
     ]
 
 
-def _untimed(axis: str, site: str, size: Number, count: Number, again: bool = False) -> Exchange:
+def _untimed(axis: str, site: str, size: Number, count: Number) -> Exchange:
     """Return messages that the time model leaves out. size, count: bytes of each, and number."""
-    return Exchange("expert", axis, "send", ((site, size),), "forward", count, again, timed=False)
+    return Exchange("expert", axis, "send", ((site, size),), "forward", count, timed=False)
 
 
 def _shared_expert(at: MicroBatch) -> Iterator[Operator]:
