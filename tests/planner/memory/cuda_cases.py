@@ -54,7 +54,8 @@ class Measured(NamedTuple):
     """Bytes: at most in the second step, between steps, what the ledger says of both. alive: at the step's highest
     moment bytes, how many and what made them, the largest first; items: what the ledger has at its own. unexpected:
     sizes that a forward keeps and the ledger does not, by what made them; missing: the other way round. host_waits:
-    places in the source where the host waits for the device, in forward, backward and update of the second step."""
+    places in the source where the host waits for the device, in forward, backward and update of the second step, each
+    as often as it waits."""
 
     peak: int
     between: int
@@ -134,24 +135,23 @@ if __name__ == "__main__":
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch._library.custom_ops import OPDEFS
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from meshwright.comm import transport
     from meshwright.comm.mesh import Communicator, Mesh
     from meshwright.layout import Layout
-    from meshwright.model import grouped_product
+    from meshwright.model import grouped_product, varlen_attention
     from meshwright.model.documents import Documents
     from meshwright.model.transformer import Transformer
+    from meshwright.parallel import expert, ring_spans
     from meshwright.parallel.axes import axis_operations
     from meshwright.parallel.context import shard_sequences
-    from meshwright.parallel.expert import AllToAllTokenDispatcher, Routes
     from meshwright.parallel.step import ForwardBackward
     from meshwright.parallel.zero_engine import ZeroEngine
     from meshwright.planner.cost.micro_batch import Routed
     from meshwright.planner.memory.ledger import ledger
     from meshwright.recipe import TrainRecipe
-    from meshwright.spec.chunks import padded_documents
     from meshwright.spec.config import ModelConfig
     from meshwright.spec.parameters import parameter_table
     from meshwright.spec.partition import Partition
@@ -196,12 +196,15 @@ if __name__ == "__main__":
         d_out: Any, q: Any, k: Any, v: Any, out: Any, log_sum: Any, cu_seqlens: Any, *rest: Any, **options: Any
     ) -> list[tuple[str, int]]:
         """mha_varlen_bwd (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp): as mha_bwd, with 128 more
-        queries for each document."""
+        queries for each document. What is not contiguous is copied (attention_backward.cu)."""
+        copies = [("out, d_out", each.nbytes) for each in (d_out, out) if not each.is_contiguous()]
+        if cu_seqlens is None:
+            return [*copies, *flash_backward(*(each.transpose(1, 2) for each in (d_out, q, k, v)))]
         tokens, heads, size = q.shape
         lines = tokens + 128 * (len(cu_seqlens) - 1)
         sums = [("softmax_d", 4 * heads * lines), ("dq_accum", 4 * lines * heads * up(size, 32))]
         grouped = 0 if k.shape[1] == heads else 2 * k.shape[0] * heads * size * q.element_size()
-        return [*sums, ("dk_expanded, dv_expanded", grouped)]
+        return [*copies, *sums, ("dk_expanded, dv_expanded", grouped)]
 
     INSIDE = {
         aten._flash_attention_backward.default: varlen_backward,
@@ -392,23 +395,47 @@ if __name__ == "__main__":
 
         def evenly(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
             rows = routed.computed
-            for expert in range(len(ends_E)):
-                yield expert, slice(expert * rows // len(ends_E), (expert + 1) * rows // len(ends_E))
+            for at in range(len(ends_E)):
+                yield at, slice(at * rows // len(ends_E), (at + 1) * rows // len(ends_E))
 
-        def with_lengths(documents: Documents) -> Documents:
-            """Tensors without memory begin no document: those of the case are counted."""
-            if documents.starts_BS is None:
-                return documents
-            count = padded_documents(documents.starts_BS.shape[0] * case.documents)
-            numbers = torch.empty(count + 1, dtype=torch.int32), torch.empty((), dtype=torch.int64)
-            return dataclasses.replace(documents, cu_seqlens=numbers[0], max_seqlen=numbers[1])
+        find_lengths, list_pieces = varlen_attention._find_lengths, ring_spans.list_pieces
 
-        def agreed(dispatcher: AllToAllTokenDispatcher, ends_E: torch.Tensor) -> Routes:
+        def lengths_of_case(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+            """The host reads real lengths: those of the case."""
+            rows, chunks, chunk = starts_BXC.shape
+            with unset_fake_temporarily():
+                each = chunks * chunk // case.documents
+                starts = (torch.arange(chunks * chunk) // each * each).expand(rows, -1)
+                cu_seqlens, lengths = find_lengths(starts.unflatten(1, (chunks, chunk)), held)
+            return torch.empty(cu_seqlens.shape, dtype=torch.int32), lengths
+
+        def pieces(*arguments: Any) -> Any:
+            with unset_fake_temporarily():
+                return list(list_pieces(*arguments))
+
+        def causal_call(q: torch.Tensor, *mask: Any) -> Any:
+            """As with lengths that the host reads from its own memory."""
+            cu_seqlens, lengths, window, scale = mask
+            if lengths is not None:
+                with unset_fake_temporarily():
+                    longest = int(lengths[0])
+                return varlen_attention.FlashCall(cu_seqlens[0], longest, True, window - 1 if window else None, scale)
+            return plain_call(q, *mask)
+
+        plain_call = varlen_attention._causal_call
+
+        def aminmax(tensor: torch.Tensor) -> tuple[int, int]:
+            """Bounds of the first visible keys of a tile's queries: as if a document began within each tile."""
+            if tensor.is_cuda:
+                tensor.flatten()[0].item()
+            return 0, 1
+
+        def read_on_host(*vectors: torch.Tensor) -> list[list[int]]:
             """As if routers had chosen all experts equally often."""
-            ep, etp, rows = dispatcher.ep.size, dispatcher.etp.size, routed.arrived
+            torch.cat(vectors)[0].item()
+            ep, rows = len(vectors[0]), routed.arrived
             each = [rows // ep] * ep
-            counts_GPL = torch.empty(etp, ep, len(ends_E) // ep, dtype=torch.int64, device=ends_E.device)
-            return Routes(each, each, [rows] * etp, counts_GPL)
+            return [each, each, [rows] * len(vectors[2]), *([0] * len(wrong) for wrong in vectors[3:])]
 
         with ExitStack() as stack:
             enter = stack.enter_context
@@ -416,10 +443,12 @@ if __name__ == "__main__":
             enter(mock.patch.object(F, "scaled_dot_product_attention", attention(case.hopper)))
             enter(mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: _address(tensor)))
             enter(mock.patch.object(grouped_product, "_expert_slices", evenly))
-            enter(mock.patch.object(AllToAllTokenDispatcher, "_agree_on_routes", agreed))
+            enter(mock.patch.object(expert, "read_on_host", read_on_host))
+            enter(mock.patch.object(ring_spans, "list_pieces", pieces))
+            lengths = {"_find_lengths": lengths_of_case, "_causal_call": causal_call}
+            enter(mock.patch.multiple(varlen_attention, **lengths))
             enter(mock.patch.object(Mesh, "create", mesh_of))
-            enter(mock.patch.object(Documents, "with_lengths", with_lengths))
-            enter(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
+            enter(mock.patch.multiple(torch.Tensor, pin_memory=lambda tensor: tensor, aminmax=aminmax))
             enter(nccl())
             yield
 
@@ -499,7 +528,7 @@ if __name__ == "__main__":
             allocator.host_waits.clear()
             once()
             peak, highest = allocator.peak, allocator.by_operator()
-            waits = sorted({*allocator.host_waits})
+            waits = sorted(allocator.host_waits)
             del micro_batches, model, parallel, optimizer, passes
             kept = forward(case, config, layout) if case.saved else None
         items = sorted(((each.bytes, f"{each.category} {each.name}") for each in predicted.items), reverse=True)

@@ -65,10 +65,11 @@ class Watched(NamedTuple):
 
 
 class Storages(TorchDispatchMode):
-    """Record of all storages that operators allocate."""
+    """Record of all storages that operators allocate on a device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
+        self._device = device
         self._made: dict[int, tuple[StorageWeakRef, int, str]] = {}
         self._before: dict[int, Any] = {}  # existing storages
 
@@ -78,7 +79,7 @@ class Storages(TorchDispatchMode):
             if not self._knows(storage):
                 self._before[storage._cdata] = storage
         result = function(*args, **(kwargs or {}))
-        for value in _tensors([result]):
+        for value in (each for each in _tensors([result]) if each.device.type == self._device):
             storage = value.untyped_storage()
             if storage._cdata not in self._before and not self._knows(storage):
                 name = f"{function.name()} {tuple(value.shape)} {value.dtype}"
@@ -102,7 +103,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-BOUNDARIES = "starts_BS", "indices_C", "cu_seqlens", "max_seqlen"  # tensors of `Documents`
+BOUNDARIES = "starts_BS", "indices_C", "host_starts_BS"  # tensors of `Documents`
 
 
 def watch(case: Case) -> Watched:
@@ -142,7 +143,7 @@ def watch(case: Case) -> Watched:
             objective = lambda number, values: Preference()(values, pairs).loss  # noqa: E731
         compute = StageCompute(model, parallel, [batch], 100.0, BackwardOrder(at_once, queue), objective=objective)
         parallel.begin_step({case.stage: 1})
-        storages, packed, counted = Storages(), dict[int, tuple[torch.Tensor, int]](), list[Routed]()
+        storages, packed, counted = Storages(case.device), dict[int, tuple[torch.Tensor, int]](), list[Routed]()
         agree = AllToAllTokenDispatcher._agree_on_routes
 
         def noted(dispatcher: AllToAllTokenDispatcher, ends_E: torch.Tensor) -> Any:
@@ -175,7 +176,7 @@ def watch(case: Case) -> Watched:
     seen = {at: (size, str(tuple(tensor.shape))) for at, (tensor, size) in packed.items() if size}
     mixtures = [layer for layer in stages[case.stage].layers if case.config.has_experts(layer)]
     at = MicroBatch.of(
-        case.config, layout, case.rows, case.sequence, packed=case.starts is not None, dtype=case.dtype,
+        case.config, layout, case.rows, case.sequence, packed=case.starts or False, dtype=case.dtype,
         device=device, responses=int(case.pairs), routed=dict(zip(mixtures, counted, strict=True)) if counted else {},
     )  # fmt: skip
     predicted = saved_activations(

@@ -207,13 +207,18 @@ class MicroBatch:
         most tokens that a query attends to, None for all."""
         return self.masked or (window is not None and window < self.whole)
 
+    @property
+    def flash(self) -> bool:
+        """True if flash attention supports the queries (`model/varlen_attention.py`): on GPUs, for narrow types and
+        head sizes that are multiples of 8 up to 256."""
+        size = self.config.head_dim
+        return self.device == "cuda" and self.narrow and size % 8 == 0 and size <= 256
+
     def varlen(self, window: int | None) -> bool:
         """Return True if attention runs in variable-length kernels, which need no mask (`model/varlen_attention.py`):
-        on GPUs, with packed documents or a window, for types and head sizes that flash attention supports. window: most
-        tokens that a query attends to, None for all."""
-        size = self.config.head_dim
-        flash = self.narrow and size % 8 == 0 and size <= 256
-        return self.device == "cuda" and flash and not self.ring and not self.config.encoder and self.limited(window)
+        with packed documents or a window, where flash attention supports the queries. window: most tokens that a query
+        attends to, None for all."""
+        return self.flash and not self.ring and not self.config.encoder and self.limited(window)
 
     def dense_mask(self, window: int | None) -> bool:
         """Return True if CUDA attention reads a mask of all pairs of tokens. window: most tokens that a query attends
@@ -234,6 +239,20 @@ class MicroBatch:
         if not self.masked:
             return int(self.rows)
         return padded_documents(self.rows if self.starts is None else sum(map(len, self.starts)))
+
+    @property
+    def ring_documents(self) -> int:
+        """Number of pieces of documents for which variable-length attention is called over one chunk of ring attention,
+        of the chunk with the most pieces; where it is not known how many are packed, the fewest."""
+        if self.starts is None:
+            return padded_documents(self.rows)
+        chunk = self.tokens // 2
+        return padded_documents(
+            max(
+                sum(1 + sum(first < start < first + chunk for start in row) for row in self.starts)
+                for first in range(0, self.whole, chunk)
+            )
+        )
 
 
 def at_least(value: Number, least: int) -> Number:

@@ -102,6 +102,8 @@ def layer_tensors(at: MicroBatch, layer: int) -> Iterator[SavedTensor]:
     recompute = at.layout.recompute
     for operator in block(at, layer) if recompute != "full" else ():
         yield from operator.saved if recompute == "none" else operator.kept
+    if recompute != "none" and at.spread and at.config.has_experts(layer):  # recompute uses the routes of forward
+        yield SavedTensor("mlp.experts.counts", (at.etp, at.config.experts), "index")
 
 
 def _compiled_layer(at: MicroBatch, layer: int) -> Iterator[SavedTensor]:
@@ -143,9 +145,16 @@ def _shared_by_layers(at: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
     length = at.tokens if at.ring else at.whole
     for window in sorted({config.layer_window(layer) or 0 for layer in stage.layers}):
         limited = 0 < window < at.whole
-        if at.varlen(window or None):
+        name = f"attention.cu_seqlens.{window or 'all'}"
+        if at.device == "cuda" and at.ring:  # other bounds are on the host
+            if at.masked and at.flash:
+                yield SavedTensor(name, (2, at.ring_documents + 1), "int32")
             continue
-        if at.device == "cuda" and not at.ring and at.limited(window or None):
+        if at.varlen(window or None):
+            if at.masked:
+                yield SavedTensor(name, (1, at.varlen_documents + 1), "int32")
+            continue
+        if at.device == "cuda" and at.limited(window or None):
             if layout.recompute != "none":  # else layers keep what they make of it
                 yield SavedTensor(f"attention.visible.{window or 'all'}", (rows, 1, length, length), "bool")
         elif limited or (at.masked and at.ring):

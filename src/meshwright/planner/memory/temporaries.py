@@ -104,18 +104,27 @@ def fused_backward(at: MicroBatch, heads: int, kv_heads: int, window: int | None
     size, length = at.config.head_dim, at.whole
     narrow = x < 4
     if narrow and not at.dense_mask(window):
-        lines = at.rows * heads * (-(-length // 128) * 128)
-        if at.varlen(window):
-            lines = heads * (at.rows * length + 128 * at.varlen_documents)
-        yield Temporary("workspace", "result times its gradient", lines * 4)
-        yield Temporary("workspace", "upcast gradient of queries", lines * (-(-size // 32) * 32) * 4)
-        if kv_heads < heads:
-            each_head = 2 * at.rows * length * heads * size * x
-            yield Temporary("workspace", "gradients of keys and values of every query head", each_head)
+        documents = at.varlen_documents if at.varlen(window) else 0
+        for name, size_of in flash_backward(at, heads, kv_heads, length, documents).items():
+            yield Temporary("workspace", name, size_of)
         return
     yield Temporary("workspace", "result times its gradient", at.rows * heads * (-(-length // 32) * 32) * 4)
     wide = "upcast gradient of queries" if narrow else "elements of result times its gradient"
     yield Temporary("workspace", wide, at.rows * heads * length * size * 4)
+
+
+def flash_backward(at: MicroBatch, heads: int, kv_heads: int, length: int, documents: int) -> dict[str, int]:
+    """Return the bytes of the workspaces of flash attention's backward in a 16-bit type, by name. heads, kv_heads: on
+    this rank; length: tokens of a sequence in the call; documents: for variable lengths; 0: none."""
+    size = at.config.head_dim
+    lines = heads * (at.rows * length + 128 * documents if documents else at.rows * (-(-length // 128) * 128))
+    found = {
+        "result times its gradient": lines * 4,
+        "upcast gradient of queries": lines * (-(-size // 32) * 32) * 4,
+    }
+    if kv_heads < heads:
+        found["gradients of keys and values of every query head"] = 4 * at.rows * length * heads * size
+    return found
 
 
 def tiled_backward(
@@ -152,8 +161,11 @@ def ring_backward(at: MicroBatch, window: int | None, x: int, wide: int) -> Iter
     yield Temporary("communication", "upcast gradients of keys and values", 6 * kv_heads * of_head * wide)
     passing = 2 * kv_heads * of_head * x * (1 + min(2, ranks - 1))
     results = (heads + 2 * kv_heads) * of_head * x  # after the last ring step
-    if at.device == "cuda" and x < wide and not at.limited(window) and size % 8 == 0 and size <= 256:
-        work = results // 2  # of half of the tokens
+    if at.flash:  # a call with half of the tokens, and with documents copies of what is concatenated
+        half, copied = at.tokens // 2, at.masked and at.rows > 1
+        inside = flash_backward(at, heads, kv_heads, half, at.ring_documents if at.masked else 0)
+        log_sums = at.rows * heads * half * wide
+        work = results // 2 + sum(inside.values()) + log_sums + copied * (3 * heads + 2 * kv_heads) * of_head // 2 * x
     else:
         piece = at.tokens // 2
         cut = _cut(at, heads, kv_heads, piece)
