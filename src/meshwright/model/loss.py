@@ -123,27 +123,14 @@ class _CrossEntropy(torch.autograd.Function):
             factor = d_loss.abs().amax().clamp(min=torch.finfo(d_loss.dtype).tiny)
             factors_T = d_loss / factor
         d_hidden_TH, d_weight_VH, d_bias_V = context.gradients or _recompute_gradients(context, factors_T)
-        gradients = _scale_gradients(factor, d_hidden_TH, d_weight_VH, d_bias_V, context.dtype)
-        return *gradients, None, None, None
-
-
-def _scale_gradients(
-    factor: torch.Tensor,
-    d_hidden_TH: torch.Tensor | None,
-    d_weight_VH: torch.Tensor | None,
-    d_bias_V: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Multiply the gradients of hidden states, weight and bias by the scalar `factor` and return them; None stays None.
-    Those of weight and bias are also cast to `dtype`."""
-    if d_hidden_TH is not None:
-        # The factor (1 / targets of the step) stays in its wide type: rounding it would scale all gradients.
-        d_hidden_TH = (d_hidden_TH.to(factor.dtype) * factor).to(d_hidden_TH.dtype)
-    if d_weight_VH is not None:
-        d_weight_VH = torch.mul(d_weight_VH, factor, out=torch.empty_like(d_weight_VH, dtype=dtype))
-    if d_bias_V is not None:
-        d_bias_V = (d_bias_V * factor).to(dtype)
-    return d_hidden_TH, d_weight_VH, d_bias_V
+        if d_hidden_TH is not None:
+            # The factor (1 / targets of the step) stays in its wide type: rounding it would scale all gradients.
+            d_hidden_TH = (d_hidden_TH.to(factor.dtype) * factor).to(d_hidden_TH.dtype)
+        if d_weight_VH is not None:
+            d_weight_VH = torch.mul(d_weight_VH, factor, out=torch.empty_like(d_weight_VH, dtype=context.dtype))
+        if d_bias_V is not None:
+            d_bias_V = (d_bias_V * factor).to(context.dtype)
+        return d_hidden_TH, d_weight_VH, d_bias_V, None, None, None
 
 
 class _Gradients:

@@ -156,15 +156,21 @@ class _Linear(torch.autograd.Function):
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of `x` and `bias` (None for the weight); hand (dy, x) to the queue, from which it
         computes the weight gradient."""
-        x, weight_YX = context.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = context.needs_input_grad
-        dy_NY = dy.flatten(0, -2)
-        dx = (dy_NY @ weight_YX).view(x.shape) if needs_x else None
-        if needs_weight:
-            context.queue.submit(
-                context.weight, None, dy_NY, x.detach().flatten(0, -2)
-            )  # detached: a queue must not hold the graph
-        return dx, None, dy_NY.sum(dim=0) if needs_bias else None, None
+        x, dx, d_bias = _differentiate_input_and_bias(context, dy)
+        if context.needs_input_grad[1]:  # detached: a queue must not hold the graph
+            context.queue.submit(context.weight, None, dy.flatten(0, -2), x.detach().flatten(0, -2))
+        return dx, None, d_bias, None
+
+
+def _differentiate_input_and_bias(
+    context: Any, dy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return a linear layer's input x, and the gradients of x and bias where they are required, given that of the
+    output. Reads the saved tensors, which checkpointing allows once in a backward."""
+    x, weight_YX = context.saved_tensors
+    needs_x, _, needs_bias = context.needs_input_grad[:3]
+    dy_NY = dy.flatten(0, -2)
+    return x, (dy_NY @ weight_YX).view(x.shape) if needs_x else None, dy_NY.sum(dim=0) if needs_bias else None
 
 
 class _TappedLinear(torch.autograd.Function):
@@ -190,10 +196,8 @@ class _TappedLinear(torch.autograd.Function):
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of all inputs: of `x` and `bias` as usual, None for the weight, dy and x for the
         taps."""
-        x, weight_YX = context.saved_tensors
-        needs_x, _, needs_bias = context.needs_input_grad[:3]
-        dx = (dy.flatten(0, -2) @ weight_YX).view(x.shape) if needs_x else None
-        return dx, None, dy.flatten(0, -2).sum(dim=0) if needs_bias else None, dy, x
+        x, dx, d_bias = _differentiate_input_and_bias(context, dy)
+        return dx, None, d_bias, dy, x
 
 
 class _MakeTaps(torch.autograd.Function):
