@@ -7,8 +7,10 @@ and of eight layers as wide as Llama-3 8B's at sequence 8192, also with eight pa
 variable-length attention and by a mask of all pairs of tokens; where the host waits for the GPU in such a step; the
 attention kernels alone; how long a background save holds up training. Then checked: loss and gradients of each family
 in float32 against float64 on the CPU, documents packed and not; those of variable-length attention in bf16 against the
-mask's; recompute and torch.compile against plain; a run of steps with `deterministic` resumed from a checkpoint, bit
-for bit, documents packed and not; greedy generation with the cache against full recomputation. Each case fails alone.
+mask's; ring attention of documents and windows, its ranks one after the other, by flash kernels against float64 and
+against tiles; recompute and torch.compile against plain; a run of steps with `deterministic` resumed from a checkpoint,
+bit for bit, documents packed and not; greedy generation with the cache against full recomputation. Each case fails
+alone.
 `--small` shrinks the measured model, so that the script itself can be tried on a CPU. Writes
 `bench/results/gpu_one_gpu.json`; exit code 1 when a check does not hold.
 """
@@ -38,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from cases import Cases, step_seconds
+from ring import ring_errors, ring_seconds
 
 from meshwright.checkpoint import Checkpointer, SaveOptions
 from meshwright.comm.mesh import Mesh
@@ -329,6 +332,13 @@ def main() -> int:
         if cuda:
             both = partial(varlen_error, family, device)
             cases.run("errors", f"{family} bf16", both, lambda found: found["varlen"] < 1.5 * found["mask"])
+    for name, shape in shapes.items():
+        for window in (None, 3 * shape["sequence"] // 8):
+            title = f"{name}, documents{'' if window is None else f', window of {window}'}"
+            ring = partial(ring_errors, device, shape, window)
+            cases.run("ring attention errors", title, ring, lambda found: found["flash"] < 1.5 * found["tiles"])
+            if cuda:
+                cases.run("ring attention seconds", title, partial(ring_seconds, device, shape, window))
     for how in ({"compiled": True}, {"recompute": "selective"}, {"recompute": "full"}):
         error = partial(family_error, "llama-tiny", device, True, **how)
         cases.run("errors", f"llama-tiny {how}", error, lambda found: found < below)
