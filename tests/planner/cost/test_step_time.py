@@ -330,6 +330,9 @@ def test_gradients_kept_through_a_pipeline_are_reduced_once():
     held, sharded = (memory_of(each, Layout.parse("dp8 zero2 tp2 pp4 mb8"), 1).peak_bytes for each in problems)
     stage = 20 / 80 * (parameter_table(config).numel - 2 * config.vocabulary * config.hidden) / 2
     assert held - sharded == pytest.approx(4 * stage, rel=0.01)
+    titan = Problem(config, cluster, 4096, 64, ENGINES["torchtitan"])  # ZeRO-3: parameters stay gathered, too
+    gathered = memory_of(titan, Layout.parse("dp8 zero3 tp2 pp4 mb8"), 1).by_category()["communication"]
+    assert gathered == pytest.approx(2 * stage, rel=0.01)
 
 
 def test_gradients_in_small_buckets_wait_for_more_latencies():
