@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3, short factors": (
         "phi3",
-        {**ODD, "rope_scaling": {**LONGROPE, "short_factor": [*PAIRS, 4.0], "long_factor": [*PAIRS, 4.0]}}
+        {**ODD, "rope_scaling": {**LONGROPE, "short_factor": [*PAIRS, 4.0], "long_factor": [9.0] * 4}}
         | {"original_max_position_embeddings": 48},
     ),
     "glm4": ("glm4", {**WIDE, "head_dim": 12, "attention_bias": True}),
