@@ -11,8 +11,10 @@ from tests.conftest import LONGEST_FILES, REPOSITORY
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "meshwright"
 MOST_LINES = 400  # lines of a file in total
-TRAINING_CORE = 5_670  # lines of code; 5,500 for the families up to dots1, 130 for others, 40 for frozen weights
-SERVING = 5_360  # lines of code; the goal is 3,000; its breadth takes 2,000 more, a GPU 250, more families 110
+TRAINING_CORE = (
+    5_845  # lines of code; 5,500 up to dots1, 130 for other families, 175 for DeepSeek, 40 for frozen weights
+)
+SERVING = 5_375  # lines of code; the goal is 3,000; its breadth takes 2,000 more, a GPU 250, more families 110
 # The training core is comm/ without its executor of collective programs, model/, parallel/ and these of training/.
 EXECUTOR = ("programs", "named_programs", "lowering", "measure_program")
 STEP_AND_LOOP = ("trainer", "loop", "optimizer", "loss_scale", "learning_rate")

@@ -83,8 +83,8 @@ ALGORITHM_ALIASES: dict[str, dict[str, str]] = {
 }
 
 FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "dots1", "granite", "olmo2",
-    "olmo3", "smollm3", "gemma2", "gemma3_text", "phi3", "glm4", "glm4_moe",
+    "llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "dots1", "deepseek_v2",
+    "deepseek_v3", "granite", "olmo2", "olmo3", "smollm3", "gemma2", "gemma3_text", "phi3", "glm4", "glm4_moe",
 )  # fmt: skip
 ENCODER_FAMILIES = ("bert",)  # trained by `fit` in the user's own loop; supported by the planner
 ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope")
@@ -118,7 +118,7 @@ CHECKPOINT_DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 
 
-MOST_LISTED = 20
+MOST_LISTED = 24
 """Maximum number of names that an error message lists; of a longer list it shows only similar ones."""
 
 LISTED = '"meshwright plan --list" prints them'

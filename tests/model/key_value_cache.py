@@ -9,6 +9,7 @@ import torch
 
 from meshwright.model.documents import ONE_DOCUMENT
 from meshwright.model.scaled_dot_product import attend, visibility
+from meshwright.model.tiled_attention import Scores
 from meshwright.spec.config import ModelConfig
 
 
@@ -19,6 +20,7 @@ class KeyValueCache:
 
     def __init__(self, config: ModelConfig, *, rows: int = 1, capacity: int = 256) -> None:
         self.length = 0
+        self._scores = Scores(config.score_scale)
         self._windows = [config.layer_window(layer) for layer in range(config.layers)]
         self._buffers: list[torch.Tensor | None] = [None] * config.layers
         self._rows, self._capacity = rows, capacity
@@ -26,7 +28,9 @@ class KeyValueCache:
             tuple[int | None, int], torch.Tensor | None
         ] = {}  # of the current call, by window and number of new tokens
 
-    def attend(self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor | None
+    ) -> torch.Tensor:
         """Append the keys and values of S new tokens to the cache of layer number `layer`; return the causal attention
         [B, N, S, D] of their queries over the cached tokens and themselves."""
         assert k_BKSD.shape[0] == self._rows, (k_BKSD.shape, self._rows)
@@ -35,13 +39,13 @@ class KeyValueCache:
         buffer = _grow_buffer(self._buffers[layer], k_BKSD, self.length, length, self._capacity)
         self._buffers[layer] = buffer
         buffer[0, :, :, self.length : length] = k_BKSD
-        buffer[1, :, :, self.length : length] = v_BKSD
+        buffer[1, :, :, self.length : length] = k_BKSD if v_BKSD is None else v_BKSD
         # A single new token reads the keys in its window; several read all keys, masked.
         oldest = max(0, length - window) if window is not None and sequence == 1 else 0
         k_BKCD, v_BKCD = buffer[:, :, :, oldest:length]
         if (window, sequence) not in self._masks:
             self._masks[window, sequence] = self._mask(sequence, window, q_BNSD.device)
-        return attend(q_BNSD, k_BKCD, v_BKCD, self._masks[window, sequence])
+        return attend(q_BNSD, k_BKCD, v_BKCD, self._masks[window, sequence], self._scores)
 
     def advance(self, tokens: int) -> None:
         """Add `tokens`, the number of new tokens of each sequence, to `length`; called after the last layer."""

@@ -22,6 +22,14 @@ CONFIGS = {
         preset("qwen2-moe-tiny"), **SMALL, dense_layers=(), shared_intermediate=24, router_loss=0.5
     ),
     "dots1": dataclasses.replace(preset("dots1-tiny"), **SMALL, shared_intermediate=24, dense_layers=()),
+    "deepseek_v3": dataclasses.replace(
+        preset("deepseek-v3-tiny"),
+        **SMALL,
+        shared_intermediate=24,
+        dense_layers=(),
+        expert_groups=2,
+        groups_per_token=1,
+    ),
 }
 COMPARE = "tests.model.expert_parallel_cases:compare"
 

@@ -39,6 +39,14 @@ ODD: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 40, "initializer_range": 0.15, "num_experts_per_tok": 3,
 }  # fmt: skip
 WIDTH = {"moe_intermediate_size": 11}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 9, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 5, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+YARN = {
+    "type": "yarn", "factor": 4, "original_max_position_embeddings": 10, "mscale": 0.7, "mscale_all_dim": 1.3,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "sliding_window": 7},
     "qwen2_moe": {
@@ -56,6 +64,21 @@ CASES: dict[str, dict[str, Any]] = {
     "dots1": {
         "model_type": "dots1", **WIDTH, "n_routed_experts": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5, "norm_topk_prob": True, "sliding_window": None,
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2", **WIDTH, **LATENT, "rope_scaling": YARN, "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.5, "rms_norm_eps": 1e-4,
+    },
+    "deepseek_v2, as Lite": {
+        "model_type": "deepseek_v2", **WIDTH, **LATENT, "q_lora_rank": None, "topk_method": "greedy",
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", **WIDTH, **LATENT, "rope_scaling": YARN, "routed_scaling_factor": 2.5,
+        "rms_norm_eps": 1e-4,
+    },
+    "deepseek_v3, halves rotated": {
+        "model_type": "deepseek_v3", **WIDTH, **LATENT, "rope_interleave": False, "v_head_dim": 12, "n_group": 1,
+        "topk_group": 1, "n_shared_experts": 1, "norm_topk_prob": False,
     },
 }  # fmt: skip
 
@@ -291,7 +314,7 @@ def test_impossible_expert_configurations_are_refused_with_reason(name: str, cha
     ("name", "changes", "why"),
     [
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
-        ("dots1", {"n_group": 2}, "n_group"),
+        ("dots1", {"n_group": 2}, "experts 5 must be a multiple of expert_groups 2"),
         ("qwen2_moe", {"mlp_only_layers": 3}, "must be a list of layer numbers"),
         ("dots1", {"n_routed_experts": None}, "n_routed_experts"),
     ],

@@ -38,6 +38,10 @@ SIGMOID = {
     "n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 22,
     "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 6, "q_lora_rank": 9, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 5, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "norm_topk_prob": False,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", WIDE),
     "mistral": ("mistral", {**WIDE, "sliding_window": 7}),
@@ -94,6 +98,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**WIDE, **TOP2, "num_experts": 5, "moe_intermediate_size": 22, "norm_topk_prob": False},
     ),
     "dots1": ("dots1", {**WIDE, **SIGMOID}),
+    "deepseek_v2": ("deepseek_v2", {**ODD, **SIGMOID, **LATENT, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("deepseek_v3", {**ODD, **SIGMOID, **LATENT, "num_mtp_layers": 0}),
     "glm4_moe": ("glm4_moe", {**ODD, **SIGMOID, "head_dim": 12, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe, no biases": ("glm4_moe", {**ODD, **SIGMOID, "head_dim": 12, "norm_topk_prob": False}),
     "glm4, no biases": ("glm4", {**WIDE, "head_dim": 12, "attention_bias": False, "tie_word_embeddings": True}),

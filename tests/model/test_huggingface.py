@@ -264,7 +264,7 @@ DAMAGES = {
     "infinite": (spoiled(float("inf"), 0), ["model.safetensors", NAME, "1 of 4,800 values that are NaN or infinite"]),
     "minus infinite": (spoiled(-float("inf"), -1), ["model.safetensors", NAME, "NaN or infinite"]),
     "integers": (retyped(torch.int8), ["model.safetensors", NAME, "is of type I8; weights are F64, F32, BF16, F16"]),
-    "booleans": (retyped(torch.bool), [NAME, "is of type BOOL; .* save the unquantised one"]),
+    "booleans": (retyped(torch.bool), [NAME, "is of type BOOL; .* save the unquantized one"]),
     "floats of 8 bits": (retyped(torch.float8_e4m3fn), [NAME, "is of type F8_E4M3"]),
     "index of gigabytes": (
         lambda at: os.truncate(in_place(at / "model.safetensors.index.json"), 10**10),

@@ -26,6 +26,9 @@ FAMILIES = (
     *("phi3-tiny", "glm4-tiny", "glm4-moe-tiny"),
 )
 
+LATENT = ("deepseek-v2-tiny", "deepseek-v3-tiny")
+"""Families with latent attention, which plain torch serves."""
+
 
 def small_config(name: str, **changes: Any) -> ModelConfig:
     """Three layers, 257 tokens, 64 positions; a window of 7 where the family has windows, in some layers if it can."""

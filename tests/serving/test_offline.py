@@ -17,6 +17,7 @@ from tests.serving.small_models import NEEDS_COMPILER, small_config, write_model
 # Windows and grouped heads; learned positions, biases and a tied head; experts with a shared one; experts without.
 CASES = [
     *(("mistral-tiny", layout) for layout in ("tp2 pp2", "tp4")),
+    ("deepseek-v3-tiny", "tp2 pp2"),
     ("qwen2-tiny", "pp2 dp2"),  # windows in some layers
     *(("gpt2-tiny", layout) for layout in ("tp2 pp2", "tp4")),
     ("qwen2-moe-tiny", "tp2 pp2"),

@@ -28,6 +28,7 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": 499,
@@ -200,7 +201,16 @@ def test_gpt2_intermediate_defaults_to_four_times_hidden():
         ({**LLAMA, "rms_norm_eps": "small"}, '"rms_norm_eps" must be a number above 0'),
         ({**LLAMA, "hidden_act": "mish"}, "\"hidden_act\" 'mish' is not supported"),
         ({**LLAMA, "tie_word_embeddings": "yes"}, '"tie_word_embeddings" must be true or false'),
-        ({**LLAMA, "quantization_config": {"bits": 4}}, 'quantised models ("quantization_config") cannot be read'),
+        (
+            {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}},
+            'quantized weights ("quantization_config" with "quant_method" \'gptq\', "bits" 4) cannot be read; '
+            'read are float8 in blocks ("quant_method": "fp8" with a "weight_block_size", as DeepSeek-V3) and '
+            "unquantized weights",
+        ),
+        ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, 'quantized weights ("quantization_config" with'),
+        ({**LLAMA, "quantization_config": {**FP8, "fmt": "e5m2"}}, "\"fmt\" 'e5m2'"),
+        ({**LLAMA, "quantization_config": {**FP8, "weight_block_size": [128, 0]}}, '"weight_block_size" [128, 0]'),
+        ({**LLAMA, "quantization_config": True}, '"quantization_config" must be an object, not True'),
         ({**LLAMA, "partial_rotary_factor": 0.5}, 'unsupported "partial_rotary_factor" = 0.5; llama supports'),
         ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'RoPE scaling "dynamic" is not supported'),
         ({**LLAMA, "rope_scaling": {"type": "longrope"}}, 'RoPE scaling "longrope" needs "short_factor"'),

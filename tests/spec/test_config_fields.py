@@ -45,6 +45,8 @@ def configuration(family: str, **changes: Any) -> dict[str, Any]:
         data |= {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
     if family == "glm4_moe":
         data |= {"head_dim": 128}
+    if family == "deepseek_v2":
+        data |= {"num_experts_per_tok": 6}
     return {**data, **changes}
 
 

@@ -35,6 +35,12 @@ ODD = {
         **FAMILIES["nemotron"].fixed, family="nemotron", vocabulary=499, hidden=64, layers=2, heads=8, kv_heads=2,
         head_dim=8, intermediate=256, max_positions=64, norm_epsilon=1e-5,
     ),
+    "deepseek_v2": dataclasses.replace(
+        preset("deepseek-v2-tiny"), vocabulary=499, heads=8, kv_heads=8, experts=2, experts_per_token=1
+    ),
+    "deepseek_v3": dataclasses.replace(
+        preset("deepseek-v3-tiny"), vocabulary=499, heads=8, kv_heads=8, layers=2
+    ),
 }  # fmt: skip
 TENSOR_SIZES = (1, 2, 4, 8)
 configs = pytest.mark.parametrize("config", ODD.values(), ids=ODD)

@@ -28,6 +28,9 @@ def test_preset_data_match_figures_of_model_pages():
         "qwen1.5-moe-a2.7b": 14_315_784_192,
         "qwen3-30b-a3b": 30_532_122_624,
         "qwen3-235b-a22b": 235_093_634_560,
+        "deepseek-v2-lite": 15_706_484_224,
+        "deepseek-v2": 235_741_434_880,
+        "deepseek-v3": 671_026_419_200,
         "bloom-176b": 176_247_271_424,
         "gemma-2-27b": 27_227_128_320,
     }.items():
@@ -49,11 +52,19 @@ def test_table_matches_published_parameter_counts(name: str):
         ("qwen3-30b-a3b", 3.3),
         ("qwen3-235b-a22b", 22),
         ("dots-llm1", 14),
+        ("deepseek-v2", 21),
+        ("deepseek-v3", 37),
     ],
 )
 def test_active_parameters_match_published_counts(name: str, billions: float):
     assert parameter_table(preset(name)).active_numel / 1e9 == pytest.approx(billions, rel=0.03)
     assert parameter_table(preset("llama-3-8b")).active_numel == PUBLISHED["llama-3-8b"]
+
+
+def test_active_parameters_of_deepseek_v2_lite_are_published_without_embedding():
+    config = preset("deepseek-v2-lite")
+    active = parameter_table(config).active_numel - config.vocabulary * config.hidden
+    assert active / 1e9 == pytest.approx(2.4, rel=0.03)
 
 
 def test_gpt3_is_within_third_of_percent_of_rounded_count():

@@ -21,7 +21,7 @@ MODELS = ("mixtral-8x7b-v0.1", "qwen2-moe-tiny", "qwen3-30b-a3b", "dots-llm1")
 SOME = [
     ("mixtral-8x7b-v0.1", "dp4 zero3 ep2:etp2 mb2"),
     ("qwen2-moe-tiny", "dp2 tp2 zero2 ep4 ac:selective"), ("mixtral-8x7b-v0.1", "cp2 pp2 ep2 mb2"),
-    ("dots-llm1", "dp3 ep3"),
+    ("dots-llm1", "dp3 ep3"), ("deepseek-v3", "tp2 pp2 mb2"),
 ]  # fmt: skip
 MORE = [
     ("qwen2-moe-tiny", "tp4 ac:selective"),
@@ -30,13 +30,27 @@ MORE = [
     ("dots-llm1", "dp2 tp2:nosp zero1 ep2:etp2"),
     ("mixtral-8x7b-v0.1", "dp1 mb4"), ("qwen2-moe-tiny", "dp2 mb2"), ("qwen3-30b-a3b", "dp3 zero1"),
     ("dots-llm1", "dp4 zero3 mb2 ac:full"), ("mixtral-8x7b-v0.1", "tp2"), ("dots-llm1", "dp2 tp2 zero1"),
-    ("qwen3-30b-a3b", "dp4 zero1 hs2 ep2 ac:full"),
+    ("qwen3-30b-a3b", "dp4 zero1 hs2 ep2 ac:full"), ("deepseek-v3", "tp2:nosp cp2 ac:full"),
+    ("deepseek-v2", "cp2:ulysses pp2 mb2"), ("deepseek-v2-lite", "pp2:zb-v mb4 zero1"),
+    ("deepseek-v2", "dp4 zero3 ep2:etp2 mb2"), ("deepseek-v3", "pp2:dualpipe mb4 ac:selective"),
+    ("deepseek-v3", "cp2"), ("deepseek-v2-lite", "dp2 tp2 zero1 mb2"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "layout"), [*SOME, *exhaustive(*MORE)])
 def test_mixture_on_several_ranks_matches_one_device(name: str, layout: str):
     document = run_verification(layout, model=name)
+    assert document["passed"], document["failure"]
+    assert document["worst"]["relative_error"] < 1e-12
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["tp2 pp2:zb-v mb4 zero1", *exhaustive("dp2 zero3", "tp2:nosp ep2 ac:full", "dp2 zero2 pp2 ac:selective", "tp2")],
+)
+def test_multi_token_prediction_on_several_ranks_matches_one_device(layout: str):
+    config = dataclasses.replace(preset("deepseek-v3"), prediction_layers=1)
+    document = run_verification(layout, model=config)
     assert document["passed"], document["failure"]
     assert document["worst"]["relative_error"] < 1e-12
 
@@ -74,6 +88,17 @@ def test_small_mixture_has_just_enough_experts_for_its_ranks():
         small = scale_down_config(preset(name), tp=2, ep=4, etp=2)
         assert (small.experts, small.expert_intermediate) == (8, 38 if small.family == "mixtral" else 12)
         refuse(Layout.parse("dp4 tp2 ep4:etp2"), small, 4, planning=True)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3"])
+def test_small_model_keeps_latent_attention_and_expert_groups(name: str):
+    config = preset(name)
+    small = scale_down_config(config, ep=2)
+    assert small.latent and config.latent
+    assert (small.latent.query_rank is None) == (config.latent.query_rank is None)
+    assert small.rotary_interleaved == config.rotary_interleaved
+    assert (small.expert_groups, small.groups_per_token) == ((1, 1) if config.expert_groups == 1 else (3, 2))
+    assert small.experts % 2 == 0
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -85,3 +85,7 @@ class Attention(nn.Module):
         else:
             out_BNSD = self.context.attend(q, k, v, visible, self.scores)
         return self.output(out_BNSD.transpose(1, 2).flatten(2))
+
+    def linear_layers(self) -> list[Linear]:
+        """Return the layer's linear layers in forward order."""
+        return [self.qkv, self.output]

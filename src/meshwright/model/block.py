@@ -15,6 +15,7 @@ from meshwright.model.attention import Attention
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import AttentionCache
 from meshwright.model.experts import Mixture
+from meshwright.model.latent_attention import LatentAttention
 from meshwright.model.layers import FeedForward, Linear, make_norm
 from meshwright.model.scaled_dot_product import Visible
 from meshwright.spec.config import ModelConfig
@@ -28,7 +29,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, axes: AxisOperations, layer: int, **options: Any) -> None:
         super().__init__()
         self.attention_norm = make_norm(config, config.pre_norms, **options)
-        self.attention = Attention(config, axes, **options)
+        self.attention = (LatentAttention if config.latent else Attention)(config, axes, **options)
         self.attention_post_norm = make_norm(config, config.post_norms, **options)
         self.mlp_norm = make_norm(config, config.pre_norms, **options)
         self.mlp = (Mixture if config.has_experts(layer) else FeedForward)(config, axes, **options)
@@ -79,7 +80,7 @@ class Block(nn.Module):
     def linear_layers(self) -> list[Linear]:
         """Return the block's linear layers through which every token passes, that is, without those of experts."""
         of_mlp = [self.mlp.up, self.mlp.down] if isinstance(self.mlp, FeedForward) else []
-        return [self.attention.qkv, self.attention.output, *of_mlp]
+        return [*self.attention.linear_layers(), *of_mlp]
 
 
 def compile_around_dispatch(

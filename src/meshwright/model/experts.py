@@ -119,15 +119,25 @@ class Router(nn.Module):
     def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose each token's K experts by their scores. Return (factors on the outputs of these experts [T, K], expert
         indices [T, K]). `scores_TE`: score of each of E experts for each of T tokens, from `scores`."""
-        count = self.config.experts_per_token
-        if self.bias is None:
-            weights_TK, chosen_TK = scores_TE.topk(count, dim=-1)
-        else:
-            chosen_TK = (scores_TE.detach() + self.bias.detach()).topk(count, dim=-1).indices
-            weights_TK = scores_TE.gather(1, chosen_TK)
+        ranking_TE = scores_TE.detach() if self.bias is None else scores_TE.detach() + self.bias.detach()
+        if self.config.expert_groups > 1:
+            ranking_TE = self._keep_groups(ranking_TE)
+        chosen_TK = ranking_TE.topk(self.config.experts_per_token, dim=-1).indices
+        weights_TK = scores_TE.gather(1, chosen_TK)
         if self.config.normalise_choice:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
         return weights_TK * self.config.routed_scale, chosen_TK
+
+    def _keep_groups(self, ranking_TE: torch.Tensor) -> torch.Tensor:
+        """Return `ranking_TE`, by which experts are chosen, with -inf for the experts outside of each token's groups.
+        The groups are those with the highest score, which is their highest expert score (arXiv:2405.04434, section
+        2.2.2) or, with sigmoid scores, the sum of their two highest (arXiv:2412.19437, section 2.1.2)."""
+        config = self.config
+        grouped_TGE = ranking_TE.unflatten(1, (config.expert_groups, -1))
+        best = grouped_TGE.topk(2 if config.router == "sigmoid" else 1, dim=-1).values.sum(dim=-1)
+        kept_TG = torch.zeros_like(best, dtype=torch.bool)
+        kept_TG = kept_TG.scatter(1, best.topk(config.groups_per_token, dim=-1).indices, True)
+        return grouped_TGE.masked_fill(~kept_TG[..., None], float("-inf")).flatten(1)
 
     def balance_loss(
         self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: TokenAxis

@@ -18,18 +18,21 @@ from meshwright.model.encoder import Encoder
 from meshwright.model.initialise import fill_parameters, initial_value
 from meshwright.model.transformer import Transformer
 from meshwright.names import unknown
+from meshwright.quantization.block_fp8 import dequantize
 from meshwright.spec.config import Head, ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, read_config
 from meshwright.spec.disk_names import BASE_PREFIX, FORMER_ENDINGS, FURTHER_LAYERS, NESTED_PREFIXES, OTHER_HEADS
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import ParameterTable, parameter_table
+from meshwright.spec.weight_formats import READ_FORMATS, BlockFp8, read_weight_format
 from meshwright.untrusted import read_json
 
 Found = TypeVar("Found")
 AnyModel = TypeVar("AnyModel", Transformer, Encoder)
 SINGLE_FILE = "model.safetensors"
 WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")  # safetensors dtype names
+FP8, SCALE_SUFFIX = "F8_E4M3", "_scale_inv"  # of a weight in float8, and the name of its scales
 INDEX_FILE = "model.safetensors.index.json"
 # Constants that files of older versions hold and a model computes itself.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddings.position_ids")
@@ -76,10 +79,12 @@ class CheckpointFiles:
             return query(self._open(self._place[name]))
 
     def read_weights(self, name: str) -> torch.Tensor:
-        """Read the floating-point tensor `name` as a whole, in its dtype on disk. Raises UserError for another dtype
-        and for NaN or infinite values."""
+        """Read the floating-point tensor `name` as a whole, in its dtype on disk; float8 in blocks times its scales, in
+        float32. Raises UserError for another dtype and for NaN or infinite values."""
         self.check_weights(name)
         value = self.read(name)
+        if self.dtype(name) == FP8:
+            value = dequantize(value, self.read(name + SCALE_SUFFIX), self._fp8_format(name))
         if value.numel():
             ends = torch.aminmax(value)
             if not (torch.isfinite(ends.min) & torch.isfinite(ends.max)):
@@ -92,13 +97,29 @@ class CheckpointFiles:
 
     def check_weights(self, name: str) -> None:
         """Raise UserError unless the tensor `name` has a floating-point dtype in which weights are supported
-        (`WEIGHT_TYPES`)."""
+        (`WEIGHT_TYPES`), or is in float8 with the scales that ``config.json`` describes."""
         dtype = self.dtype(name)
-        if dtype not in WEIGHT_TYPES:
+        if dtype == FP8 and name + SCALE_SUFFIX in self.names:
+            shape, scales = self.shape(name), name + SCALE_SUFFIX
+            wanted = self._fp8_format(name).scale_shape(shape) if len(shape) == 2 else None
+            if self.shape(scales) != wanted or self.dtype(scales) not in WEIGHT_TYPES:
+                raise UserError(
+                    f"{self.file(scales)}: tensor {scales} is {self.dtype(scales)} {list(self.shape(scales))}; scales "
+                    f"of {list(shape)} are F32 {list(wanted or ())}"
+                )
+        elif dtype not in WEIGHT_TYPES:
             raise UserError(
-                f"{self.file(name)}: tensor {name} is of type {dtype}; weights are {', '.join(WEIGHT_TYPES)}: a "
-                "quantised or packed model cannot be read, save the unquantised one"
+                f"{self.file(name)}: tensor {name} is of type {dtype}; weights are {', '.join(WEIGHT_TYPES)}, or "
+                f"{READ_FORMATS}: another quantized or packed model cannot be read, save the unquantized one"
             )
+
+    def _fp8_format(self, name: str) -> BlockFp8:
+        """Return the format of the float8 tensor `name`, which the directory's ``config.json`` describes. Raises
+        UserError if it describes none."""
+        found = read_weight_format(read_config(self.directory), str(self.directory / "config.json"))
+        if found is None:
+            raise UserError(f'{self.file(name)}: tensor {name} is {FP8}, but config.json has no "quantization_config"')
+        return found
 
     def file(self, name: str) -> Path:
         """Return the path of the file that contains the tensor `name`."""
@@ -289,6 +310,7 @@ def match_entries(
             found, file = list(files.shape(name)), files.file(name).name
             misshapen.append(f"{name} of {file} is {found}, by config.json {list(entry.shape)}")
     known = {*names.values(), *(("lm_head.weight",) if config.tied else ())}
+    known |= {name + SCALE_SUFFIX for name in names.values()}
     others = OTHER_HEADS.get(config.family, ())
     if config.family in FURTHER_LAYERS:
         others += tuple(f"layers.{config.layers + further}." for further in range(8))

@@ -23,6 +23,7 @@ from meshwright.model.experts import Mixture
 from meshwright.model.layers import Embedding, Linear, make_norm, scale_embedding
 from meshwright.model.loss import IGNORED, OutputHead, cap_logits_, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import RESPONSES_SITE
+from meshwright.model.prediction import PredictionModule, shift_by_one
 from meshwright.model.rope import RotaryTable
 from meshwright.model.scaled_dot_product import Visible, choose_mask_form
 from meshwright.model.units import NO_UNITS, Units
@@ -30,6 +31,9 @@ from meshwright.model.weight_gradients import attach_taps
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.config import ModelConfig, Rotation
 from meshwright.spec.stages import Stage, whole_model
+
+Rotated = tuple[torch.Tensor, torch.Tensor] | None
+"""Rotary cosine and sine of each token, [B or 1, 1, S, D/2] each; None without rotary positions."""
 
 
 class StageInput(NamedTuple):
@@ -82,7 +86,7 @@ class Transformer(nn.Module):
         first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
         held = {layer for stage in stages for layer in stage.layers}
         self._whole = len(held) == config.layers and first and last
-        looked_up = first or (last and config.tied)
+        looked_up = first or (last and (config.tied or config.prediction_layers > 0))
         self.embedding: Any = Embedding(width, config.hidden, axes.tensor, **options) if looked_up else None
         self.served_length: int | None = None  # of the longest sequence of a server, by which LongRoPE chooses
         learned = config.positions == "learned"
@@ -92,6 +96,7 @@ class Transformer(nn.Module):
             block = Block(config, axes, layer, **options) if layer in held else None
             self.layers.add_module(str(layer), block)
         self.final_norm = make_norm(config, **options) if last else None
+        self.prediction = PredictionModule(config, axes, **options) if last and config.prediction_layers else None
         self.head = Linear(config.hidden, width, bias=False, **options) if last and not config.tied else None
         self._dtype, self._rotary = dtype, dict[Rotation, RotaryTable]()
         self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = axes.recompute.wrap_block(
@@ -154,7 +159,8 @@ class Transformer(nn.Module):
         the output head only if it is small; otherwise backward recomputes the logits."""
         pairs = None if documents is None else documents.pairs
         counted_B = None
-        if torch.is_grad_enabled() and any(self.config.has_experts(layer) for layer in stage.layers):
+        predicts = stage.last and self.prediction is not None and torch.is_grad_enabled()
+        if torch.is_grad_enabled() and (predicts or any(self.config.has_experts(layer) for layer in stage.layers)):
             counted_B = (targets_BS != IGNORED).sum(dim=1) if pairs is None else pairs.counted_BP.sum(dim=1)
             if self.config.router_loss and pairs is None:  # sequences are weighted by their targets on all cp ranks
                 counted_B = self.axes.context.reduce(counted_B, "router.targets")
@@ -163,8 +169,8 @@ class Transformer(nn.Module):
         balance = torch.stack(losses).sum() if losses else None
         if not stage.last:
             return StageOutput(x_BSH, balance)
-        x_BSH = self._normalise_for_head(units.enter("head", x_BSH))
-        states_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
+        normed_BSH = self._normalise(units.enter("head", x_BSH))
+        states_TH, targets_T = self.axes.tensor.enter(normed_BSH, "head.input").flatten(0, 1), targets_BS.flatten()
         if pairs is not None:
             losses_T = token_cross_entropy(states_TH, targets_T, self.output_head())
             responses_BD = self.axes.context.reduce(pairs.log_probabilities(losses_T), RESPONSES_SITE)
@@ -172,6 +178,10 @@ class Transformer(nn.Module):
         layers, recompute = len(stage.layers), self.axes.recompute.kind
         keep = keeps_head_gradient(len(targets_T), self._widest, layers, recompute, at_once)
         loss = linear_cross_entropy(states_TH, targets_T, self.output_head(), keep)
+        if predicts:
+            later, more = self._predict_later(normed_BSH, tokens_BS, targets_BS, documents, counted_B, keep)
+            balance = more if balance is None else balance + more
+            loss = loss + self.config.prediction_loss * (later - later.detach())
         if balance is not None:
             loss = loss + (balance - balance.detach())
         return StageOutput(units.leave("head", loss), None)
@@ -196,7 +206,8 @@ class Transformer(nn.Module):
         x_BSH, _ = self._forward_blocks(StageInput(stage, x_BSH, tokens_BS, documents), units, cache, positions)
         if not stage.last:
             return x_BSH
-        return units.leave("head", self._normalise_for_head(units.enter("head", x_BSH)))
+        normed_BSH = self._normalise(units.enter("head", x_BSH))
+        return units.leave("head", self.axes.tensor.enter(normed_BSH, "head.input"))
 
     def logits(
         self,
@@ -268,31 +279,11 @@ class Transformer(nn.Module):
         stage, x, tokens_BS, documents = given
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
-        windows = {layer: self.config.layer_window(layer) for layer in stage.layers}
-        turns = {layer: self.config.layer_rotation(layer) for layer in stage.layers}
-        visible: dict[int | None, Visible] = {}
-        if cache is None:
-            context = self.axes.context
-            assert context.size == 1 or documents.indices_C is not None, "context parallelism needs indices_C"
-            capped = self.config.attention_softcap is not None
-            form = choose_mask_form(tokens_BS.device, self._dtype, self.config.head_dim, capped)
-            for each in set(windows.values()):
-                visible[each] = context.visibility(documents, sequence, each, tokens_BS.device, form)
-        # The host would wait for a GPU to read the largest position: only a caller's own ones are unknown.
-        stop = cached + sequence if positions_BS is None else int(positions_BS.max()) + 1
-        if positions_BS is None and (positions_BS := documents.positions_BS()) is not None:
-            stop = sequence * self.axes.context.size
-        rotations: dict[Rotation | None, tuple[torch.Tensor, torch.Tensor] | None] = {None: None}
-        for turn in turns.values():
-            if turn is not None and turn not in rotations:
-                table = self._rotary.setdefault(turn, RotaryTable(turn, self._dtype, self.served_length))
-                rotations[turn] = table.look_up(positions_BS, cached, stop, tokens_BS.device)
-
+        positions_BS, inputs = self._prepare_attention(stage.layers, tokens_BS, documents, cache, positions_BS)
         if stage.first:
             assert x is None and self.embedding is not None
             units.enter("embedding", None)
-            x = units.leave("embedding", self.axes.tensor.leave(self.embedding(tokens_BS), "embedding"))
-            x = scale_embedding(x, self.config.embedding_factor)
+            x = units.leave("embedding", self._embed(tokens_BS, "embedding"))
             if self.positions is not None:
                 x = units.enter("positions", x)
                 if positions_BS is None:
@@ -304,10 +295,10 @@ class Transformer(nn.Module):
         assert x is not None, "the output of the previous stage is missing"
         x_BSH, losses = x, list[torch.Tensor]()
         for layer in stage.layers:
-            block, rotation = self.layers[layer], rotations[turns[layer]]
+            block, (rotation, visible) = self.layers[layer], inputs[layer]
             x_BSH = units.enter(f"layers.{layer}", x_BSH)
             if cache is None:
-                x_BSH, balance = self._run_block(block, x_BSH, rotation, visible[windows[layer]], counted_B)
+                x_BSH, balance = self._run_block(block, x_BSH, rotation, visible, counted_B)
                 if balance is not None:
                     losses.append(balance)
             else:
@@ -317,10 +308,70 @@ class Transformer(nn.Module):
             cache.advance(sequence)
         return x_BSH, losses
 
-    def _normalise_for_head(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the input of the output head, [B, S, H]: the final norm of `x_BSH`, all-gathered over token slices
-        with sequence parallelism."""
+    def _embed(self, tokens_BS: torch.Tensor, site: str) -> torch.Tensor:
+        """Return the scaled embeddings [B, S, H] of `tokens_BS` (with sequence parallelism this rank's token slice).
+        `site`: label of the sum over tp in traces."""
+        x_BSH = self.axes.tensor.leave(self.embedding(tokens_BS), site)
+        return scale_embedding(x_BSH, self.config.embedding_factor)
+
+    def _prepare_attention(
+        self,
+        layers: Iterable[int],
+        tokens_BS: torch.Tensor,
+        documents: Documents,
+        cache: AttentionCache | None,
+        positions_BS: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, dict[int, tuple[Rotated, Visible]]]:
+        """Return the position IDs (None: consecutive) and, for each of the `layers`, its rotary cosine and sine (None
+        without) and attention mask (None: plain causal, or a cache). Arguments are those of `_forward_blocks`."""
+        sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
+        windows = {layer: self.config.layer_window(layer) for layer in layers}
+        turns = {layer: self.config.layer_rotation(layer) for layer in windows}
+        visible: dict[int | None, Visible] = {}
+        if cache is None:
+            context = self.axes.context
+            assert context.size == 1 or documents.indices_C is not None, "context parallelism needs indices_C"
+            capped, size = self.config.attention_softcap is not None, max(self.config.head_dim, self.config.value_dim)
+            form = choose_mask_form(tokens_BS.device, self._dtype, size, capped)
+            for each in set(windows.values()):
+                visible[each] = context.visibility(documents, sequence, each, tokens_BS.device, form)
+        # The host would wait for a GPU to read the largest position: only a caller's own ones are unknown.
+        stop = cached + sequence if positions_BS is None else int(positions_BS.max()) + 1
+        if positions_BS is None and (positions_BS := documents.positions_BS()) is not None:
+            stop = sequence * self.axes.context.size
+        rotations: dict[Rotation | None, tuple[torch.Tensor, torch.Tensor] | None] = {None: None}
+        for turn in turns.values():
+            if turn is not None and turn not in rotations:
+                table = self._rotary.setdefault(turn, RotaryTable(turn, self._dtype, self.served_length))
+                rotations[turn] = table.look_up(positions_BS, cached, stop, tokens_BS.device)
+        return positions_BS, {layer: (rotations[turns[layer]], visible.get(windows[layer])) for layer in windows}
+
+    def _predict_later(
+        self,
+        normed_BSH: torch.Tensor,
+        tokens_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        documents: Documents | None,
+        counted_B: torch.Tensor | None,
+        keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summed loss of the tokens after the next ones, and the load-balancing loss of the module that
+        predicts them. `normed_BSH`: output of the final norm; `counted_B`: number of target tokens of each sequence;
+        `keep`: argument of the loss. Other arguments are those of `run_stage`."""
+        assert self.prediction is not None and self.axes.context.size == 1, "refused with cp"
+        next_BS, after_BS = shift_by_one(tokens_BS, targets_BS, documents)
+        x_BSH = self.prediction.project(normed_BSH, self._embed(next_BS, "prediction.embedding"))
+        number, documents = self.config.layers, ONE_DOCUMENT if documents is None else documents
+        _, inputs = self._prepare_attention([number], tokens_BS, documents, None, None)
+        x_BSH, balance = self._run_block(self.prediction.block, x_BSH, *inputs[number], counted_B)
+        states_BSH = self.axes.tensor.enter(self.prediction.norm(x_BSH), "prediction.head")
+        assert balance is not None, "the module has experts"
+        return linear_cross_entropy(states_BSH.flatten(0, 1), after_BS.flatten(), self.output_head(), keep), balance
+
+    def _normalise(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the final norm of `x_BSH` [B, S, H], which the output head takes (with sequence parallelism of all tp
+        ranks' token slices)."""
         x_BSH = self._norm(self.final_norm, x_BSH)
         if self.config.logit_divisor != 1:
             x_BSH = x_BSH / self.config.logit_divisor
-        return self.axes.tensor.enter(x_BSH, "head.input")
+        return x_BSH

@@ -1,1 +1,1 @@
-"""Number formats of frozen weights, NF4 and int8: pack and unpack."""
+"""Number formats of weights: NF4 and int8 of frozen weights, float8 in blocks of published ones."""

@@ -106,6 +106,10 @@ class Recipe(Table):
                 f'train.objective "{objective}" learns from {learns}: it needs data.records = "{kind}", '
                 f'not "{self.data.records}"'
             )
+        if self.model.prediction_layers and self.objective != "next-token":
+            raise ValueError(
+                f'model.prediction_layers trains on next tokens; objective "{self.objective}" has no such loss'
+            )
         return self
 
     @property

@@ -126,6 +126,8 @@ class ModelRecipe(Table):
     shared_intermediate: Annotated[int, Size("shared_intermediate", 0)] | None = None  # 0: no shared expert
     dense_layers: list[Annotated[int, Size("layers", 0)]] | None = None  # layers without experts
     router_loss: NotNegative | None = None  # weight of the loss that balances experts
+    prediction_layers: Annotated[int, Size("layers", 0)] | None = None  # modules of multi-token prediction: 0 or 1
+    prediction_loss: NotNegative | None = None  # weight of their loss
 
     @model_validator(mode="after")
     def _check_architecture(self) -> Self:

@@ -142,6 +142,7 @@ class Lowering:
 
     def _lower_block(self, block: Block, layer: int) -> None:
         """Append to `ops` the operations of the transformer block with index `layer`. block: the block's module."""
+        assert isinstance(block.attention, AttentionModule)  # others: `find_kernel_gap`
         attended = self._lower_attention(block.attention, self._lower_input(block.attention_norm), layer)
         self._lower_row_parallel(block.attention.output, attended, block.attention_post_norm)
         normed = self._lower_input(block.mlp_norm)

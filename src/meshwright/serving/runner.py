@@ -79,7 +79,8 @@ def _build_device_runner(weights: RankWeights, mesh: Mesh, plan: RankPlan) -> Ru
     if mesh.layout.expert_parallel:
         raise UserError(f"ep{mesh.ep.size}: expert parallelism is not supported on GPUs yet; tp splits each expert")
     if gap := find_kernel_gap(weights.config, mesh.layout):
-        raise UserError(f"tp{mesh.tp.size} on a GPU: {gap}; use dp or pp")
+        instead = "--device cpu serves it" if weights.config.latent else "use dp or pp"
+        raise UserError(f"tp{mesh.tp.size} on a GPU: {gap}; {instead}")
     try:
         from meshwright.serving import device_operations
     except ModuleNotFoundError as error:

@@ -53,10 +53,12 @@ class PagedCache:
     Attention is computed token by token, so that a token's result does not depend on which others are in the batch. The
     attribute `length` of the model's cache interface stays 0, since callers always pass positions. config:
     configuration of the model. tables: its block tables. layers: indices of the stage's layers. blocks: number of KV
-    blocks. kv_heads: key-value heads of this rank. dtype: of keys and values.
+    blocks. kv_heads: key-value heads of this rank. dtype: of keys and values. With latent attention the cache holds
+    one latent vector and rotary key per token, which all heads and tp ranks share, in place of keys and values.
 
     Attributes:
-        pairs: Tensors [2, slots, K, D] of keys and values, each for one layer of every block table.
+        pairs: Tensors [2, slots, K, D] of keys and values (latent attention: [1, slots, 1, C] of latent vectors), each
+            for one layer of every block table.
     """
 
     length = 0
@@ -65,6 +67,8 @@ class PagedCache:
         self, config: ModelConfig, tables: BlockTables, layers: range, blocks: int, kv_heads: int, dtype: torch.dtype
     ) -> None:
         shape = (2, blocks * BLOCK_TOKENS, kv_heads, config.head_dim)
+        if config.latent is not None:
+            shape = (1, blocks * BLOCK_TOKENS, 1, config.latent.cached_dim)
         depth = 1 + max(tables.layers[layer][1] for layer in layers)
         self.pairs = [torch.empty(shape, dtype=dtype) for _ in range(depth)]  # keys, values
         self._layers, self._scale, self._softcap = tables.layers, config.score_scale, config.attention_softcap
@@ -87,13 +91,15 @@ class PagedCache:
             for row in range(low, high):
                 self._segments.append((row - begin, slots_WC[:, : len(positions) - (high - row - 1)]))
 
-    def attend(self, layer: int, q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor | None
+    ) -> torch.Tensor:
         """Write the keys and values of the selected tokens to the cache of the layer with index `layer`. Return their
         causal attention, inside the layer's sliding window, [1, N, T, D]; 0 for padding. q_BNTD: queries [1, N, T, D].
-        k_BKTD, v_BKTD: keys and values [1, K, T, D]."""
+        k_BKTD, v_BKTD: keys and values [1, K, T, D]; v_BKTD None: the keys are the values too."""
         table, place = self._layers[layer]
         tokens = self._slots_WT.shape[1]
-        for cache, new in zip(self.pairs[place], (k_BKTD, v_BKTD), strict=True):
+        for cache, new in zip(self.pairs[place], (k_BKTD,) if v_BKTD is None else (k_BKTD, v_BKTD), strict=True):
             cache[self._slots_WT[table]] = new[0, :, :tokens].transpose(0, 1).to(cache.dtype)
         out_BNTD = torch.zeros_like(q_BNTD)
         for row, slots_WC in self._segments:
@@ -111,7 +117,8 @@ class PagedCache:
         if window is not None:  # blocks before the window may have been freed
             slots_C = slots_C[max(0, len(slots_C) - window) :]
         wide = at_least_float32(q_ND.dtype)
-        k_KCD, v_KCD = (each[slots_C].transpose(0, 1).to(wide) for each in self.pairs[self._layers[layer][1]])
+        k_KCD, *values = (each[slots_C].transpose(0, 1).to(wide) for each in self.pairs[self._layers[layer][1]])
+        v_KCD = values[0] if values else k_KCD
         q_KGSD = q_ND.to(wide).unflatten(0, (k_KCD.shape[0], -1))[:, :, None]
         scores_KGSC = torch.matmul(q_KGSD * self._scale, k_KCD.mT[:, None])
         if self._softcap is not None:

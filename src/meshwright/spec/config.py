@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,7 @@ from meshwright.limits import LIMITS, limit_error
 from meshwright.names import unknown
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.families import FAMILIES, OPTIONS
+from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.rope_scaling import RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
@@ -63,8 +65,15 @@ class ModelConfig:
     ``expert_intermediate``, of which a token uses ``experts_per_token``, and a shared expert of width
     ``shared_intermediate`` (0: none), with a sigmoid gate if ``shared_gate``. ``router``: scores are a softmax over the
     experts, or a sigmoid of each. ``normalise_choice``: the weights of a token's experts are normalised to sum 1; all
-    weights are then multiplied by ``routed_scale``. ``router_loss``: coefficient of the load-balancing loss (0: none);
-    ``router_bias``: a bias on the scores balances the load instead.
+    weights are then multiplied by ``routed_scale``. ``expert_groups``: the experts form that many groups of equal size,
+    and a token's experts are in ``groups_per_token`` of them (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+    ``router_loss``: coefficient of the load-balancing loss (0: none); ``router_bias``: a bias on the scores balances
+    the load instead.
+
+    ``prediction_layers``: 1 trains a module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2),
+    whose loss has the factor ``prediction_loss``; 0: none.
+    ``latent``: sizes of multi-head latent attention; None: grouped-query attention. ``head_dim`` is then the size of a
+    head's query, with and without position.
 
     ``adapter``: LoRA adapter on linear layers, with which the model's own parameters are frozen; it is not in
     ``config.json``.
@@ -128,6 +137,11 @@ class ModelConfig:
     router_loss: float = 0.0
     normalise_choice: bool = False
     routed_scale: float = 1.0
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    latent: LatentAttention | None = None
+    prediction_layers: int = 0
+    prediction_loss: float = 0.3
     token_types: int = 0
     head: Head = "next"
     labels: tuple[str, ...] = ()
@@ -153,6 +167,15 @@ class ModelConfig:
             return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
         if self.hidden % self.heads and self.family in _WHOLE_HEADS:
             return f"hidden {self.hidden} must be a multiple of heads {self.heads} in family {self.family}"
+        if FAMILIES[self.family].latent != (self.latent is not None):
+            return f"family {self.family} {'has' if FAMILIES[self.family].latent else 'has no'} latent attention"
+        if self.latent and (problem := self.latent.find_problem(self.head_dim, self.heads, self.kv_heads)):
+            return problem
+        if self.latent and self.adapter:
+            return "an adapter cannot be trained on latent attention yet"
+        predicts = self.prediction_layers in (0, int(self.family == "deepseek_v3"))
+        if not predicts or not 0 <= self.prediction_loss < math.inf:
+            return "prediction_layers is 0, or 1 in family deepseek_v3, and prediction_loss at least 0"
         if problem := self._rotation_problem():
             return problem
         for name, value in self._fixed_values().items():
@@ -190,7 +213,7 @@ class ModelConfig:
         none."""
         if self.positions != "rope":
             return None
-        if self.rotary_fraction == 1.0 and self.head_dim % 2:
+        if self.latent is None and self.rotary_fraction == 1.0 and self.head_dim % 2:
             return f"head_dim {self.head_dim} must be even: rotary positions rotate pairs of features"
         if not 0 < self.rotary_fraction <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
             return (
@@ -245,16 +268,29 @@ class ModelConfig:
         assert keys is not None
         if keys.width is None and self.intermediate != self.expert_intermediate:
             return f"{family} has one width: intermediate {self.intermediate} is expert_intermediate"
-        if keys.shared_copies:
-            if self.dense_layers != tuple(range(len(self.dense_layers))):
-                return f"{family} has its dense_layers at the beginning"
-            if self.experts < 2:
-                return f"{family} has at least 2 experts"
-            if not self.shared_intermediate or self.shared_intermediate % self.expert_intermediate:
-                return (
-                    f"{family} has shared experts as wide as the others: shared_intermediate must be a multiple "
-                    f"of expert_intermediate {self.expert_intermediate}, not {self.shared_intermediate}"
-                )
+        if not keys.groups and (self.expert_groups, self.groups_per_token) != (1, 1):
+            return f"{family} has no expert groups"
+        if not keys.shared_copies:
+            return None
+        if self.dense_layers != tuple(range(len(self.dense_layers))):
+            return f"{family} has its dense_layers at the beginning"
+        if not self.shared_intermediate or self.shared_intermediate % self.expert_intermediate:
+            return (
+                f"{family} has shared experts as wide as the others: shared_intermediate must be a multiple "
+                f"of expert_intermediate {self.expert_intermediate}, not {self.shared_intermediate}"
+            )
+        return self._groups_problem()
+
+    def _groups_problem(self) -> str | None:
+        """Return an error message if the experts do not form groups of which a token can use some; None if they do."""
+        groups, used = self.expert_groups, self.groups_per_token
+        if not 1 <= used <= groups or self.experts % groups:
+            return f"experts {self.experts} must be a multiple of expert_groups {groups}, of which a token uses {used}"
+        size = self.experts // groups
+        if self.router == "sigmoid" and size < 2:  # a group is chosen by its two highest scores
+            return f"family {self.family} has at least 2 experts" + (" in a group" if groups > 1 else "")
+        if self.experts_per_token > used * size:
+            return f"experts_per_token {self.experts_per_token} is more than the {used * size} experts of {used} groups"
         return None
 
     def _encoder_problem(self) -> str | None:
@@ -302,6 +338,11 @@ class ModelConfig:
         return self.encoder and self.head != "masked"
 
     @property
+    def value_dim(self) -> int:
+        """Size of a head's values."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
     def planning_only(self) -> str | None:
         """The reason why this model can be planned but not run; None if it can be run."""
         return FAMILIES[self.family].planning_only
@@ -314,6 +355,8 @@ class ModelConfig:
     @property
     def score_scale(self) -> float:
         """Factor of the attention scores."""
+        if self.latent is not None and self.rope_scaling is not None:
+            return float(self.head_dim**-0.5) * self.rope_scaling.latent_score_scale
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
@@ -329,7 +372,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Number of features of a head that rotary positions rotate."""
-        return int(self.head_dim * self.rotary_fraction)
+        return int(self.head_dim * self.rotary_fraction) if self.latent is None else self.latent.rotary_dim
 
     def layer_rotation(self, layer: int) -> Rotation | None:
         """Return the rotary positions of the layer with index `layer`; None if it has none."""

@@ -45,6 +45,7 @@ _AS_WINDOWED = NeutralValue(
     "the value that fits its sliding_window", lambda value, fields: value is (fields.get("sliding_window") is not None)
 )
 _HEAD_DIM = NeutralValue("the size of a head", lambda value, fields: value == fields["head_dim"])
+_ROTARY_DIM = NeutralValue("qk_rope_head_dim", lambda value, fields: value == fields["latent"].rotary_dim)
 _EXPERTS = NeutralValue("n_routed_experts", lambda value, fields: value == fields["experts"])
 _SCALE_OF_HEAD = NeutralValue(
     "1 / sqrt(size of a head)",
@@ -58,6 +59,7 @@ _METADATA = """_attn_implementation _attn_implementation_autoset _attn_implement
     is_llama_config model_type revision task_specific_params tokenizer_class torch_dtype torchscript
     transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 id2label label2id num_labels
     _num_labels problem_type
+    quantization_config compression_config
     initializer_range gradient_checkpointing chunk_size_feed_forward pretraining_tp tie_encoder_decoder """
 _DROPOUT = """attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout embd_pdrop hidden_dropout
     hidden_dropout_prob resid_pdrop summary_first_dropout """
@@ -120,6 +122,11 @@ _GEMMA = _DECODER + (
 )
 _MIXTURE = "num_experts_per_tok router_aux_loss_coef "
 _QWEN_MIXTURE = _MIXTURE + "num_experts moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers "
+_DEEPSEEK_MIXTURE = (
+    "n_routed_experts num_experts_per_tok n_shared_experts moe_intermediate_size first_k_dense_replace "
+    "routed_scaling_factor n_group topk_group "
+)
+_LATENT = _LLAMA.replace("head_dim ", "") + "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
 
 # Family -> fields that are read, in addition to those in `_IGNORED`.
 _READ: dict[str, str] = {
@@ -130,9 +137,9 @@ _READ: dict[str, str] = {
     "mixtral": _LLAMA + _MIXTURE + "sliding_window layer_types num_local_experts",
     "qwen2_moe": _LLAMA + _WINDOWS + _QWEN_MIXTURE + "max_window_layers qkv_bias shared_expert_intermediate_size",
     "qwen3_moe": _LLAMA + _WINDOWS + _QWEN_MIXTURE + "attention_bias num_local_experts",
-    "dots1": _LLAMA
-    + "sliding_window layer_types max_window_layers attention_bias n_routed_experts num_experts_per_tok "
-    "n_shared_experts moe_intermediate_size first_k_dense_replace routed_scaling_factor norm_topk_prob",
+    "dots1": _LLAMA + _DEEPSEEK_MIXTURE + "sliding_window layer_types max_window_layers attention_bias norm_topk_prob",
+    "deepseek_v2": _LATENT + _DEEPSEEK_MIXTURE + "topk_method router_aux_loss_coef",
+    "deepseek_v3": _LATENT + _DEEPSEEK_MIXTURE + "norm_topk_prob rope_interleave",
     "gpt2": _EVERY
     + "max_position_embeddings n_embd n_layer n_head n_inner n_positions activation_function layer_norm_epsilon",
     "bloom": _EVERY + "n_embed n_layer n_head seq_length activation_function layer_norm_epsilon",
@@ -146,9 +153,7 @@ _READ: dict[str, str] = {
     "smollm3": _LLAMA + _WINDOWS + "attention_bias mlp_bias no_rope_layers no_rope_layer_interval",
     "phi3": _LLAMA + "sliding_window layer_types partial_rotary_factor",
     "glm4": _LLAMA + "attention_bias partial_rotary_factor",
-    "glm4_moe": _LLAMA
-    + "attention_bias partial_rotary_factor use_qk_norm n_routed_experts num_experts_per_tok n_shared_experts "
-    "moe_intermediate_size first_k_dense_replace routed_scaling_factor norm_topk_prob",
+    "glm4_moe": _LLAMA + _DEEPSEEK_MIXTURE + "attention_bias partial_rotary_factor use_qk_norm norm_topk_prob",
     "nemotron": _DECODER + "hidden_act norm_eps attention_bias mlp_bias",
 }
 
@@ -168,6 +173,9 @@ _OWN_IGNORED: dict[str, str] = {
     "nemotron": "partial_rotary_factor rope_percent",
     "dots1": "ep_size",
     "glm4_moe": "num_mtp_layers num_nextn_predict_layers",  # layers that predict further tokens
+    # The training code's loss settings; transformers computes no load-balancing loss in these families.
+    "deepseek_v2": "ep_size aux_loss_alpha seq_aux",
+    "deepseek_v3": "ep_size aux_loss_alpha seq_aux num_nextn_predict_layers num_mtp_layers",
     "qwen3_moe": "max_window_layers",  # every layer has a window or none has
 }
 
@@ -179,6 +187,14 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
     "qwen3_moe": {name: _accept_only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
     "mixtral": {"norm_topk_prob": _accept_only(True)},
     "glm4_moe": {"num_local_experts": _EXPERTS},
+    "deepseek_v2": {
+        "head_dim": _ROTARY_DIM, "qk_head_dim": _HEAD_DIM, "scoring_func": _accept_only("softmax"),
+        "num_experts": _EXPERTS, "num_local_experts": _EXPERTS,
+    },
+    "deepseek_v3": {
+        "head_dim": _ROTARY_DIM, "qk_head_dim": _HEAD_DIM, "scoring_func": _accept_only("sigmoid"),
+        "topk_method": _accept_only("noaux_tc"), "num_experts": _EXPERTS, "num_local_experts": _EXPERTS,
+    },
     "dots1": {
         **{name: _accept_only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
         "scoring_func": _accept_only("sigmoid", "noaux_tc"), "topk_method": _accept_only("noaux_tc"),

@@ -11,6 +11,7 @@ from meshwright.spec.adapter_config import AdapterConfig, AdapterKind
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.rope_scaling import read_rope_scaling
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _KEYS = (
     "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "max_positions", "rope_theta",
     "sliding_window", "tied", "norm_epsilon", "experts", "experts_per_token", "expert_intermediate",
-    "shared_intermediate", "dense_layers", "router_loss",
+    "shared_intermediate", "dense_layers", "router_loss", "prediction_layers", "prediction_loss",
 )  # fmt: skip
 
 
@@ -118,9 +119,19 @@ def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> Model
         fields["attention_scale"] = fields["head_dim"] ** -0.5
     if FAMILIES[model.family].encoder:
         fields |= {"token_types": 2, "head": "masked", "activation": "gelu", "norm_epsilon": 1e-12}
+    if FAMILIES[model.family].latent:
+        fields |= _default_latent(fields["head_dim"], model.head_dim)
     if FAMILIES[model.family].experts:
         fields |= _default_experts(model, intermediate)
     return ModelConfig(**{**fixed, **fields})
+
+
+def _default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
+    """Return the fields of latent attention of a recipe's ``[model]`` table, by ModelConfig field name, in the
+    proportions of DeepSeek-V2-Lite. size: hidden / heads. head_dim: size of a head's query, if the table gives it."""
+    rotary = 2 * max(1, (size // 4 if head_dim is None else head_dim // 6))
+    values = max(1, size if head_dim is None else head_dim - rotary)
+    return {"latent": LatentAttention(4 * values, rotary, values), "head_dim": values + rotary}
 
 
 def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
@@ -143,7 +154,7 @@ def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
         "experts_per_token": chosen,
         "expert_intermediate": width,
         "shared_intermediate": fixed.get("shared_intermediate", width),
-        "normalise_choice": True,
+        "normalise_choice": fixed.get("normalise_choice", True),
         "router_loss": 0.0 if fixed["router_bias"] else 0.001,
     } | ({"intermediate": width} if one_width else {})
 
@@ -154,7 +165,7 @@ def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
     heads, intermediate = 4 hidden (ungated MLP). Fields with one value per layer are cut or extended to the new number
     of layers."""
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
-    if base.head_dim * base.heads == base.hidden and hidden % heads == 0:
+    if base.latent is None and base.head_dim * base.heads == base.hidden and hidden % heads == 0:
         overrides.setdefault("head_dim", hidden // heads)
     if base.kv_heads == base.heads:
         overrides.setdefault("kv_heads", heads)

@@ -19,7 +19,9 @@ from meshwright.spec.config_reader import Reader
 from meshwright.spec.encoder_json import read_encoder, write_encoder
 from meshwright.spec.experts_json import read_experts, write_experts
 from meshwright.spec.families import FAMILIES, NESTED, Family, Setting
+from meshwright.spec.latent_attention import read_latent_attention, write_latent_attention
 from meshwright.spec.positions_json import read_rope, read_windows, write_rope, write_windows
+from meshwright.spec.weight_formats import read_weight_format
 from meshwright.untrusted import read_json
 
 _ACTIVATION_KEYS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
@@ -47,7 +49,7 @@ def config_from_huggingface(data: Mapping[str, Any], where: str = "config.json")
     """Convert a ``config.json`` object (`data`), as written by transformers 4 or 5, to a ModelConfig.
 
     ``where``: name of the configuration in errors. Raises ``UserError`` for an unknown family, a missing or mistyped
-    key, contradictory sizes, a quantised model, or an unsupported feature.
+    key, contradictory sizes, an unsupported feature, or quantized weights in a format that is not read.
     """
     try:
         return ModelConfig(**read_fields(data, where))
@@ -96,9 +98,9 @@ def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def read_family(data: Mapping[str, Any], where: str) -> Family:
-    """Return the family that ``model_type`` names in a ``config.json`` object (`data`). Raises ``UserError``, with the
-    list of known families, for an unknown one, and for a quantized model. ``where``: name of the configuration in
-    errors."""
+    """Return the family that ``model_type`` names in a ``config.json`` object (`data`). Raises ``UserError``, with
+    the list of known families, for an unknown one, and for quantized weights in a format that is not read.
+    ``where``: name of the configuration in errors."""
     name = data.get("model_type")
     known = ", ".join(FAMILIES)
     if name is None:
@@ -108,9 +110,7 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
             f'{where}: "model_type" {shorten_repr(name)} is not a known family, so it can be neither planned nor run '
             f"(known: {known})"
         )
-    for key in ("quantization_config", "compression_config"):
-        if data.get(key) is not None:
-            raise UserError(f'{where}: quantised models ("{key}") cannot be read; use the unquantised model')
+    read_weight_format(data, where)
     return (FAMILIES | NESTED)[name]
 
 
@@ -160,13 +160,16 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         "tied": read.boolean("tie_word_embeddings"),
     }
     head_dim_keys = keys["head_dim"]
-    if hidden % heads and (not head_dim_keys or read.get(head_dim_keys)[1] is None):
+    if family.latent:
+        fields |= read_latent_attention(read)
+    elif hidden % heads and (not head_dim_keys or read.get(head_dim_keys)[1] is None):
         missing = ' and there is no "head_dim"' if head_dim_keys else ""
         raise UserError(
             f'{where}: "{keys["hidden"][0]}" {hidden} is not a multiple of "{keys["heads"][0]}" {heads}{missing}'
         )
-    head_dim = hidden // heads
-    fields["head_dim"] = read.integer("head_dim", head_dim_keys, head_dim) if head_dim_keys else head_dim
+    else:
+        head_dim = hidden // heads
+        fields["head_dim"] = read.integer("head_dim", head_dim_keys, head_dim) if head_dim_keys else head_dim
     if family.name == "bloom":
         # transformers fixes the width. ALiBi positions have no table: the trained length is not in the file.
         fields["intermediate"], positions = 4 * hidden, 2048
@@ -240,6 +243,8 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
     written |= {setting.key: _write_setting(config, name, setting) for name, setting in family.settings.items()}
     if family.experts:
         written |= write_experts(config, family.experts)
+    if config.latent:
+        written |= write_latent_attention(config.latent, config.head_dim)
     if family.attention_bias:
         written["attention_bias"] = config.qkv_bias
     return written | write_windows(config, family)

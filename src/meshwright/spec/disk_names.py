@@ -43,6 +43,20 @@ _DOTS1 = _QWEN_MOE | {
     "shared_up": f"{_LAYER}.mlp.shared_experts.up_proj",
     "shared_down": f"{_LAYER}.mlp.shared_experts.down_proj",
 }
+_DEEPSEEK = {name: disk for name, disk in _DOTS1.items() if name not in ("key", "value", "query_norm", "key_norm")} | {
+    "query_down": f"{_LAYER}.self_attn.q_a_proj",
+    "query_norm": f"{_LAYER}.self_attn.q_a_layernorm",
+    "query_up": f"{_LAYER}.self_attn.q_b_proj",
+    "latent_down": f"{_LAYER}.self_attn.kv_a_proj_with_mqa",
+    "latent_norm": f"{_LAYER}.self_attn.kv_a_layernorm",
+    "latent_up": f"{_LAYER}.self_attn.kv_b_proj",
+}
+_PREDICTION = {  # a layer after the last one
+    "prediction_embedding_norm": f"{_LAYER}.enorm",
+    "prediction_hidden_norm": f"{_LAYER}.hnorm",
+    "prediction_projection": f"{_LAYER}.eh_proj",
+    "prediction_norm": f"{_LAYER}.shared_head.norm",
+}
 _GEMMA2 = _LLAMA | {
     "attention_post_norm": f"{_LAYER}.post_attention_layernorm",
     "mlp_norm": f"{_LAYER}.pre_feedforward_layernorm",
@@ -110,6 +124,8 @@ DISK_NAMES: Mapping[str, Mapping[str, str]] = {
     "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
     "dots1": _DOTS1,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK | _PREDICTION,
     "gpt2": _GPT2,
     "bloom": _BLOOM,
     "granite": _LLAMA,
@@ -146,7 +162,7 @@ NESTED_PREFIXES = {
 }  # fmt: skip
 
 # Families whose files also hold layers that predict further tokens, numbered after the last layer; they are ignored.
-FURTHER_LAYERS = frozenset({"glm4_moe"})
+FURTHER_LAYERS = frozenset({"deepseek_v3", "glm4_moe"})
 
 # Former endings of tensor names -> current endings.
 FORMER_ENDINGS = {

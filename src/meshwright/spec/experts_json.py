@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from meshwright.spec.config import ModelConfig
     from meshwright.spec.config_reader import Reader
 
+_GROUPED = "group_limited_greedy"  # DeepSeek-V2's name of routing with expert groups
+
 
 def read_experts(read: Reader, keys: Experts, layers: int, intermediate: int) -> dict[str, Any]:
     """Read the ModelConfig fields of a mixture of experts, by name: number of experts, their widths, router. read:
@@ -37,6 +39,8 @@ def read_experts(read: Reader, keys: Experts, layers: int, intermediate: int) ->
         fields["dense_layers"] = tuple(range(min(_read_whole_number(read, "first_k_dense_replace"), layers)))
     elif keys.dense == "listed":
         fields["dense_layers"] = _dense_layers(read, layers)
+    if keys.groups:
+        fields |= _read_groups(read, keys)
     return fields
 
 
@@ -57,10 +61,30 @@ def write_experts(config: ModelConfig, keys: Experts) -> dict[str, Any]:
     if keys.scale:
         written[keys.scale] = config.routed_scale
     if keys.dense == "first":
-        written |= {"first_k_dense_replace": len(config.dense_layers), "n_group": 1, "topk_group": 1}
+        written["first_k_dense_replace"] = len(config.dense_layers)
     elif keys.dense == "listed":
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
+    if keys.groups:
+        written |= {"n_group": config.expert_groups, "topk_group": config.groups_per_token}
+    if keys.groups == "method":
+        written["topk_method"] = "greedy" if config.expert_groups == 1 else _GROUPED
+    if config.prediction_layers:
+        written["num_nextn_predict_layers"] = config.prediction_layers
     return written
+
+
+def _read_groups(read: Reader, keys: Experts) -> dict[str, int]:
+    """Return the ModelConfig fields of the expert groups, by name. read: typed access to the ``config.json``. keys:
+    those of the family."""
+    _, method = read.get(("topk_method",)) if keys.groups == "method" else ("", _GROUPED)
+    if method not in ("greedy", _GROUPED):
+        raise UserError(
+            f'{read.where}: unsupported "topk_method" = {shorten_repr(method)}; supported are "greedy" and "{_GROUPED}"'
+        )
+    groups, used = (read.integer("experts", (key,), 1) for key in ("n_group", "topk_group"))
+    if method == "greedy":  # chooses among all experts
+        groups = used = 1
+    return {"expert_groups": groups, "groups_per_token": used}
 
 
 def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:

@@ -2,90 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from meshwright.spec.family_record import Experts, Family, Setting, Windows
 
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Key of a ``config.json`` that holds one optional ModelConfig field. key: its name. kind: "flag": a boolean;
-    "factor": a number above 0; "limit": a number above 0, or null for none; "inverse_square": a number x above 0, where
-    the field is x ** -0.5."""
-
-    key: str
-    kind: Literal["flag", "factor", "limit", "inverse_square"] = "factor"
-
-
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """How a ``config.json`` gives the layers with a sliding window. layers: layers that have one without the key
-    ``layer_types``: "all"; "late", those from ``max_window_layers`` on; "early", every other one before it; "periodic",
-    all but every ``period``-th, which the key ``period_key`` may give; "unrotated", those without rotary positions.
-    switch: True if ``use_sliding_window`` must be true. listed: True if ``layer_types`` may list them; if not, all
-    layers or none have a window."""
-
-    layers: Literal["all", "late", "early", "periodic", "unrotated"]
-    period: int = 1
-    period_key: str | None = None
-    switch: bool = False
-    listed: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """Keys of a ``config.json`` that describe mixtures of experts. count: of the number of experts (transformers 4,
-    then 5). width: of an expert's width; None: it is that of the dense MLPs. normalised: of ``normalise_choice``; None:
-    the family fixes it. loss: of the load-balancing loss; None: none. shared: of the shared expert: its width, or if
-    ``shared_copies`` how many experts wide it is; None: none. scale: of ``routed_scale``; None: it is 1. dense: the
-    dense layers are the first ones, as many as ``first_k_dense_replace`` says ("first"), those of ``mlp_only_layers``
-    and ``decoder_sparse_step`` ("listed"), or none (None)."""
-
-    count: tuple[str, ...]
-    width: str | None = "moe_intermediate_size"
-    normalised: str | None = "norm_topk_prob"
-    loss: str | None = "router_aux_loss_coef"
-    shared: str | None = None
-    shared_copies: bool = False
-    scale: str | None = None
-    dense: Literal["first", "listed"] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Architecture choices that all models of a family share. name: ``model_type`` in config.json. architecture: class
-    name in transformers. fixed: {ModelConfig field: the only value that it may have}. defaults: {config.json key: value
-    if the key is missing}. settings: {ModelConfig field: the config.json key that holds it}, for fields that not all
-    families have. A field of `OPTIONS` that is in neither has its default. keys: {ModelConfig field: its config.json
-    keys}, for fields whose keys are not the usual ones. windows: layers with a sliding window; None: no layer has one.
-    partial_rotation: True if the key ``partial_rotary_factor`` may be below 1. planning_only: reason why the family can
-    be planned but not run; None if it can be run. experts: keys of its mixtures of experts; None: every MLP is dense.
-    heads: for an encoder, {class name in transformers: its ``ModelConfig.head``}; empty for a decoder. nested:
-    ``model_type`` of multimodal models whose ``text_config`` is a model of this family."""
-
-    name: str
-    architecture: str
-    fixed: Mapping[str, object]
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys a config.json may leave out
-    settings: Mapping[str, Setting] = field(default_factory=dict)
-    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    windows: Windows | None = None
-    partial_rotation: bool = False
-    planning_only: str | None = None
-    experts: Experts | None = None
-    heads: Mapping[str, str] = field(default_factory=dict)  # of an encoder: architecture -> ``ModelConfig.head``
-    nested: str | None = None
-
-    @property
-    def attention_bias(self) -> bool:
-        """True if the ``config.json`` key ``attention_bias`` sets the biases of all attention projections together."""
-        return self.fixed["positions"] == "rope" and not {"qkv_bias", "output_bias"} & {*self.fixed, *self.settings}
-
-    @property
-    def encoder(self) -> bool:
-        """True if models of this family are encoders: bidirectional attention and post-norm layers."""
-        return bool(self.heads)
-
+__all__ = ["FAMILIES", "NESTED", "OPTIONS", "Experts", "Family", "Setting", "Windows"]
 
 _ROPE_DECODER: dict[str, object] = {
     "norm": "rmsnorm",
@@ -111,6 +30,10 @@ _SOFTMAX_ROUTER: dict[str, object] = {"router": "softmax", "router_bias": False,
 _NO_SHARED_EXPERT: dict[str, object] = {"shared_intermediate": 0, "shared_gate": False}
 _NO_WINDOW: dict[str, object] = {"sliding_window": None, "windowed_layers": None}
 _NO_BIAS: dict[str, object] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
+_DEEPSEEK: dict[str, object] = _ROPE_DECODER | _NO_WINDOW | _NO_BIAS | {"query_key_norm": False, "shared_gate": False}
+_LATENT_KEYS: dict[str, tuple[str, ...]] = {"head_dim": ()}  # its parts have keys of their own
+_LATENT_DEFAULTS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128}  # fmt: skip
 _MISTRAL_DEFAULTS = {
     "num_key_value_heads": 8, "max_position_embeddings": 131072, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -152,7 +75,11 @@ _SIGMOID_ROUTER: dict[str, object] = {
 
 _SIGMOID_EXPERTS = Experts(
     ("n_routed_experts",), loss=None, shared="n_shared_experts", shared_copies=True, scale="routed_scaling_factor",
-    dense="first",
+    dense="first", groups="always",
+)  # fmt: skip
+_DEEPSEEK_EXPERTS = Experts(
+    ("n_routed_experts",), normalised=None, shared="n_shared_experts", shared_copies=True,
+    scale="routed_scaling_factor", dense="first", groups="method",
 )  # fmt: skip
 
 OPTIONS = (
@@ -235,9 +162,40 @@ FAMILIES: dict[str, Family] = {
             "Dots1ForCausalLM",
             _ROPE_DECODER | _SIGMOID_ROUTER | {"mlp_bias": False, "query_key_norm": True},
             {"max_position_embeddings": 2048, "moe_intermediate_size": 1408}
-            | {"sliding_window": 4096, "max_window_layers": 62},
+            | {"sliding_window": 4096, "max_window_layers": 62, "n_group": 1, "topk_group": 1},
             windows=Windows("late"),
             experts=_SIGMOID_EXPERTS,
+        ),
+        Family(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            _DEEPSEEK
+            | {"router": "softmax", "router_bias": False, "normalise_choice": False, "rotary_interleaved": True},
+            _LATENT_DEFAULTS
+            | {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "n_routed_experts": 64}
+            | {
+                "n_shared_experts": 2,
+                "moe_intermediate_size": 1407,
+                "topk_method": "greedy",
+                "router_aux_loss_coef": 0,
+            },
+            keys=_LATENT_KEYS,
+            experts=_DEEPSEEK_EXPERTS,
+            latent=True,
+        ),
+        Family(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            _DEEPSEEK | _SIGMOID_ROUTER,
+            _LATENT_DEFAULTS
+            | {"max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1, "num_key_value_heads": 128}
+            | {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
+            | {"first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+            | {"n_group": 8, "topk_group": 4, "rope_interleave": True},
+            {"rotary_interleaved": Setting("rope_interleave", "flag")},
+            _LATENT_KEYS,
+            experts=_SIGMOID_EXPERTS,
+            latent=True,
         ),
         Family(
             "granite",

@@ -15,6 +15,7 @@ from typing import Literal
 from meshwright.spec.adapter_entries import add_adapter_entries
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.disk_names import DISK_NAMES
+from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.parameter_entries import Box, Initial, ModelParameter, ParameterEntry, SplitAxis
 from meshwright.spec.parameter_table import ParameterTable
 
@@ -36,7 +37,7 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
         found = [ModelParameter(name, unit, tuple(parts)) for name, parts in grouped.items()]
         tensors += sorted(found, key=lambda tensor: not tensor.decay)
     entries = tuple(entry for tensor in tensors for entry in tensor.entries)
-    return ParameterTable(entries, tuple(tensors), tuple(units), config.tied_head)
+    return ParameterTable(entries, tuple(tensors), tuple(units), config.tied_head or config.prediction_layers > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,19 @@ class _Builder:
         self.norm(_Place("head", "final_norm"))
         if not config.tied:
             self.add(_Place("head", "head"), (vocabulary, hidden), _VOCABULARY)
+        if config.prediction_layers:
+            self.prediction(config.layers)
+
+    def prediction(self, layer: int) -> None:
+        """Append to `entries` those of the module of multi-token prediction, on disk the layer with index `layer`: they
+        belong to the FSDP unit of the head."""
+        norms = (f"prediction_{name}" for name in ("embedding_norm", "hidden_norm", "norm"))
+        for part in norms:
+            self.norm(_Place("head", part, layer, part.replace("_", ".", 1)))
+        hidden = self.config.hidden
+        place = _Place("head", "prediction_projection", layer, "prediction.projection")
+        self.add(place, (hidden, 2 * hidden), _BY_TOKENS)
+        self.layer("head", layer, "prediction.block")
 
     def encoder_head(self) -> None:
         """Append to `entries` those of an encoder's head: for masked language modeling the transform, norm and output
@@ -126,21 +140,24 @@ class _Builder:
             for shape, suffix in (((classes, hidden), "weight"), ((classes,), "bias")):
                 self.add(_Place("head", "classifier"), shape, _BY_TOKENS, suffix=suffix)
 
-    def layer(self, unit: str, layer: int) -> None:
+    def layer(self, unit: str, layer: int, name: str | None = None) -> None:
         """Append to `entries` those of the transformer layer with index `layer`. unit: name of its FSDP unit, such as
-        "layers.0"."""
+        "layers.0". name: start of the names of its model parameters; None: `unit`."""
         config = self.config
         hidden, head_dim, intermediate = config.hidden, config.head_dim, config.intermediate
         query, key = config.heads * head_dim, config.kv_heads * head_dim
-        attention, mlp = f"{unit}.attention", f"{unit}.mlp"
+        name = name or unit
+        attention, mlp = f"{name}.attention", f"{name}.mlp"
 
         def norm(part: str) -> None:
             """Append one of the layer's norms. part: its key in `DISK_NAMES`, such as "mlp_norm"."""
-            self.norm(_Place(unit, part, layer, f"{unit}.{part}"))
+            self.norm(_Place(unit, part, layer, f"{name}.{part}"))
 
         if config.pre_norms:
             norm("attention_norm")
-        if "qkv" in self.names:
+        if config.latent:
+            self.latent_attention(unit, attention, layer, config.latent)
+        elif "qkv" in self.names:
             # BLOOM's file interleaves query, key and value per head; others have all queries, all keys, all values.
             mixed, width = config.family == "bloom", query + 2 * key
             blocks, granularity = ((width,), 3 * head_dim) if mixed else ((query, key, key), head_dim)
@@ -160,8 +177,9 @@ class _Builder:
                     cut = replace(cut, remainder="replicate", partial="heads")
                 size, cut = (size, cut) if config.projection_norm else (head_dim, _BY_HEADS)
                 self.norm(_Place(unit, part, layer, f"{attention}.{part}"), size, cut)
-        place, cut = _Place(unit, "attention_output", layer, f"{attention}.output"), _Cut({"tp": 1}, (), head_dim)
-        self.linear(place, hidden, query, cut, bias=config.output_bias)
+        values = config.value_dim
+        place, cut = _Place(unit, "attention_output", layer, f"{attention}.output"), _Cut({"tp": 1}, (), values)
+        self.linear(place, hidden, config.heads * values, cut, bias=config.output_bias)
         if config.post_norms:
             norm("attention_post_norm")
 
@@ -173,6 +191,18 @@ class _Builder:
             self.feed_forward(unit, mlp, layer, intermediate)
         if config.post_norms:
             norm("mlp_post_norm")
+
+    def latent_attention(self, unit: str, attention: str, layer: int, latent: LatentAttention) -> None:
+        """Append the projections and norms of multi-head latent attention, without the output. `unit`: FSDP unit;
+        `attention`: start of the model parameters' names; `layer`: layer index."""
+        config = self.config
+        for part, parameter, offset, shape, head in latent.tensors(config.hidden, config.heads, config.head_dim):
+            place = _Place(unit, part, layer, f"{attention}.{parameter}", offset)
+            cut = _Cut({"tp": 0}, granularity=head) if head else _BY_HEADS
+            if len(shape) > 1:
+                self.add(place, shape, cut)
+            else:
+                self.norm(place, shape[0], cut)
 
     def feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
         """Append the gate (if there is one), up and down projections of an MLP. `unit`: FSDP unit; `mlp`: start of the

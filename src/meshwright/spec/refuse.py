@@ -156,8 +156,11 @@ def _sequence_problem(layout: Layout, config: ModelConfig, sequence: int | None,
 
 
 def _context_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if `layout` has Ulysses context parallelism whose degree does not divide the model's
-    attention heads, else None. config: configuration of the model."""
+    """Return an error message if `layout` has context parallelism and the model multi-token prediction, or Ulysses
+    context parallelism whose degree does not divide the model's attention heads, else None. config: configuration of
+    the model."""
+    if layout.cp > 1 and config.prediction_layers:
+        return f"cp{layout.cp} splits sequences, whose next tokens multi-token prediction needs; leave cp out"
     if layout.cp == 1 or layout.cp_method != "ulysses":
         return None
     heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)

@@ -71,6 +71,12 @@ class RopeScaling:
             return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
         return _yarn_scale(self.factor, 1.0)
 
+    @property
+    def latent_score_scale(self) -> float:
+        """Factor on the scores of latent attention, besides 1 / sqrt(head size): the square of the factor computed from
+        ``mscale_all_dim`` (DeepSeek-V2); 1 without it."""
+        return _yarn_scale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
 
 def _yarn_scale(factor: float, mscale: float) -> float:
     """Return YaRN's factor on cosine and sine, 0.1 mscale ln(factor) + 1; 1 if factor <= 1 (the context is not

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import ParameterTable
-from meshwright.spec.work import head_flops, layer_flops
+from meshwright.spec.work import head_flops, layer_flops, prediction_flops
 
 LOOKED_UP = ("embedding", "positions", "token_types")
 """FSDP units whose tensors are look-up tables: the backward pass does not read them."""
@@ -45,7 +45,7 @@ def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ..
     assert 1 <= count <= config.layers, (count, config.layers)
     costs = [sum(layer_flops(config, layer, sequence).values()) for layer in range(config.layers)]
     costs[0] += 2.0 * config.hidden
-    costs[-1] += head_flops(config, sequence)
+    costs[-1] += head_flops(config, sequence) + prediction_flops(config, sequence)
     ends = _cut_balanced(costs, count)
     return tuple(
         Stage(index, range(start, end), first=index == 0, last=index == count - 1)

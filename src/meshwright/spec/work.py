@@ -55,15 +55,29 @@ def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = T
     if config.has_experts(layer):
         router = {"mlp.router": 2.0 * config.hidden * (config.experts + config.shared_gate)}
         width = config.experts_per_token * config.expert_intermediate + config.shared_intermediate
+    values = config.heads * config.value_dim
+    projections = config.hidden * (query + 2 * key)
+    if latent := config.latent:
+        products = latent.products(config.hidden, config.heads, config.head_dim).values()
+        projections = sum(outputs * inputs for outputs, inputs in products)
     return {
-        "attention.qkv": 2.0 * config.hidden * (query + 2 * key),
+        "attention.qkv": 2.0 * projections,
         "attention.scores": 2.0 * keys * query,
-        "attention.values": 2.0 * keys * query,
-        "attention.output": 2.0 * query * config.hidden,
+        "attention.values": 2.0 * keys * values,
+        "attention.output": 2.0 * values * config.hidden,
         **router,
         "mlp.up": 2.0 * up_matrices * config.hidden * width,
         "mlp.down": 2.0 * width * config.hidden,
     }
+
+
+def prediction_flops(config: ModelConfig, sequence: int) -> float:
+    """Return the forward FLOPs per token of the module of multi-token prediction, with its output head; 0 without one.
+    sequence: tokens of a sequence."""
+    if not config.prediction_layers:
+        return 0.0
+    layer = sum(layer_flops(config, config.layers, sequence).values())
+    return layer + 4.0 * config.hidden**2 + head_flops(config, sequence)
 
 
 def head_flops(config: ModelConfig, sequence: int) -> float:

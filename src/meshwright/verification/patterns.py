@@ -17,18 +17,11 @@ NO_PATTERN = "no recognized pattern"
 TOO_SHORT = "too few elements to identify a pattern"
 
 _FORWARD = (
-    *("embedding", "positions", "attention_norm", "attention.qkv", "attention.query_norm", "attention.key_norm"),
-    *(
-        "attention.output",
-        "attention_post_norm",
-        "mlp_norm",
-        "mlp.router",
-        "mlp.up",
-        "mlp.experts.up",
-        "mlp.experts.down",
-        "mlp.shared_gate",
-    ),
-    *("mlp.shared.up", "mlp.shared.down", "mlp.down", "mlp_post_norm", "final_norm", "head"),
+    *("embedding", "positions", "embedding_norm", "hidden_norm", "projection", "attention_norm", "attention.qkv"),
+    *("attention.query_norm", "attention.key_norm", "attention.query_up", "attention.latent_norm"),
+    *("attention.latent_up", "attention.output", "attention_post_norm", "mlp_norm", "mlp.router", "mlp.up"),
+    *("mlp.experts.up", "mlp.experts.down", "mlp.shared_gate", "mlp.shared.up", "mlp.shared.down", "mlp.down"),
+    *("mlp_post_norm", "norm", "final_norm", "head"),
 )
 """Modules of the engine in the order of the forward pass; those of a layer without its prefix."""
 
@@ -41,6 +34,8 @@ def list_in_backward_order(reference: Reference) -> list[str]:
         module = tensor.name.rpartition(".adapter.")[0] or tensor.name.rpartition(".")[0]
         if layer := re.fullmatch(r"layers\.(\d+)\.(.+)", module):
             place = (1, int(layer[1]), _FORWARD.index(layer[2]))
+        elif later := re.fullmatch(r"prediction\.(?:block\.)?(.+)", module):
+            place = (3, 0, _FORWARD.index(later[1]))
         else:
             place = (2 if module in ("final_norm", "head") else 0, 0, _FORWARD.index(module))
         places += [(place, entry.name) for entry in tensor.entries]

@@ -8,6 +8,7 @@ Shapes: B sequences, S tokens of each, H hidden, N query heads, K key-value head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -62,6 +63,9 @@ def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: P
         counted_B = pairs_B
         loss = _preference_loss(preference, chosen_BS, ids_BS, pairs_B, batch)
     objective = loss
+    if config.prediction_layers:
+        assert preference is None
+        objective = objective + config.prediction_loss * model.predict_later(x_BSH, tokens_BS, targets_BS, head)
     if config.router_loss:
         for losses_B in model.balance_losses:
             objective = objective + config.router_loss / config.expert_layers * (losses_B * counted_B).sum()
@@ -200,6 +204,23 @@ class _Forward:
             x_BSH = x_BSH + config.residual_scale * after(y_BSH, f"{name}.mlp_post_norm")
         return self.norm(x_BSH, "final_norm")
 
+    def predict_later(
+        self, x_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, head: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the summed loss of the module of multi-token prediction (arXiv:2412.19437, eqs. 21 to 24).
+        x_BSH: final hidden states; head: weight of the output head, [V, H]."""
+        name, length = "prediction", tokens_BS.shape[1]
+        embedded = self.weights["embedding.weight"][tokens_BS[:, [*range(1, length), 0]]]
+        parts = self.norm(embedded, f"{name}.embedding_norm"), self.norm(x_BSH, f"{name}.hidden_norm")
+        y_BSH = self.linear(torch.cat(parts, dim=-1), f"{name}.projection")
+        y_BSH = y_BSH + self.attention(self.norm(y_BSH, f"{name}.block.attention_norm"), self.config.layers)
+        y_BSH = y_BSH + self.mixture(self.norm(y_BSH, f"{name}.block.mlp_norm"), f"{name}.block.mlp")
+        log_probabilities_BSV = F.log_softmax(self.norm(y_BSH, f"{name}.norm") @ head.T, dim=-1)
+        after_BS = targets_BS[:, 1:]
+        same_BS = torch.stack([self.visible_BSS[:, place + 1, place] for place in range(length - 1)], dim=1)
+        chosen_BS = log_probabilities_BSV[:, :-1].gather(2, after_BS.clamp(min=0)[..., None])[..., 0]
+        return -torch.where((after_BS != IGNORED) & same_BS, chosen_BS, 0.0).sum()
+
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Apply the RMSNorm or LayerNorm called `name` over the last dim."""
         weight, epsilon = self.weights[f"{name}.weight"], self.config.norm_epsilon
@@ -221,6 +242,8 @@ class _Forward:
         """Return the attention output [B, S, H] of the layer with index `layer`: causal attention within documents,
         over a sliding window if the layer has one."""
         config, name = self.config, f"layers.{layer}.attention"
+        if config.latent:
+            return self.latent_attention(x_BSH, layer)
         heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
         sizes = [heads * size, kv_heads * size, kv_heads * size]
         q, k, v = self.linear(x_BSH, f"{name}.qkv").split(sizes, dim=-1)
@@ -239,6 +262,34 @@ class _Forward:
             visible_BSS = visible_BSS & (self.distance_SS < window)
         p_BNSS = scores_BNSS.masked_fill(~visible_BSS[:, None], float("-inf")).softmax(dim=-1)
         return self.linear(torch.einsum("bnqk,bknd->bqnd", p_BNSS, v).flatten(2), f"{name}.output")
+
+    def latent_attention(self, x_BSH: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return the output [B, S, H] of the multi-head latent attention of the layer with index `layer`
+        (arXiv:2405.04434, eqs. 9 to 19 and, without a latent vector of queries, section 3.1)."""
+        config, latent = self.config, self.config.latent
+        name = f"layers.{layer}.attention" if layer < config.layers else "prediction.block.attention"
+        assert latent is not None
+        plain = config.head_dim - latent.rotary_dim
+        projected = self.linear(x_BSH, f"{name}.qkv")
+        q, c_BSR, k_BSE = projected.tensor_split([-latent.cached_dim, -latent.rotary_dim], dim=-1)
+        if latent.query_rank is not None:
+            q = self.linear(self.scale_to_unit(q) * self.weights[f"{name}.query_norm.weight"], f"{name}.query_up")
+        q_BSND = q.unflatten(-1, (config.heads, -1))
+        c_BSR = self.scale_to_unit(c_BSR) * self.weights[f"{name}.latent_norm.weight"]
+        up_BSNO = self.linear(c_BSR, f"{name}.latent_up").unflatten(-1, (config.heads, -1))
+        q_BSNE, k_BS1E = self.rotate(q_BSND[..., plain:], layer), self.rotate(k_BSE[:, :, None], layer)
+        scores_BNSS = torch.einsum("bqnp,bknp->bnqk", q_BSND[..., :plain], up_BSNO[..., :plain])
+        scores_BNSS = scores_BNSS + torch.einsum("bqne,bke->bnqk", q_BSNE, k_BS1E[:, :, 0])
+        scale, scaling = config.head_dim**-0.5, config.rope_scaling
+        if scaling is not None and scaling.mscale_all_dim:
+            scale *= (1 + 0.1 * scaling.mscale_all_dim * math.log(scaling.factor)) ** 2
+        scores_BNSS = scale * scores_BNSS
+        p_BNSS = scores_BNSS.masked_fill(~self.visible_BSS[:, None], float("-inf")).softmax(dim=-1)
+        return self.linear(torch.einsum("bnqk,bknv->bqnv", p_BNSS, up_BSNO[..., plain:]).flatten(2), f"{name}.output")
+
+    def scale_to_unit(self, x: torch.Tensor, epsilon: float = 1e-6) -> torch.Tensor:
+        """Divide `x` by its root mean square over the last dim."""
+        return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
 
     def rotate(self, x_BSND: torch.Tensor, layer: int) -> torch.Tensor:
         """Apply RoPE to the queries or keys [B, S, N, D] of the layer with index `layer`: of the R rotated features, i
@@ -285,6 +336,8 @@ class _Forward:
         ranking_BSE = scores_BSE.detach()
         if config.router_bias:
             ranking_BSE = ranking_BSE + self.weights[f"{name}.router.bias"].detach()
+        if config.expert_groups > 1:
+            ranking_BSE = self.keep_groups(ranking_BSE)
         chosen_BSE = torch.zeros_like(ranking_BSE)
         chosen_BSE.scatter_(2, ranking_BSE.topk(config.experts_per_token, dim=-1).indices, 1.0)
         weights_BSE = scores_BSE * chosen_BSE
@@ -309,3 +362,13 @@ class _Forward:
                 shared_BSH = torch.sigmoid(x_BSH @ self.weights[f"{name}.shared_gate.weight"].T) * shared_BSH
             y_BSH = y_BSH + shared_BSH
         return y_BSH
+
+    def keep_groups(self, ranking_BSE: torch.Tensor) -> torch.Tensor:
+        """Return the ranking of experts with -inf outside of the groups that a token may use (arXiv:2412.19437, section
+        2.1.2)."""
+        config = self.config
+        groups_BSGE = ranking_BSE.unflatten(-1, (config.expert_groups, -1)).sort(dim=-1, descending=True).values
+        score_BSG = groups_BSGE[..., : 2 if config.router == "sigmoid" else 1].sum(dim=-1)
+        least_BS1 = score_BSG.sort(dim=-1, descending=True).values[..., config.groups_per_token - 1, None]
+        hidden_BSE = (score_BSG < least_BS1).repeat_interleave(config.experts // config.expert_groups, dim=-1)
+        return ranking_BSE.masked_fill(hidden_BSE, float("-inf"))

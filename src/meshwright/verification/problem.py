@@ -176,6 +176,10 @@ def scale_down_config(
             short_factors=tuple(1.0 + 0.1 * pair for pair in range(pairs)),
             long_factors=tuple(2.0 + pair for pair in range(pairs)),
         )
+    latent = config.latent
+    if latent is not None:
+        rank = None if latent.query_rank is None else 9
+        latent = dataclasses.replace(latent, rank=7, rotary_dim=4, value_dim=5, query_rank=rank)
     experts = _scaled_experts(config, tp, ep, etp)
     keys = FAMILIES[config.family].experts
     one_width = keys is not None and keys.width is None
@@ -195,6 +199,7 @@ def scale_down_config(
         head_dim=head_dim,
         intermediate=intermediate,
         max_positions=2 * SEQUENCE,
+        latent=latent,
         rope_scaling=scaling,
         unrotated_layers=tuple(range(1, layers, 2)) if config.unrotated_layers else (),
         # Caps and scales that bend scores and logits of this size.
@@ -247,10 +252,13 @@ def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str
         for width in itertools.count(37 if config.intermediate == config.expert_intermediate else 11)
         if width % cut == 0 and (2 * width % tp == 0 or not config.shared_intermediate)
     )
-    experts = min(5, config.experts)
-    return {
-        "experts": -(-experts // ep) * ep,
-        "experts_per_token": min(3, config.experts_per_token),
+    experts, step, groups = min(5, config.experts), ep, {}
+    if config.expert_groups > 1:  # three groups of at least two
+        experts, step = 6, math.lcm(ep, 3)
+        groups = {"expert_groups": 3, "groups_per_token": min(2, config.groups_per_token)}
+    return groups | {
+        "experts": -(-experts // step) * step,
+        "experts_per_token": min(3, config.experts_per_token, 2 * groups.get("groups_per_token", 2)),
         "expert_intermediate": width,
         "shared_intermediate": 2 * width if config.shared_intermediate else 0,
         "dense_layers": (0,) if config.dense_layers else (),

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
+from meshwright.model.transformer import Transformer
 from meshwright.names import FAMILIES
 from meshwright.planner.cost.engines import ENGINES, Engine, engine
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
@@ -108,6 +110,24 @@ def test_flops_of_each_rank_match_torch_counter(ranks: LocalRanks, name: str, la
     if not parsed.expert_parallel:
         assert set(found) == {expected}
     assert tuple(map(sum, zip(*found, strict=True))) == (4 * expected[0], 4 * expected[1])
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3"])
+def test_forward_flops_of_latent_attention_match_torch_counter(name: str):
+    """Of the model, without the padding of values to the size of queries."""
+    config = dataclasses.replace(preset(name), layers=4, vocabulary=100)
+    model = Transformer(config, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        attention = model.layers[0].attention
+        parts = attention.qkv(torch.ones(1, 7, config.hidden, device="meta"))
+        if attention.query_up is not None:
+            attention.query_up(parts[..., : config.latent.query_rank])
+        k, v = attention._decompress(parts[..., : config.latent.rank])
+        q, k = (torch.ones(1, config.heads, 7, config.head_dim, device="meta") for _ in range(2))
+        torch.matmul(torch.matmul(q, k.mT), v)
+        attention.output(v.transpose(1, 2).flatten(2))
+    flops = forward_flops_per_token(config, 7, causal=False)
+    assert counter.get_total_flops() * 4 == 7 * sum(n for part, n in flops.items() if part.startswith("attention."))
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt3-175b", "gemma-2-9b", "qwen3-30b-a3b", "mixtral-8x7b-v0.1"])

@@ -22,6 +22,7 @@ FAMILIES = (
     *("llama-tiny", "gpt2-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny", "mixtral-tiny", "qwen2-moe-tiny"),
     *("qwen3-moe-tiny", "dots1-tiny", "granite-tiny", "phi3-tiny", "glm4-tiny", "gemma2-tiny"),
     *("gemma3-tiny", "olmo2-tiny", "olmo3-tiny"),
+    *("deepseek-v2-tiny", "deepseek-v3-tiny"),
 )
 RECOMPUTE = ("none", "selective", "full")
 DOCUMENTS = [[0, 5], [0, 9]]

@@ -170,7 +170,7 @@ def test_configuration_of_another_architecture_is_priced_with_a_warning(changes:
     assert any(message in line for line in said) if message else said == []
 
 
-@pytest.mark.parametrize("name", ["falcon", "deepseek_v3", "mamba"])
+@pytest.mark.parametrize("name", ["falcon", "deepseek_v32", "mamba"])
 def test_unknown_architecture_is_named_first(name: str):
     """Its quantization is not reported instead."""
     data = {"model_type": name, "quantization_config": {"quant_method": "fp8"}}

@@ -19,6 +19,7 @@ from meshwright.planner.cost.operators import (
     scaled,
 )
 from meshwright.planner.cost.tensor_parallel import enter, leave, row_parallel
+from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.work import keys_per_token
 
 _ACTIVATIONS: tuple[tuple[Phase, int], ...] = (("forward", 1), ("input", 2))
@@ -28,7 +29,8 @@ _ACTIVATIONS: tuple[tuple[Phase, int], ...] = (("forward", 1), ("input", 2))
 def attention(at: MicroBatch, window: int | None) -> Iterator[Operator]:
     """Yield the operators of attention: projections, positions and softmax(q kᵀ) v. window: most tokens that a query
     attends to, None for all."""
-    config, size, fusion = at.config, at.config.head_dim, at.engine.fusion
+    config, fusion = at.config, at.engine.fusion
+    size = max(config.head_dim, config.value_dim)  # of queries, keys and values in the kernel
     tokens = at.rows, at.tokens
     turned = config.positions == "rope" or config.query_key_norm  # then queries and keys are copies of the product's
     repeated = at.repeats(window)
@@ -37,10 +39,13 @@ def attention(at: MicroBatch, window: int | None) -> Iterator[Operator]:
     views = not at.ulysses and (not turned or not repeated)
     read = views or (config.query_key_norm and not at.narrow)
     saved = (SavedTensor("attention.qkv.input", (*tokens, config.hidden), "x"), *([fused] if read else []))
-    yield linear(
-        at, "attention.qkv", Linear(at.all_tokens, at.qkv_width, config.hidden, bias=config.qkv_bias), saved=saved,
-        kept=(fused,), exchanges=tuple(enter(at, "attention.input")),
-    )  # fmt: skip
+    if config.latent is not None:
+        yield from _latent_projections(at, config.latent)
+    else:
+        yield linear(
+            at, "attention.qkv", Linear(at.all_tokens, at.qkv_width, config.hidden, bias=config.qkv_bias), saved=saved,
+            kept=(fused,), exchanges=tuple(enter(at, "attention.input")),
+        )  # fmt: skip
     yield Operator("attention.join", pointwise(at, "attention.join", at.all_tokens * at.qkv_width, elementwise.JOINED))
     elements = at.all_tokens * (at.heads + at.kv_heads) * size
     if config.query_key_norm:
@@ -56,19 +61,43 @@ def attention(at: MicroBatch, window: int | None) -> Iterator[Operator]:
     elif turned:
         query = SavedTensor("attention.query", (at.rows, at.heads, at.tokens, size), "x")
         key = SavedTensor("attention.key", (at.rows, at.kv_heads, at.tokens, size), "x")
-        yield Operator("attention.turned", saved=(query,) if repeated else (query, key))
+        value = (SavedTensor("attention.value", key.shape, "x"),) if config.latent else ()  # padded
+        yield Operator("attention.turned", saved=((query,) if repeated else (query, key)) + value)
     if at.ring:
         yield Operator("attention.ring", exchanges=tuple(_ring(at)))
     if at.kernel == "scores":
         yield from _unfused_core(at)
     else:
         yield _core(at, window)
-    inner = at.heads * size
+    inner = at.heads * config.value_dim
     yield linear(
         at, "attention.output", Linear(at.all_tokens, config.hidden, inner, bias=config.output_bias),
         saved=(SavedTensor("attention.output.input", (*tokens, inner), "x"),),
         kept=row_parallel(at, "attention.output"), exchanges=tuple(leave(at, "attention.output")),
     )  # fmt: skip
+
+
+def _latent_projections(at: MicroBatch, latent: LatentAttention) -> Iterator[Operator]:
+    """Yield the products and norms before the scores of latent attention. latent: sizes of the latent vectors."""
+    config, tokens = at.config, (at.rows, at.tokens)
+    for name, (outputs, inputs) in latent.products(config.hidden, at.heads, config.head_dim).items():
+        first = name == "qkv"
+        output = SavedTensor(f"attention.{name}.output", (*tokens, outputs), "x")
+        saved = SavedTensor(f"attention.{name}.input", (*tokens, inputs), "x")
+        if not first:  # the input is normalised
+            norm = name.replace("_up", "_norm")
+            of = elementwise.norm("rmsnorm", at.engine.fusion)
+            copies = (SavedTensor(f"attention.{norm}.input", saved.shape, "wide"),) if at.narrow else ()
+            yield Operator(
+                f"attention.{norm}", pointwise(at, f"attention.{norm}", at.all_tokens * inputs, of),
+                (*copies, *scaled(f"attention.{norm}", saved.shape, centred=False)), parameters=inputs,
+            )  # fmt: skip
+        # Latent vectors are views of the first product, which the norms of wide types keep.
+        yield linear(
+            at, f"attention.{name}", Linear(at.all_tokens, outputs, inputs),
+            saved=(saved, output) if first and not at.narrow else (saved,), kept=(output,),
+            exchanges=tuple(enter(at, "attention.input")) if first else (),
+        )  # fmt: skip
 
 
 def _query_key_norms(at: MicroBatch) -> Iterator[SavedTensor]:
@@ -142,7 +171,8 @@ def _core(at: MicroBatch, window: int | None) -> Operator:
     log_sum = SavedTensor("attention.log_sum", (at.rows, heads, length), "wide")
     if at.ring:
         result = SavedTensor("attention.core", (at.rows, at.heads, at.tokens, size), "x")
-        return Operator("attention.core", operations, (log_sum,), (result, log_sum))
+        padded = (result,) if config.value_dim < size else ()  # of which the output's input is a copy
+        return Operator("attention.core", operations, (log_sum, *padded), (result, log_sum))
     if at.device == "cuda":
         return Operator("attention.core", operations, tuple(_cuda_kernel(at, heads, length, window)))
     return Operator("attention.core", operations, (log_sum,) if config.encoder else ())

@@ -48,6 +48,8 @@ _PANEL = 16  # output columns of a packed panel
 def find_kernel_gap(config: ModelConfig, layout: Layout) -> str | None:
     """Return the reason, as text for users, why the kernels cannot serve a model on a layout; None if they can. Without
     kernels a CPU computes in plain torch."""
+    if config.latent is not None:
+        return "there are no kernels for latent attention"
     if config.projection_norm and layout.tp > 1:
         return f"no kernel normalises the queries of several ranks together, as family {config.family} does"
     return None
@@ -204,6 +206,8 @@ def stage_tensors(config: ModelConfig, stage: Stage) -> Iterator[ModelParameter]
 def unpadded_kv_block(config: ModelConfig, rank: RankLedger) -> int:
     """Return the bytes of a KV block without the padding of values that the CPU kernels need. rank: ledger with the
     padded size."""
+    if config.latent is not None:
+        return rank.kv_block
     return rank.kv_block * 2 * config.head_dim // (config.head_dim + _round_up(config.head_dim))
 
 
@@ -222,7 +226,7 @@ def _rank_ledger(config: ModelConfig, layout: Layout, stage: Stage, sizes: Servi
         if as_matrix:
             packed += _packed_bytes(config, layout, tensor, item)
     # Cosines and sines of half the features each.
-    weights += len(config.rotations(stage.layers)) * sizes.max_length * config.head_dim * 4
+    weights += len(config.rotations(stage.layers)) * sizes.max_length * config.rotary_dim * 4
     heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
     widths = _buffer_widths(config, layout, stage, heads, kv_heads)
     vocabulary = -(-config.vocabulary // layout.tp)
@@ -231,7 +235,9 @@ def _rank_ledger(config: ModelConfig, layout: Layout, stage: Stage, sizes: Servi
     workspace = 4 * (tokens * sum(widths.values()) + (rows * config.hidden if stage.last else 0))
     gathered = layout.tp * max(tokens * config.hidden, rows * vocabulary if stage.last else 0)
     messages = tokens * config.hidden * ((not stage.first) + (not stage.last))
-    values = config.head_dim, _round_up(config.head_dim)
+    cached = kv_heads * (config.head_dim + _round_up(config.head_dim))
+    if config.latent is not None:
+        cached = config.latent.cached_dim
     return RankLedger(
         weights=weights,
         packed=packed,
@@ -239,7 +245,7 @@ def _rank_ledger(config: ModelConfig, layout: Layout, stage: Stage, sizes: Servi
         logits=logits,
         communication=4 * ((gathered if layout.tp > 1 else 0) + messages),
         slack=RANK_BYTES + transit,
-        kv_block=block_tables(config, layout.pp).depths[stage.index] * kv_heads * BLOCK_TOKENS * sum(values) * item,
+        kv_block=block_tables(config, layout.pp).depths[stage.index] * BLOCK_TOKENS * cached * item,
     )
 
 

@@ -67,10 +67,14 @@ def _workspace_bytes(config: ModelConfig, layout: Layout, stage: Stage, sizes: S
     states = sizes.token_budget * config.hidden * (2 * item + 4)  # of the tiles, together, as float32
     tables = len(block_tables(config, layout.pp).windows)
     slots = TILE_TOKENS * tables * 8 * (longest + BLOCK_TOKENS)
-    context = longest * (2 * kv_heads * config.head_dim * (item + wide) + 3 * heads * wide + 8)
+    cached, projected = 2 * kv_heads * config.head_dim, (heads + 2 * kv_heads) * config.head_dim
+    if latent := config.latent:
+        cached = latent.cached_dim
+        projected = (latent.query_rank or 0) + cached + heads * (config.head_dim + 2 * cached + latent.value_dim)
+    context = longest * (cached * (item + wide) + 3 * heads * wide + 8)
     # Cosines and sines of half the features; as much again while the table grows.
-    rotation = 2 * len(config.rotations(stage.layers)) * (1 << (longest - 1).bit_length()) * config.head_dim * wide
+    rotation = 2 * len(config.rotations(stage.layers)) * (1 << (longest - 1).bit_length()) * config.rotary_dim * wide
     inner = max(config.intermediate, config.expert_intermediate, config.shared_intermediate)
-    widths = 4 * config.hidden + (heads + 2 * kv_heads) * config.head_dim + 3 * -(-inner // tp)
+    widths = 4 * config.hidden + projected + 3 * -(-inner // tp)
     scores = config.vocabulary * (item + 4) if stage.last else 0
     return states + slots + context + rotation + TILE_TOKENS * (widths * wide + scores)

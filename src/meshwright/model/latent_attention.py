@@ -1,0 +1,122 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1; DeepSeek-V3, arXiv:2412.19437, section
+2.1.1).
+
+In training, keys and values of all heads are projected from the latent vectors. With a KV cache, the cache holds latent
+vectors and rotary keys alone, and the projections are absorbed into those of the queries and of the output (section
+2.1.2): attention of N heads over one key head.
+
+Shapes: B sequences, S tokens of a sequence (on this rank), H hidden, N heads on this rank, D size of a head's query, P
+its features without position, E those with rotary position, V size of a head's values, R size of the latent vector.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.model.axis_operations import AxisOperations
+from meshwright.model.cache import AttentionCache
+from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
+from meshwright.model.rope import rotate
+from meshwright.model.scaled_dot_product import Visible
+from meshwright.model.tiled_attention import Scores
+from meshwright.spec.config import ModelConfig
+
+_NORM_EPSILON = 1e-6
+"""Added to the mean square in the norms of latent vectors, which do not follow the model's epsilon."""
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention layer of a transformer block.
+
+    The projections of the hidden state are fused: the rows of `qkv.weight` are those of the queries (or of their latent
+    vector), then R of the latent vector of keys and values, then E of the rotary key. Every tp rank computes the latent
+    vectors; heads are split. `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters."""
+
+    def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
+        super().__init__()
+        assert config.latent is not None
+        self.tensor, self.context, self.latent = axes.tensor, axes.context, config.latent
+        self.heads, self.size = config.heads // axes.tensor.size, config.head_dim
+        self.plain = config.head_dim - config.latent.rotary_dim
+        rank, query_rank = config.latent.rank, config.latent.query_rank
+        query = self.heads * self.size
+        self.qkv = Linear(config.hidden, (query_rank or query) + config.latent.cached_dim, False, **options)
+        self.query_norm = self.query_up = None
+        if query_rank is not None:
+            self.query_norm = RMSNorm(query_rank, _NORM_EPSILON, **options)
+            self.query_up = Linear(query_rank, query, False, **options)
+        self.latent_norm = RMSNorm(rank, _NORM_EPSILON, **options)
+        self.latent_up = Linear(rank, self.heads * (self.plain + config.latent.value_dim), False, **options)
+        inputs = self.heads * config.latent.value_dim
+        self.output = RowParallelLinear(inputs, config.hidden, False, axes.tensor, "attention.output", **options)
+        self.scores, self.interleaved = Scores(config.score_scale), config.rotary_interleaved
+
+    def forward(
+        self,
+        x_BSH: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        visible: Visible,
+        cache: AttentionCache | None = None,
+        layer: int = 0,
+    ) -> torch.Tensor:
+        """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this
+        rank's token slices). `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, E/2] each. `visible`:
+        attention mask from `visibility`; None: plain causal. `cache`: KV cache, to which the latent vectors and rotary
+        keys are added as those of layer number `layer`; attention then covers the cached tokens too, and `visible` is
+        ignored."""
+        assert rotation is not None
+        parts = self.qkv(self.tensor.enter(x_BSH, "attention.input"))
+        rank, rotary = self.latent.rank, self.latent.rotary_dim
+        q, latent_BSR, k_rotary_BSE = parts.split([parts.shape[-1] - rank - rotary, rank, rotary], dim=-1)
+        if self.query_norm is not None and self.query_up is not None:
+            q = self.query_up(self.query_norm(q))
+        q_BNSP, q_BNSE = q.unflatten(-1, (self.heads, self.size)).transpose(1, 2).split([self.plain, rotary], dim=-1)
+        k_B1SE = k_rotary_BSE[:, None]
+        q_BNSE, k_B1SE = (rotate(x, *rotation, self.interleaved) for x in (q_BNSE, k_B1SE))
+        latent_BSR = self.latent_norm(latent_BSR)
+        if cache is not None:
+            assert self.context.size == 1, "a KV cache needs unsharded sequences"
+            out_BNSV = self._attend_latent(q_BNSP, q_BNSE, torch.cat([latent_BSR[:, None], k_B1SE], -1), cache, layer)
+        else:
+            k_BNSP, v_BNSV = self._decompress(latent_BSR)
+            k_BNSE = k_B1SE.expand(-1, self.heads, -1, -1)
+            q, k = torch.cat([q_BNSP, q_BNSE], dim=-1), torch.cat([k_BNSP, k_BNSE], dim=-1)
+            out_BNSV = self._attend(q, k, v_BNSV, visible)
+        return self.output(out_BNSV.transpose(1, 2).flatten(2))
+
+    def linear_layers(self) -> list[Linear]:
+        """Return the layer's linear layers in forward order."""
+        return [self.qkv, *([] if self.query_up is None else [self.query_up]), self.latent_up, self.output]
+
+    def _decompress(self, latent_BSR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys without position [B, N, S, P] and the values [B, N, S, V] of all heads, projected from
+        normalised latent vectors."""
+        both = self.latent_up(latent_BSR).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k_BNSP, v_BNSV = both.split([self.plain, self.latent.value_dim], dim=-1)
+        return k_BNSP, v_BNSV
+
+    def _attend(
+        self, q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSV: torch.Tensor, visible: Visible
+    ) -> torch.Tensor:
+        """Return the causal attention [B, N, S, V]. Attention kernels take one head size: the shorter of D and V is
+        padded with zeros."""
+        width, values = max(self.size, self.latent.value_dim), self.latent.value_dim
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q_BNSD, k_BNSD, v_BNSV))
+        return self.context.attend(q, k, v, visible, self.scores)[..., :values]
+
+    def _attend_latent(
+        self, q_BNSP: torch.Tensor, q_BNSE: torch.Tensor, new_B1SC: torch.Tensor, cache: AttentionCache, layer: int
+    ) -> torch.Tensor:
+        """Return the attention output [B, N, S, V] over the latent vectors of a KV cache, to which those of the new
+        tokens are added. `new_B1SC`: latent vectors and rotary keys, C = R + E. Keys are W_k latent and values W_v
+        latent, so that q (W_k latent)^T = (q W_k) latent^T and p (W_v latent) = W_v (p latent)."""
+        up_NOR = self.latent_up.weight.unflatten(0, (self.heads, -1))
+        key_NPR, value_NVR = up_NOR.split([self.plain, self.latent.value_dim], dim=1)
+        q_BNSC = torch.cat([torch.matmul(q_BNSP, key_NPR), q_BNSE], dim=-1)
+        out_BNSC = cache.attend(layer, q_BNSC, new_B1SC, None)
+        return torch.matmul(out_BNSC[..., : self.latent.rank], value_NVR.mT)

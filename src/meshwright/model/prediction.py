@@ -1,0 +1,50 @@
+"""Multi-token prediction in training: one more layer that predicts the token after the next (DeepSeek-V3,
+arXiv:2412.19437, section 2.2).
+
+Shapes: B sequences, S tokens of a sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.model.axis_operations import AxisOperations
+from meshwright.model.block import Block
+from meshwright.model.documents import Documents
+from meshwright.model.layers import Linear, make_norm
+from meshwright.model.loss import IGNORED
+from meshwright.spec.config import ModelConfig
+
+
+class PredictionModule(nn.Module):
+    """Module of multi-token prediction: a transformer block on a projection of the normalised hidden state of a token
+    and of the embedding of the next token (eqs. 21 to 23). Embedding and output head are those of the model. `axes`:
+    communication of the mesh axes; `options`: `device` and `dtype` of the parameters."""
+
+    def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
+        super().__init__()
+        self.embedding_norm = make_norm(config, **options)
+        self.hidden_norm = make_norm(config, **options)
+        self.projection = Linear(2 * config.hidden, config.hidden, bias=False, **options)
+        self.block = Block(config, axes, config.layers, **options)
+        self.norm = make_norm(config, **options)
+
+    def project(self, x_BSH: torch.Tensor, next_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the input of the block, [B, S, H] (with sequence parallelism this rank's token slice, as are both
+        arguments). `x_BSH`: output of the model's final norm; `next_BSH`: embeddings of the next tokens."""
+        return self.projection(torch.cat([self.embedding_norm(next_BSH), self.hidden_norm(x_BSH)], dim=-1))  # type: ignore[no-any-return]
+
+
+def shift_by_one(
+    tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the next token of each token and the target of that next token, [B, S] each; the target is ignored at the
+    end of a sequence and where the next token is of another document."""
+    next_BS, after_BS = tokens_BS.roll(-1, dims=1), targets_BS.roll(-1, dims=1)
+    after_BS[:, -1] = IGNORED
+    if documents is not None and (starts_BS := documents.starts_BS) is not None:
+        after_BS = after_BS.masked_fill(starts_BS != starts_BS.roll(-1, dims=1), IGNORED)
+    return next_BS, after_BS

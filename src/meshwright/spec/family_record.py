@@ -1,0 +1,91 @@
+"""Records that describe a model family and how its ``config.json`` holds a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Key of a ``config.json`` that holds one optional ModelConfig field. key: its name. kind: "flag": a boolean;
+    "factor": a number above 0; "limit": a number above 0, or null for none; "inverse_square": a number x above 0, where
+    the field is x ** -0.5."""
+
+    key: str
+    kind: Literal["flag", "factor", "limit", "inverse_square"] = "factor"
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How a ``config.json`` gives the layers with a sliding window. layers: layers that have one without the key
+    ``layer_types``: "all"; "late", those from ``max_window_layers`` on; "early", every other one before it; "periodic",
+    all but every ``period``-th, which the key ``period_key`` may give; "unrotated", those without rotary positions.
+    switch: True if ``use_sliding_window`` must be true. listed: True if ``layer_types`` may list them; if not, all
+    layers or none have a window."""
+
+    layers: Literal["all", "late", "early", "periodic", "unrotated"]
+    period: int = 1
+    period_key: str | None = None
+    switch: bool = False
+    listed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Keys of a ``config.json`` that describe mixtures of experts. count: of the number of experts (transformers 4,
+    then 5). width: of an expert's width; None: it is that of the dense MLPs. normalised: of ``normalise_choice``; None:
+    the family fixes it. loss: of the load-balancing loss; None: none. shared: of the shared expert: its width, or if
+    ``shared_copies`` how many experts wide it is; None: none. scale: of ``routed_scale``; None: it is 1. dense: the
+    dense layers are the first ones, as many as ``first_k_dense_replace`` says ("first"), those of ``mlp_only_layers``
+    and ``decoder_sparse_step`` ("listed"), or none (None). groups: the experts form ``n_group`` groups ("always"), only
+    if ``topk_method`` says so ("method"), or none (None)."""
+
+    count: tuple[str, ...]
+    width: str | None = "moe_intermediate_size"
+    normalised: str | None = "norm_topk_prob"
+    loss: str | None = "router_aux_loss_coef"
+    shared: str | None = None
+    shared_copies: bool = False
+    scale: str | None = None
+    dense: Literal["first", "listed"] | None = None
+    groups: Literal["always", "method"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Architecture choices that all models of a family share. name: ``model_type`` in config.json. architecture: class
+    name in transformers. fixed: {ModelConfig field: the only value that it may have}. defaults: {config.json key: value
+    if the key is missing}. settings: {ModelConfig field: the config.json key that holds it}, for fields that not all
+    families have. A field of `OPTIONS` that is in neither has its default. keys: {ModelConfig field: its config.json
+    keys}, for fields whose keys are not the usual ones. windows: layers with a sliding window; None: no layer has one.
+    partial_rotation: True if the key ``partial_rotary_factor`` may be below 1. planning_only: reason why the family can
+    be planned but not run; None if it can be run. experts: keys of its mixtures of experts; None: every MLP is dense.
+    latent: True for multi-head latent attention. heads: for an encoder, {class name in transformers: its
+    ``ModelConfig.head``}; empty for a decoder. nested: ``model_type`` of multimodal models whose ``text_config`` is a
+    model of this family."""
+
+    name: str
+    architecture: str
+    fixed: Mapping[str, object]
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys a config.json may leave out
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    windows: Windows | None = None
+    partial_rotation: bool = False
+    planning_only: str | None = None
+    experts: Experts | None = None
+    latent: bool = False
+    heads: Mapping[str, str] = field(default_factory=dict)  # of an encoder: architecture -> ``ModelConfig.head``
+    nested: str | None = None
+
+    @property
+    def attention_bias(self) -> bool:
+        """True if the ``config.json`` key ``attention_bias`` sets the biases of all attention projections together."""
+        return self.fixed["positions"] == "rope" and not {"qkv_bias", "output_bias"} & {*self.fixed, *self.settings}
+
+    @property
+    def encoder(self) -> bool:
+        """True if models of this family are encoders: bidirectional attention and post-norm layers."""
+        return bool(self.heads)
