@@ -314,6 +314,8 @@ def test_objective_follows_from_records_and_must_match_them(tiny_recipe: Path):
         (["data.records=chat", "train.objective=ipo"], 'it needs data.records = "preference", not "chat"'),
         ([pairs, "train.objective=dop"], 'unknown objective "dop"; did you mean "dpo"?'),
         ([pairs, "train.objective=ipo", "train.preference_smoothing=0.1"], 'belongs to objective "dpo"'),
+        ([pairs, "train.desirable_weight=2"], 'train.desirable_weight belongs to objective "kto"; "dpo" has none'),
+        (["train.preference_beta=0.5"], 'train.preference_beta belongs to objective "dpo" or'),
         ([pairs, "train.label_smoothing=0.1"], "did you mean train.preference_smoothing?"),
         ([pairs, "train.preference_beta=0"], "above 0"),
     ):

@@ -228,6 +228,8 @@ class PreparedData:
                     + (", raise data.validation_fraction" if name == "validation" else "")
                     + " or reduce data.sequence"
                 )
+            if isinstance(split, PackedExamples) and split.packing.labelled:
+                split.check_partners()
         if self.weights is not None:
             split = self.split("train")
             for number, sequences in enumerate(split.sequences_by_source):

@@ -43,6 +43,14 @@ def _check_layout(text: str) -> str:
 
 _IN_PLACE_OF = {"data.source": "sources", "data.sources": "source"}
 
+_KEYS_OF_OBJECTIVES = {  # keys of [train] that only these objectives read
+    "preference_beta": tuple(name for names in OBJECTIVES_OF_RECORDS.values() for name in names),
+    "preference_margin": ("simpo",),
+    "preference_smoothing": ("dpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+
 
 class Recipe(Table):
     """A whole training recipe, one field for each table of its TOML file; relative paths are relative to the current
@@ -106,6 +114,10 @@ class Recipe(Table):
                 f'train.objective "{objective}" learns from {learns}: it needs data.records = "{kind}", '
                 f'not "{self.data.records}"'
             )
+        for key, of in _KEYS_OF_OBJECTIVES.items():
+            if self.objective not in of and getattr(self.train, key) != TrainRecipe.model_fields[key].default:
+                names = " or ".join(f'"{name}"' for name in of)
+                raise ValueError(f'train.{key} belongs to objective {names}; "{self.objective}" has none')
         if self.model.prediction_layers and self.objective != "next-token":
             raise ValueError(
                 f'model.prediction_layers trains on next tokens; objective "{self.objective}" has no such loss'

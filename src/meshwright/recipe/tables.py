@@ -218,10 +218,6 @@ class TrainRecipe(Table):
             raise ValueError('schedule "wsd" needs decay: the number of steps of its tail')
         if self.decay and self.schedule != "wsd":
             raise ValueError(f'decay is the tail of schedule "wsd"; schedule "{self.schedule}" has none')
-        if self.preference_smoothing and self.objective not in (None, "dpo"):
-            raise ValueError(f'preference_smoothing belongs to objective "dpo"; "{self.objective}" has none')
-        if self.preference_margin is not None and self.objective != "simpo":
-            raise ValueError(f'preference_margin belongs to objective "simpo"; "{self.objective or "dpo"}" has none')
         if self.profile and int(self.profile.rpartition(":")[2]) > self.steps:
             raise ValueError(f'profile = "{self.profile}" ends after the last step: steps = {self.steps}')
         if self.momentum and self.optimizer != "sgd":

@@ -3,6 +3,7 @@ relative to the initial policy (the reference)."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -49,7 +50,7 @@ MISMATCHED = " mismatched"
 
 class Rewards(NamedTuple):
     """Reward metrics; rewards are those of `model.preference`. `chosen`, `rejected`: mean reward of the chosen
-    (desirable) and of the rejected (undesirable) responses, 0 without any; `accuracy`: fraction of pairs, or single
+    (desirable) and of the rejected (undesirable) responses, NaN without any; `accuracy`: fraction of pairs, or single
     responses, that the rewards judge as their label does (see `PreferenceLoss`)."""
 
     chosen: float
@@ -62,8 +63,10 @@ class Rewards(NamedTuple):
         return self.chosen - self.rejected
 
     def to_metrics(self) -> dict[str, float]:
-        """Return the four metrics named in `REWARDS` (margin, accuracy, chosen, rejected) as {name: value}."""
-        return dict(zip(REWARDS, (self.margin, self.accuracy, self.chosen, self.rejected), strict=True))
+        """Return the metrics named in `REWARDS` (margin, accuracy, chosen, rejected) as {name: value}, without those of
+        a label that no response of the step has."""
+        values = zip(REWARDS, (self.margin, self.accuracy, self.chosen, self.rejected), strict=True)
+        return {name: value for name, value in values if not math.isnan(value)}
 
 
 class Preferences:
@@ -124,7 +127,10 @@ class Preferences:
         chosen response has the higher reward; for KTO also the KL estimate. means: the metric sums divided by the
         number of terms."""
         chosen, rejected, accuracy, chosen_share, rejected_share = means
-        rewards = Rewards(chosen / (chosen_share or 1), rejected / (rejected_share or 1), accuracy)
+        rewards = Rewards(*(
+            value / share if share else math.nan
+            for value, share in ((chosen, chosen_share), (rejected, rejected_share), (accuracy, 1.0))
+        ))  # fmt: skip
         text = f"  margin {rewards.margin:.3f}  accuracy {rewards.accuracy:.0%}"
         return Metrics(rewards.to_metrics() | ({KL: self.kl} if self._of == 1 else {}), text)
 
@@ -146,7 +152,8 @@ class Preferences:
                     sums_2[1] += int(counts[row])
         collectives.all_reduce(sums_2, mesh.world, KL_SITE)
         total, count = sums_2.tolist()
-        self.kl = max(0.0, total / count) if count else 0.0
+        mean = total / max(1.0, count)
+        self.kl = 0.0 if mean < 0 else mean  # NaN stays NaN, and the step is skipped
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
         """Set `reference`, the reference log-probabilities: load them from the run directory, or compute them with the

@@ -83,15 +83,19 @@ class PackedExamples(PackedDataset):
 
     @property
     def mismatched(self) -> MismatchedRows:
-        """The rows with each labelled example's response replaced by that of another one. Raises `UserError` if there
-        is no other one.
+        """The rows with each labelled example's response replaced by that of another one. Raises `UserError` as
+        `check_partners` does.
         """
+        self.check_partners()
+        return MismatchedRows(self)
+
+    def check_partners(self) -> None:
+        """Raise `UserError` if a data source has a single labelled example, whose prompt has no other response."""
         if (self.plan.partners == np.arange(len(self.plan.numbers))).any():
             raise UserError(
                 f"the {self.directory.name} split has a data source with a single labelled example, and KTO estimates "
                 "the KL divergence from the responses to other prompts: give more, or change data.validation_fraction"
             )
-        return MismatchedRows(self)
 
     def iterate_texts(self) -> Iterator[str]:
         """Yield the text of each record in order, all of its messages joined (see `Example.join_texts`)."""
