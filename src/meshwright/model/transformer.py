@@ -169,8 +169,10 @@ class Transformer(nn.Module):
         balance = torch.stack(losses).sum() if losses else None
         if not stage.last:
             return StageOutput(x_BSH, balance)
-        normed_BSH = self._normalise(units.enter("head", x_BSH))
-        states_TH, targets_T = self.axes.tensor.enter(normed_BSH, "head.input").flatten(0, 1), targets_BS.flatten()
+        x_BSH = self._normalise(units.enter("head", x_BSH))
+        normed_BSH = x_BSH if predicts else None  # nothing else may hold the states while the loss is computed
+        x_BSH = self.axes.tensor.enter(x_BSH, "head.input")
+        states_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
         if pairs is not None:
             losses_T = token_cross_entropy(states_TH, targets_T, self.output_head())
             responses_BD = self.axes.context.reduce(pairs.log_probabilities(losses_T), RESPONSES_SITE)
@@ -178,7 +180,7 @@ class Transformer(nn.Module):
         layers, recompute = len(stage.layers), self.axes.recompute.kind
         keep = keeps_head_gradient(len(targets_T), self._widest, layers, recompute, at_once)
         loss = linear_cross_entropy(states_TH, targets_T, self.output_head(), keep)
-        if predicts:
+        if normed_BSH is not None:
             later, more = self._predict_later(normed_BSH, tokens_BS, targets_BS, documents, counted_B, keep)
             balance = more if balance is None else balance + more
             loss = loss + self.config.prediction_loss * (later - later.detach())

@@ -143,7 +143,7 @@ def test_peak_of_compiled_step_matches_allocator() -> None:
 
 def memory_and_warnings(model: str, layout: str, compile: bool = True) -> tuple[float, tuple[str, ...]]:
     one = evaluate(model, "8xh100-sxm", layout, sequence=4096, batch=16, compile=compile)
-    return one.memory.peak_bytes, one.warnings
+    return one.memory.peak_bytes, tuple(said for said in one.warnings if "bounds" not in said)
 
 
 def test_warning_if_compiled_blocks_are_priced_as_uncompiled() -> None:
