@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.limited_process import LimitedProcess
+from meshwright.data.limited_process import HandlerFailed, LimitedProcess
 
 PROGRAM = """
 import os, time
@@ -25,6 +25,11 @@ def make_handler():
                 return {"length": len(bytearray(1 << 30))}
             case "exit":
                 os._exit(7)
+            case "fail":
+                raise KeyError("shape")
+            case "print":
+                print("loading a model ...", flush=True)
+                os.system("echo from a program")
         return {"first": state["first"], "served": state["served"]}
     return handle
 """
@@ -45,3 +50,21 @@ def test_request_beyond_a_limit_ends_its_process_alone(tmp_path: Path, do: str, 
     assert [process.ask({"do": "answer"}) for _ in range(2)][1] == {"first": "x", "served": 2}
     assert process.ask({"do": do}) == {"limit": limit}
     assert process.ask({"do": "answer"}) == {"first": "x", "served": 1}  # a new process, which got the first request
+
+
+def make_process(tmp_path: Path) -> LimitedProcess:
+    program = tmp_path / "program.py"
+    program.write_text("print('imported')\n" + PROGRAM)
+    return LimitedProcess(str(program), {"first": "x"}, 10, 1 << 29)
+
+
+def test_what_the_program_prints_is_no_answer(tmp_path: Path):
+    process = make_process(tmp_path)
+    assert [process.ask({"do": "print"})["served"] for _ in range(2)] == [1, 2]
+
+
+def test_exception_of_the_handler_is_raised_with_its_type(tmp_path: Path):
+    process = make_process(tmp_path)
+    with pytest.raises(HandlerFailed, match=r"^KeyError: 'shape'$"):
+        process.ask({"do": "fail"})
+    assert process.ask({"do": "answer"}) == {"first": "x", "served": 1}

@@ -28,6 +28,10 @@ Handler: TypeAlias = "Callable[[dict[str, Any]], dict[str, Any]]"
 """Answers a request; both are JSON objects."""
 
 
+class HandlerFailed(Exception):
+    """Error: the program failed on a request, for a reason that it does not handle; type and message of its error."""
+
+
 class LimitedProcess:
     """Subprocess that answers requests, started when needed and again after a limit ended it.
 
@@ -44,13 +48,13 @@ class LimitedProcess:
         self._lock = threading.Lock()
 
     def start(self) -> dict[str, Any]:
-        """Start the subprocess and return its answer to the first request; see `ask`."""
+        """Start the subprocess and return its answer to the first request; answers and errors as of `ask`."""
         with self._lock:
             return self._start()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request. If a limit ended the process, the answer is {"limit": a clause such as "takes
-        more than 10 s of CPU time"}, and the next request starts a new one.
+        more than 10 s of CPU time"}, and the next request starts a new one. Raises `HandlerFailed` if the handler does.
         """
         with self._lock:
             if self._process is None or self._owner != os.getpid():
@@ -77,7 +81,9 @@ class LimitedProcess:
         return self._send_request(self._first)
 
     def _send_request(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to the subprocess and return the answer, {"limit": reason} if none comes."""
+        """Send a request to the subprocess and return the answer, {"limit": reason} if none comes. Raises
+        `HandlerFailed`.
+        """
         assert self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -91,8 +97,10 @@ class LimitedProcess:
         if not line.endswith(b"\n"):
             return {"limit": self._find_exit_reason()}
         answer: dict[str, Any] = json.loads(line)
-        if "limit" in answer:
+        if "limit" in answer or "exception" in answer:
             self._stop()
+        if "exception" in answer:
+            raise HandlerFailed(answer["exception"])
         return answer
 
     def _read_line(self) -> bytes:
@@ -151,15 +159,16 @@ def _end_process(process: subprocess.Popen[bytes], owner: int) -> None:
 def serve_requests(program: str, cpu_seconds: int, memory_bytes: int) -> None:
     """Main loop of the subprocess: read requests from standard input, one JSON object per line, and write one answer
     per line, until the input ends. The kernel ends the process when a request exceeds `cpu_seconds`. program: as for
-    `LimitedProcess`; it is imported before memory is limited.
+    `LimitedProcess`; it is imported before memory is limited. What it prints is discarded.
     """
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     handle: Handler = runpy.run_path(program)["make_handler"]()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = memory_bytes if hard == resource.RLIM_INFINITY else min(hard, memory_bytes)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts from the terminal
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     for line in requests:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
@@ -168,10 +177,13 @@ def serve_requests(program: str, cpu_seconds: int, memory_bytes: int) -> None:
         except MemoryError:
             answer = {"limit": f"needs more than {memory_bytes / 2**30:g} GiB of memory"}
             data = json.dumps(answer).encode()
+        except Exception as error:
+            answer = {"exception": f"{type(error).__name__}: {error}"[:1000]}
+            data = json.dumps(answer).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(data + b"\n")
         answers.flush()
-        if "limit" in answer:
+        if "limit" in answer or "exception" in answer:
             return
 
 

@@ -35,9 +35,9 @@ from meshwright.data.prepared import PreparedData
 from meshwright.data.records.examples import ExampleEncoder, collect_record_fields
 from meshwright.data.records.template_sources import check_template_tokens, find_template
 from meshwright.data.sources.contents import SourceDigests
-from meshwright.data.sources.page_process import find_extractor
 from meshwright.data.sources.reading import LONGEST_DOCUMENT, check_encoding
 from meshwright.data.sources.resolution import KEYED_FORMATS, SourceChanged, find_files
+from meshwright.data.sources.warc import collect_page_fields
 from meshwright.data.tokenizers.kinds import KINDS
 from meshwright.data.tokenizers.tokenizer import FILES, TextTokenizer, find_tokenizer, load_tokenizer, write_tokenizer
 from meshwright.errors import UserError
@@ -139,7 +139,7 @@ class _Preparation:
                 [file.name, file.format, sha256] for file, sha256 in zip(self.files, self.contents.sha256, strict=True)
             ],
             "sources": self._sum_by_source([1] * len(self.files)),
-            "extractor": find_extractor(recipe.extractor) if any(one.format == "warc" for one in self.files) else None,
+            "pages": collect_page_fields(recipe.extractor) if any(one.format == "warc" for one in self.files) else None,
             "text_key": recipe.text_key if any(file.format in KEYED_FORMATS for file in self.files) else None,
             "text_keys": [source.text_key for source in recipe.all_sources],
             "clean": collect_key_fields(recipe.clean, self.cache, self.log),

@@ -11,7 +11,7 @@ from warcio.warcwriter import WARCWriter
 
 from meshwright.data import preparation
 from meshwright.data.cleaning.survey import make_reader, survey_corpus
-from meshwright.data.sources import page_process, warc
+from meshwright.data.sources import http_bodies, page_process, warc
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
 from meshwright.errors import UserError
@@ -72,7 +72,7 @@ def test_main_text_is_read_whatever_the_encodings_of_the_body(tmp_path: Path, na
 
 def test_undecodable_bodies_are_dropped_and_other_responses_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("trafilatura")
-    monkeypatch.setattr(warc, "LONGEST_PAGE", 10_000)
+    monkeypatch.setattr(http_bodies, "LONGEST_PAGE", 10_000)
     kind = {"Content-Type": "text/html"}
     pages = [
         (gzip.compress(b"<p>" * 10_000), kind | {"Content-Encoding": "gzip"}),  # expands beyond the limit
@@ -154,15 +154,25 @@ def test_failing_extractor_drops_its_page_alone(tmp_path: Path, monkeypatch: pyt
     assert [pages.extract_text(html) for html in ("keep", "x", "keep")] == [("keep", None), failed, ("keep", None)]
 
 
-def test_version_of_the_extractor_is_part_of_the_cache_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_version_and_limits_of_the_extractor_are_part_of_the_cache_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("trafilatura")
     path = write(tmp_path / "a.warc", [(HTML.encode(), {"Content-Type": "text/html"})])
     (tmp_path / "b.txt").write_text(HTML)
     page, text = make_recipe(path), make_recipe(tmp_path / "b.txt")
     keys = [preparation._Preparation(recipe, print, False).key for recipe in (page, text)]
-    monkeypatch.setattr(preparation, "find_extractor", lambda library: f"{library} 99.0")
-    changed = [preparation._Preparation(recipe, print, False).key for recipe in (page, text)]
-    assert changed[0] != keys[0] and changed[1] == keys[1]
+    for name, value in (("find_extractor", lambda library: f"{library} 99.0"), ("MEMORY_BYTES", 1 << 29)):
+        with monkeypatch.context() as patch:
+            patch.setattr(warc, name, value)
+            changed = [preparation._Preparation(recipe, print, False).key for recipe in (page, text)]
+        assert changed[0] != keys[0] and changed[1] == keys[1]
+
+
+def test_extractor_that_cannot_be_loaded_is_an_error_and_drops_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "trafilatura.py").write_text("raise ImportError('cannot import name html_clean')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "trafilatura", raising=False)
+    with pytest.raises(UserError, match=r'loading "trafilatura" fails with ImportError: cannot import name html_clean'):
+        page_process.PageExtractor("trafilatura", 10)
 
 
 def test_resiliparse_reads_the_same_page(tmp_path: Path):

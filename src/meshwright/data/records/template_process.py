@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.data.limited_process import LimitedProcess
+from meshwright.data.limited_process import HandlerFailed, LimitedProcess
 from meshwright.data.records import template_rendering
 from meshwright.data.records.template_rendering import (
     MEMORY_BYTES,
@@ -33,7 +33,10 @@ class RenderProcess(LimitedProcess):
         """
         first = {"source": source, "named": dict(named)}
         super().__init__(template_rendering.__file__, first, RENDER_SECONDS, MEMORY_BYTES)
-        _get_text(self.start())
+        try:
+            _get_text(self.start())
+        except HandlerFailed as error:
+            raise NotATemplate(str(error)) from None
 
     def render_marked(
         self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Sequence[Mapping[str, Any]] = (),
@@ -45,7 +48,10 @@ class RenderProcess(LimitedProcess):
         variables. Raises `TemplateError` if the template refuses the messages, `LimitReached` if a limit is exceeded.
         """
         request = {"messages": list(map(dict, messages)), "prompt": prompt, "tools": list(tools)}
-        return _get_text(self.ask({**request, "variables": dict(variables or {})}))
+        try:
+            return _get_text(self.ask({**request, "variables": dict(variables or {})}))
+        except HandlerFailed as error:
+            raise TemplateError(f"cannot render it: {error}") from None
 
 
 def _get_text(answer: Mapping[str, Any]) -> str:

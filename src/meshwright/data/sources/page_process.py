@@ -7,7 +7,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import TypeAlias
 
-from meshwright.data.limited_process import LimitedProcess
+from meshwright.data.limited_process import HandlerFailed, LimitedProcess
 from meshwright.data.sources import page_extraction
 from meshwright.errors import UserError
 from meshwright.names import EXTRACTORS
@@ -29,8 +29,8 @@ class PageExtractor:
     """
 
     def __init__(self, library: str, seconds: int) -> None:
-        """Store the library, one of `names.EXTRACTORS`, and the limit on CPU time for a page. Raises `UserError` if the
-        library is not installed.
+        """Start the subprocess. library: one of `names.EXTRACTORS`. seconds: limit on CPU time for a page. Raises
+        `UserError` if the library is not installed or cannot be loaded.
         """
         if find_spec(library) is None:
             raise _missing_extractor_error(library)
@@ -48,9 +48,18 @@ class PageExtractor:
         return str(answer["text"]), None
 
     def _make_process(self) -> LimitedProcess:
-        """Return a new subprocess, which replaces the old one."""
+        """Return a new subprocess, which has loaded the library and replaces the old one. Raises `UserError` if it
+        cannot load it.
+        """
         first = {"extractor": self._library}
-        return LimitedProcess(page_extraction.__file__, first, self._seconds, MEMORY_BYTES)
+        process = LimitedProcess(page_extraction.__file__, first, self._seconds, MEMORY_BYTES)
+        try:
+            problem = process.start().get("limit")
+        except HandlerFailed as error:
+            problem = f"fails with {error}"
+        if problem:
+            raise UserError(f'data.extractor: loading "{self._library}" {problem}; reinstall the package')
+        return process
 
 
 @cache
