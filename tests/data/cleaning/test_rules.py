@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshwright.data.cleaning import heuristics_datatrove, language, rules
 from meshwright.data.cleaning.repetition import measure_repeated_lines
 from meshwright.data.cleaning.rules import RULES, Cleaner, is_code_file, list_enabled_rules
+from meshwright.errors import UserError
 from meshwright.recipe import CleanRecipe
 
 
@@ -83,6 +87,31 @@ def test_only_enabled_rules_run():
         sentence_duplicates=True,
     )
     assert list_enabled_rules(everything, extracts=True) == RULES
+
+
+@pytest.mark.parametrize(
+    "library, clean",
+    [("py3langid", {"languages": ["en"]}), ("spacy", {"heuristics": ["c4"], "heuristics_like": "datatrove"})],
+)
+def test_versions_of_libraries_are_in_the_cache_key_and_missing_ones_name_the_extra(
+    library: str, clean: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    versions = {"py3langid": "1", "spacy": "1"}
+    monkeypatch.setattr(rules.metadata, "version", lambda name: versions[name])
+    first = rules.collect_key_fields(CleanRecipe(**clean), tmp_path, print)
+    versions[library] = "2"
+    assert rules.collect_key_fields(CleanRecipe(**clean), tmp_path, print) != first
+
+    def miss(name: str) -> str:
+        raise rules.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(rules.metadata, "version", miss)
+    for module in ("spacy", "py3langid.langid"):
+        monkeypatch.setitem(sys.modules, module, None)
+    language.load_identifier.cache_clear()
+    heuristics_datatrove.load_spacy.cache_clear()
+    with pytest.raises(UserError, match=r"pip install 'meshwright\[(language|spacy)\]'"):
+        rules.collect_key_fields(CleanRecipe(**clean), tmp_path, print)
 
 
 def test_code_is_detected_by_file_name():

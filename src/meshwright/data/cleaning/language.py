@@ -17,7 +17,7 @@ _SAMPLE = 1_000  # characters read at the beginning and in the middle; more woul
 
 def check_languages(languages: list[str]) -> None:
     """Raise `UserError` unless the identification model knows every code of `languages` (ISO 639-1, such as "en")."""
-    known = [str(code) for code in _load_identifier().labels]
+    known = [str(code) for code in load_identifier().labels]
     for language in languages:
         if language not in known:
             close = nearest(language, known)
@@ -45,7 +45,7 @@ def measure_languages(text: str) -> dict[str, float]:
     if len(text) > 3 * _SAMPLE:
         middle = len(text) // 2
         text = f"{text[:_SAMPLE]}\n{text[middle : middle + _SAMPLE]}"
-    return {str(code): float(probability) for code, probability in _load_identifier().rank(text)}
+    return {str(code): float(probability) for code, probability in load_identifier().rank(text)}
 
 
 def find_foreign_language(text: str, languages: Sequence[str], minimum: float) -> str | None:
@@ -63,7 +63,7 @@ def find_foreign_language(text: str, languages: Sequence[str], minimum: float) -
 
 
 @cache
-def _load_identifier() -> Any:
+def load_identifier() -> Any:
     """Load py3langid's language identification model. Raises `UserError` if the package is not installed."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier

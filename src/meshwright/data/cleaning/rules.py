@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.data.cleaning import heuristics, heuristics_datatrove
 from meshwright.data.cleaning.blocked_words import BlockedWords, hash_word_list
 from meshwright.data.cleaning.decontamination import EvaluationSets, hash_evaluation_sets
-from meshwright.data.cleaning.language import SHORT_TEXTS, check_languages, find_foreign_language
+from meshwright.data.cleaning.language import SHORT_TEXTS, check_languages, find_foreign_language, load_identifier
 from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.personal_data import MASKS_VERSION, mask_personal_data
 from meshwright.data.cleaning.repetition import measure_repeated_lines
@@ -59,19 +59,38 @@ def list_enabled_rules(recipe: CleanRecipe, extracts: bool = False) -> tuple[str
 
 def collect_key_fields(recipe: CleanRecipe, cache: Path, log: Callable[[str], None]) -> dict[str, Any]:
     """Return a JSON object of everything that determines the results of cleaning, for the cache key of prepared data:
-    the `[data.clean]` table `recipe`, the contents of the files that it names, and the version of the masks.
+    the `[data.clean]` table `recipe`, the contents of the files that it names, and the versions of the masks and of the
+    libraries that rules use.
 
     cache: directory that stores file listings of remote stores. log: receives a line when a store is unreachable and
-    its stored listing is used. Raises `UserError` if a file cannot be read.
+    its stored listing is used. Raises `UserError` if a file cannot be read, or a library is not installed.
     """
     return {
         **recipe.model_dump(),
         "evaluation_sets": hash_evaluation_sets(recipe.evaluation_sets, cache, log),
         "blocked_words": hash_word_list(recipe.blocked_words) if recipe.blocked_words else None,
         **({"masks_version": MASKS_VERSION} if recipe.mask else {}),
-        **({"spacy": metadata.version("spacy")} if recipe.heuristics and recipe.heuristics_like == "datatrove" else {}),
-        **({"short_texts": SHORT_TEXTS} if recipe.languages else {}),
+        **({"spacy": _find_version("spacy", heuristics_datatrove.load_spacy)} if _uses_spacy(recipe) else {}),
+        **(
+            {"short_texts": SHORT_TEXTS, "py3langid": _find_version("py3langid", load_identifier)}
+            if recipe.languages
+            else {}
+        ),
     }
+
+
+def _uses_spacy(recipe: CleanRecipe) -> bool:
+    """Return whether the `[data.clean]` table `recipe` enables rules that split texts by spaCy."""
+    return bool(recipe.heuristics) and recipe.heuristics_like == "datatrove"
+
+
+def _find_version(library: str, load: Callable[[], Any]) -> str:
+    """Return the version of an installed library. load: loads it, and raises the `UserError` if it is missing."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        load()
+        raise
 
 
 _RECORD = re.compile(r":(?:row )?\d+(?:[ #]|$)")
@@ -144,7 +163,7 @@ class Cleaner(Rewriter):
         """
         super().__init__(recipe)
         self.rules = list_enabled_rules(recipe, extracts)
-        if recipe.heuristics and recipe.heuristics_like == "datatrove":
+        if _uses_spacy(recipe):
             heuristics_datatrove.load_spacy()
         if recipe.languages:
             check_languages(recipe.languages)
