@@ -29,8 +29,15 @@ _COMMENT = re.compile(rb"<!--.*?(?:-->|$)", re.DOTALL)
 # Names that Python lacks, from WHATWG's Encoding Standard, section 4.2; Python's own names of its other encodings; and
 # encodings that the standard takes for a subset of another. An encoding that is none of these is no charset of a page.
 _OTHER_NAMES = {
-    **{"csgb2312": "gbk", "gb_2312": "gbk", "gb_2312-80": "gbk", "windows-31j": "cp932", "windows-949": "cp949"},
-    **{"windows-874": "cp874", "dos-874": "cp874", "iso-8859-8-i": "iso8859-8", "unicode-1-1-utf-8": "utf-8"},
+    "csgb2312": "gbk",
+    "gb_2312": "gbk",
+    "gb_2312-80": "gbk",
+    "windows-31j": "cp932",
+    "windows-949": "cp949",
+    "windows-874": "cp874",
+    "dos-874": "cp874",
+    "iso-8859-8-i": "iso8859-8",
+    "unicode-1-1-utf-8": "utf-8",
 }
 _SAME = (
     "utf-8 utf-16-le utf-16-be cp866 iso8859-2 iso8859-3 iso8859-4 iso8859-5 iso8859-6 iso8859-7 iso8859-8 iso8859-10 "
@@ -38,9 +45,17 @@ _SAME = (
     "cp1253 cp1254 cp1255 cp1256 cp1257 cp1258 gb18030 big5hkscs euc_jp iso2022_jp cp932 cp949"
 )
 _DECODERS = {name: name for name in _SAME.split()} | {
-    **{"ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874", "tis-620": "cp874"},
-    **{"gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "big5": "big5hkscs"},
-    **{"utf-16": "utf-16-le"},
+    "ascii": "cp1252",
+    "iso8859-1": "cp1252",
+    "iso8859-9": "cp1254",
+    "iso8859-11": "cp874",
+    "tis-620": "cp874",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+    "big5": "big5hkscs",
+    "utf-16": "utf-16-le",
 }
 
 
