@@ -19,6 +19,7 @@ import pytest
 
 from meshwright.data.cleaning import cleaning_pass, duplicates
 from meshwright.data.cleaning.cleaning_pass import CleaningResult, run_cleaning_pass
+from meshwright.data.cleaning.duplicate_finder import DuplicateFinder
 from meshwright.data.cleaning.report import render_cleaning_page
 from meshwright.data.cleaning.rule_notes import RULE_NOTES
 from meshwright.data.cleaning.rules import RULES, Cleaner
@@ -87,7 +88,7 @@ def test_near_duplicate_of_dropped_document_is_dropped(tmp_path: Path):
             return np.array(columns[name], np.uint64)
 
     cleaner = Cleaner(CleanRecipe(near_duplicates=True, minhash_bands=2, minhash_rows=1))
-    found = cleaning_pass._DuplicateFinder([Chain()], cleaner, tmp_path)  # type: ignore[list-item]
+    found = DuplicateFinder([Chain()], cleaner, tmp_path)  # type: ignore[list-item]
     near = 1 + RULES.index("near_duplicates")
     assert found.codes.tolist() == [KEPT, near, near]
     assert found.earlier == {"near_duplicates": {1: 0, 2: 1}} and found.first == {"near_duplicates": 1}

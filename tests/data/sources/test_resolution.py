@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import glob
+import os
 import sysconfig
 from pathlib import Path
 
@@ -147,6 +149,24 @@ def test_missing_source_error_lists_existing_names(corpus: Path, source: str, sa
     assert line.startswith(f'data.source: "{source}" ')
     assert said in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize("source", [".", "**/*.txt", "deep"])
+def test_unreadable_directories_are_an_error_and_links_that_lead_nowhere_are_skipped(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, source: str
+):
+    (corpus / "deep" / "dangling").symlink_to("nothing")
+    assert names(source)
+    real = os.scandir
+
+    def scan(path: Path):
+        """As the system does for a user without permission, which root always has."""
+        if str(path).endswith("er"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert refusal(source) == f'data.source: "{source}": deep/er cannot be read: Permission denied'
 
 
 def test_an_empty_directory_is_refused(tmp_path: Path):

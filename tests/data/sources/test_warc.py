@@ -10,12 +10,14 @@ from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from meshwright.data import preparation
+from meshwright.data.cleaning import cleaning_pass
+from meshwright.data.cleaning.rules import Cleaner
 from meshwright.data.cleaning.survey import make_reader, survey_corpus
-from meshwright.data.sources import http_bodies, page_process, warc
+from meshwright.data.sources import http_bodies, page_process, reading, warc
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
 from meshwright.errors import UserError
-from meshwright.recipe import DataRecipe
+from meshwright.recipe import CleanRecipe, DataRecipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed file <tempfile.Spooled")  # of warcio's writer
 SENTENCE = "The café at the harbour opens every morning before the first ferry leaves for the islands. "
@@ -136,6 +138,46 @@ def test_page_beyond_the_time_limit_is_dropped_and_counted_and_not_read_again(
     ]
     assert len(tried) == 3
     page_process.get_page_extractor.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "judged, tried",
+    [(3, ["0 again", "2", "3", "4"]), (5, ["0 again", "2 again", "3", "4"]), (7, ["0 again", "2 again", "4 again"])],
+)
+def test_resumed_pass_tries_no_failed_page_again_and_gives_new_pages_the_usual_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged: int, tried: list[str]
+):
+    """Five pages, of which numbers 1 and 3 fail and the others are cut into two documents each. A page that failed and
+    now gives two documents would shift the numbers of all after it.
+    """
+    pages = [(f"<p>page {number}".encode(), {"Content-Type": "text/html"}) for number in range(5)]
+    files = find_files([str(write(tmp_path / "a.warc", pages))])
+    asked, failing = list[str](), {"<p>page 1", "<p>page 3"}
+
+    class Extractor:
+        def __init__(self, again: bool) -> None:
+            self.again = " again" if again else ""
+
+        def extract_text(self, html: str) -> tuple[str | None, str | None]:
+            asked.append(f"{html[-1]}{self.again}")
+            return (None, "takes too long") if html in failing else (f"{html}\n\n{'x' * 9}", None)
+
+    def run(directory: Path) -> dict[str, bytes]:
+        asked.clear()
+        cleaner = Cleaner(CleanRecipe(exact_duplicates=False), extracts=True)
+        result = cleaning_pass.run_cleaning_pass(files, Reader(longest=12), cleaner, directory, print)
+        assert result.report["dropped"]["extraction"] == 2 and len(result.codes) == 8
+        return {path.name: path.read_bytes() for path in directory.glob("*.segment")}
+
+    monkeypatch.setattr(reading, "get_page_extractor", lambda library, again: Extractor(again))
+    monkeypatch.setattr(cleaning_pass, "SEGMENT_DOCUMENTS", 1)
+    whole = run(tmp_path / "whole")
+    assert len(whole) == 8 and asked == ["0", "1", "2", "3", "4"]
+    (tmp_path / "cut").mkdir()
+    for name, content in sorted(whole.items())[:judged]:
+        (tmp_path / "cut" / name).write_bytes(content)
+    failing.remove("<p>page 1")  # the machine is less busy now
+    assert run(tmp_path / "cut") == whole and asked == tried
 
 
 def test_failing_extractor_drops_its_page_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,11 +5,9 @@ resumes.
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.cleaning.characters import KINDS
-from meshwright.data.cleaning.duplicates import find_repeated_keys
+from meshwright.data.cleaning.duplicate_finder import DuplicateFinder
 from meshwright.data.cleaning.language import describe_thresholds
 from meshwright.data.cleaning.rules import RULES, Cleaner
 from meshwright.data.cleaning.segments import (
     CHANGES,
     EXCERPT,
     KEPT,
-    SAMPLES,
     Segment,
     SegmentWriter,
-    compute_sampling_priority,
     find_failed_pages,
     merge_samples,
 )
-from meshwright.data.cleaning.sentence_spans import NO_SENTENCES, RemovedSentences, hash_spans
-from meshwright.data.files import PARTIAL, sync_directory
+from meshwright.data.cleaning.sentence_spans import RemovedSentences, hash_spans
+from meshwright.data.files import sync_directory
 from meshwright.data.packing.shards import limit_rate
-from meshwright.data.sources.reading import Reader
+from meshwright.data.sources.reading import ReadBefore, Reader
 from meshwright.data.sources.resolution import SourceChanged, SourceFile
 
 SEGMENT_CHARACTERS = 1 << 25  # approximate characters of text in a segment: the work that is lost if the pass is killed
@@ -92,7 +88,7 @@ def run_cleaning_pass(
     for segment in segments:
         for file, count in segment.header["pieces"]:
             pieces[file] += count
-    duplicates = _DuplicateFinder(segments, cleaner, directory)
+    duplicates = DuplicateFinder(segments, cleaner, directory)
     report = _ReportBuilder(files, reader, cleaner, segments, duplicates, pieces).build()
     longest = max((segment.header["longest_kept"] for segment in segments), default=0)
     kept = report["documents"]["after"]
@@ -106,16 +102,18 @@ def _iterate_segments(
     already exist in `directory`, then new ones, written while `files` are read. reader: splits each file into
     documents. cleaner: applies the rules to a document. log: receives progress lines.
     """
-    judged = [0] * len(files)
     file = first = 0  # position to resume at: index of a file, number of the next document
+    judged: list[NDArray[np.uint8]] = []  # codes of that file's documents so far
     for number in itertools.count():
         try:
             segment = Segment(directory / f"{number:06d}.segment")
         except (OSError, ValueError):
             break
         yield segment
-        for file, count in segment.header["pieces"]:
-            judged[file] += count
+        codes = segment.read_column("code")
+        for at, count in segment.header["pieces"]:
+            judged = [*(judged if at == file else ()), codes[:count]]
+            file, codes = at, codes[count:]
         first = segment.first + segment.documents
     log_progress = limit_rate(lambda documents: log(f"cleaning: {documents:,} documents"))
     writer = _begin_segment(first, cleaner)
@@ -130,8 +128,10 @@ def _iterate_segments(
         writer = _begin_segment(writer.first + writer.documents, cleaner)
         return Segment(path)
 
+    known = np.concatenate([np.zeros(0, np.uint8), *judged])
     for at in range(file, len(files)):
-        for document in itertools.islice(reader.read_documents(files[at]), judged[at], None):
+        before = find_failed_pages(files[at], known, KEPT + 1) if at == file else ReadBefore()
+        for document in itertools.islice(reader.read_documents(files[at], before), before.documents, None):
             verdict = cleaner.judge_document(document.text, document.name, document.problem)
             writer.add(at, document, verdict)
             log_progress(writer.first + writer.documents)
@@ -147,94 +147,6 @@ def _begin_segment(first: int, cleaner: Cleaner) -> SegmentWriter:
     return SegmentWriter(first, cleaner.minhash, cleaner.rewrites, spans)
 
 
-class _DuplicateFinder:
-    """Finds exact and near duplicates among the documents that pass all other rules, and marks them as dropped in
-    `codes`.
-
-    codes: uint8 [documents], 0 (`KEPT`) for a kept document, else 1 + the index in `RULES` (all rule names) of the rule
-    that dropped it. removed: sentences that are removed from the others. first: {duplicate rule: lowest number of a
-    document that it dropped}. earlier: sample of duplicates for the report, {duplicate rule: {number of the duplicate:
-    number of the earlier document with the same key}}.
-    """
-
-    def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
-        """Collect the codes of all segments, then mark exact and near duplicates if `cleaner` enables these rules.
-        directory: folder for temporary files.
-        """
-        self.first: dict[str, int] = {}  # rule -> number of the first document that it drops
-        self.earlier: dict[str, dict[int, int]] = {}  # rule -> {sample: document that it repeats}
-        self._segments, self._directory = segments, directory
-        for left in directory.glob(f"{PARTIAL}*"):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        path = directory / f"{PARTIAL}codes"
-        total = sum(segment.documents for segment in segments)
-        self.codes = np.memmap(path, np.uint8, "w+", shape=(total,)) if total else np.zeros(0, np.uint8)
-        path.unlink(missing_ok=True)  # unlinked while mapped, so that no kill leaves it behind
-        for segment in segments:
-            self.codes[segment.first : segment.first + segment.documents] = segment.read_column("code")
-        if "exact_duplicates" in cleaner.rules:
-            self._drop_repeats("exact_duplicates", lambda segment: segment.read_column("digest"))
-        if cleaner.minhash is not None:
-            for band in range(cleaner.minhash.bands):
-                self._drop_repeats("near_duplicates", partial(_select_band, band))
-        self.removed = NO_SENTENCES
-        if cleaner.recipe.sentence_duplicates:
-            self._remove_sentences()
-
-    def _remove_sentences(self) -> None:
-        """Find the sentences of repeated spans, `removed`, and drop the documents of which none is left."""
-        rule = "sentence_duplicates"
-        self.removed = RemovedSentences.find(self._segments, self.codes, self._directory)
-        for segment in self._segments:
-            emptied = segment.first + np.flatnonzero(self.removed.measure(segment)[2])
-            self.codes[emptied] = 1 + RULES.index(rule)
-            if len(emptied) and rule not in self.first:
-                self.first[rule], self.earlier[rule] = int(emptied[0]), {}
-
-    def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
-        """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that other
-        rules dropped are neither marked nor compared. keys: function that returns the keys of a segment's documents,
-        uint64 [documents, width], each key being `width` 64-bit words.
-        """
-        code = 1 + RULES.index(rule)
-
-        def iterate_keys() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
-            """Yield (keys [n, width] of `width` 64-bit words each, document numbers [n]) for each segment, only for
-            documents that no other rule dropped.
-            """
-            for segment in self._segments:
-                codes = self.codes[segment.first : segment.first + segment.documents]
-                asked = np.flatnonzero((codes == KEPT) | (codes == code))
-                yield keys(segment)[asked], asked + segment.first
-
-        total = len(self.codes)
-        for numbers, earlier in find_repeated_keys(iterate_keys(), total, self._directory / f"{PARTIAL}keys"):
-            self.codes[numbers] = code
-            self._sample_duplicates(rule, numbers, earlier)
-
-    def _sample_duplicates(self, rule: str, numbers: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:
-        """Update, for the report, `first` (lowest number of a document that `rule` dropped) and `earlier` (up to 4
-        pairs of a duplicate and the document that it repeats). rule: name of a duplicate rule.
-
-        numbers: numbers of newly dropped documents, [n]. earlier: number of the document that each of them repeats,
-        [n].
-        """
-        if not len(numbers):
-            return
-        self.first[rule] = min(self.first.get(rule, len(self.codes)), int(numbers.min()))
-        known = self.earlier.setdefault(rule, {})
-        for at in np.argsort(compute_sampling_priority(numbers), kind="stable")[:SAMPLES].tolist():
-            number = int(numbers[at])
-            known[number] = min(known.get(number, number), int(earlier[at]))
-        best = sorted(known, key=lambda number: int(compute_sampling_priority(np.array([number]))[0]))[:SAMPLES]
-        self.earlier[rule] = {number: known[number] for number in best}
-
-
-def _select_band(band: int, segment: Segment) -> NDArray[np.uint64]:
-    """Return the MinHash keys of band number `band` (from 0) of a segment's documents, uint64 [documents, 1]."""
-    return segment.read_column("bands")[:, band : band + 1]
-
-
 class _ReportBuilder:
     """Builder of the JSON report of a cleaning pass: documents dropped by each rule, and statistics of the corpus
     before and after the cleaning.
@@ -246,7 +158,7 @@ class _ReportBuilder:
         reader: Reader,
         cleaner: Cleaner,
         segments: Sequence[Segment],
-        duplicates: _DuplicateFinder,
+        duplicates: DuplicateFinder,
         pieces: Sequence[int],
     ) -> None:
         """Store the results from which the report is built. files: the source files that `reader` split and `cleaner`
@@ -384,8 +296,8 @@ class _ReportBuilder:
             if here:
                 at += len(here)
                 last = here[-1] - begin
-                failed = find_failed_pages(file, self.duplicates.codes[begin : begin + count], KEPT + 1)
-                documents = self.reader.read_documents(file, failed)
+                before = find_failed_pages(file, self.duplicates.codes[begin : begin + count], KEPT + 1)
+                documents = self.reader.read_documents(file, before)
                 for place, document in enumerate(itertools.islice(documents, last + 1), begin):
                     if place in here:
                         text = document.text or ""

@@ -18,7 +18,7 @@ from meshwright.data.cleaning.characters import KINDS, count_character_kinds
 from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.rules import RULES, Verdict
 from meshwright.data.files import AtomicFile, canonical_json
-from meshwright.data.sources.reading import Document
+from meshwright.data.sources.reading import Document, ReadBefore
 from meshwright.data.sources.resolution import SourceFile
 
 KEPT = 0  # a code; 1 + the index in RULES: dropped by that rule
@@ -223,13 +223,12 @@ class Segment:
         return np.fromfile(self.path, "<u4", count=self.sentences, offset=self._end + 16 * self.spans)
 
 
-def find_failed_pages(file: SourceFile, codes: NDArray[np.uint8], first: int) -> set[int]:
-    """Return the numbers, from 0, of the documents of a file whose texts could not be extracted. codes: uint8
-    [documents of the file]. first: the code of a document that the first of `RULES` dropped.
+def find_failed_pages(file: SourceFile, codes: NDArray[np.uint8], first: int) -> ReadBefore:
+    """Return what reading a file again must know: its documents so far, and those whose texts could not be extracted.
+    codes: uint8 [documents], of the file's first ones. first: the code of a document that the first of `RULES` dropped.
     """
-    if file.format != "warc":
-        return set()
-    return {*np.flatnonzero(codes == first + RULES.index("extraction")).tolist()}
+    failed = np.flatnonzero(codes == first + RULES.index("extraction")).tolist() if file.format == "warc" else ()
+    return ReadBefore(len(codes), frozenset(failed))
 
 
 def merge_samples(headers: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

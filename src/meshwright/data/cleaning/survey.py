@@ -119,8 +119,8 @@ class Survey:
             if end <= first or not count_codes(self.codes[max(begin, first) : end], wanted):
                 continue
             number = begin - 1
-            failed = find_failed_pages(file, self.codes[begin:end], _DROPPED)
-            for number, document in enumerate(reader.read_documents(file, failed), begin):
+            before = find_failed_pages(file, self.codes[begin:end], _DROPPED)
+            for number, document in enumerate(reader.read_documents(file, before), begin):
                 if number >= end:
                     break
                 if number >= first and self.codes[number] == wanted:

@@ -20,7 +20,7 @@ from meshwright.data.records.conversations import Example, RecordFormat
 from meshwright.data.records.messages import MalformedRecord
 from meshwright.data.records.record_files import count_unread_columns, format_position, iterate_file_records
 from meshwright.data.records.trees import group_rows
-from meshwright.data.sources.page_process import FAILED, get_page_extractor
+from meshwright.data.sources.page_process import FAILED, Extraction, get_page_extractor
 from meshwright.data.sources.parquet import iterate_parquet_texts
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream, detect_compression, list_decoding_errors, open_stream
@@ -53,6 +53,17 @@ class Document(NamedTuple):
     unread: Mapping[str, int] = {}
 
 
+class ReadBefore(NamedTuple):
+    """What is known of a file's documents from an earlier reading, so that it yields the same ones again.
+
+    documents: number of documents, from the first on, that were read. failed: numbers, from 0, of the pages among them
+    whose texts could not be extracted; these are not tried again, and the others get more time.
+    """
+
+    documents: int = 0
+    failed: Collection[int] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
     """Splits source files into documents: one per text file, JSON line, element of a JSON list, Parquet row, WET
@@ -72,13 +83,11 @@ class Reader:
     records: RecordFormat | None = None
     extractor: str = "trafilatura"
 
-    def read_documents(self, file: SourceFile, failed: Collection[int] | None = None) -> Iterator[Document]:
-        """Yield the documents of `file` in order. Raises `UserError` that names the file (and line) that cannot be
-        read.
-
-        failed: numbers, from 0, of the pages whose texts could not be extracted when the file was read before; they are
-        not tried again, and others get more time. None: the file is read for the first time.
+    def read_documents(self, file: SourceFile, before: ReadBefore | None = None) -> Iterator[Document]:
+        """Yield the documents of `file` in order. before: what is known from an earlier reading; None: nothing. Raises
+        `UserError` that names the file (and line) that cannot be read.
         """
+        before = before or ReadBefore()
         with open_source(file) as stream:
             if file.named and not stream.peek(1):
                 raise UserError(f"{file.path} is empty")
@@ -87,7 +96,7 @@ class Reader:
             elif file.format == "text":
                 yield from self._read_text(file, stream)
             else:
-                yield from self._read_records(file, stream, failed)
+                yield from self._read_records(file, stream, before)
 
     def _read_text(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
         """Yield the documents of a text file: one, or several if it has more than `longest` characters. A binary file
@@ -140,11 +149,18 @@ class Reader:
             yield Document(file.name + position, None, ("schema", problem or ""), None, unread)
             unread = {}
 
-    def _read_records(self, file: SourceFile, stream: Stream, failed: Collection[int] | None) -> Iterator[Document]:
+    def _read_records(self, file: SourceFile, stream: Stream, before: ReadBefore) -> Iterator[Document]:
         """Yield the documents of a JSON Lines, JSON, Parquet, WET or WARC file, named by file and position. stream: its
-        decompressed bytes. failed: as for `read_documents`.
+        decompressed bytes. before: as for `read_documents`.
         """
         number = 0  # of the next document
+
+        def extract(html: str) -> Extraction:
+            """Extract the main text of the page that is the next document, or begins with it."""
+            if number in before.failed:
+                return FAILED
+            return get_page_extractor(self.extractor, again=number < before.documents).extract_text(html)
+
         key = file.text_key or self.text_key
         texts: Iterator[tuple[str, str | None, str | None]]
         match file.format:
@@ -153,10 +169,7 @@ class Reader:
             case "wet":
                 texts = iterate_wet_texts(file, stream, self.encoding)
             case "warc":
-                pages = get_page_extractor(self.extractor, again=failed is not None)
-                texts = iterate_warc_texts(
-                    file, stream, lambda html: pages.extract_text(html) if number not in (failed or ()) else FAILED
-                )
+                texts = iterate_warc_texts(file, stream, extract)
             case _:
                 texts = self._iterate_json_texts(file, stream, key)
         for place, text, problem in texts:

@@ -66,7 +66,7 @@ def find_files(
     records: bool = False,
 ) -> list[SourceFile]:
     """Return all files of `sources`, source after source, sorted by name within each. Raises `UserError` for a source
-    without files.
+    without files, or with a directory that cannot be read.
 
     A source is "stdlib" (this Python's standard library without tests and installed packages), the path or URL of a
     file, a directory (all files below it that are not hidden) or a glob (`**` for any depth).
@@ -84,6 +84,12 @@ def find_files(
         if isinstance(source, str):
             source = SourceRecipe(path=source)
         wanted = format if source.format == "auto" else source.format
+        try:
+            expanded = sorted(_expand_source(source.path, key, cache, log), key=lambda one: one[0])
+        except OSError as error:
+            raise UserError(
+                f'{key}: "{source.path}": {error.filename} cannot be read: {error.strerror or error}'
+            ) from None
         found = [
             SourceFile(
                 name,
@@ -94,7 +100,7 @@ def find_files(
                 source.text_key,
                 source.name or source.path if len(sources) > 1 or key == "data.sources" else _get_first_directory(name),
             )
-            for name, path, named in sorted(_expand_source(source.path, key, cache, log), key=lambda one: one[0])
+            for name, path, named in expanded
             if cache is None or not isinstance(path, Path) or not _is_cached(path, cache)
         ]
         if not found:
@@ -211,7 +217,7 @@ def _iterate_directories(roots: Sequence[Path], skipped: Collection[str] = ()) -
             directory = waiting.pop()
             try:
                 status, entries = directory.stat(), sorted(os.scandir(directory), key=lambda entry: entry.name)
-            except OSError:  # unreadable, or a link that leads nowhere
+            except FileNotFoundError:  # a link that leads nowhere, or a directory that was just removed
                 continue
             if (identity := (status.st_dev, status.st_ino)) in seen:
                 continue

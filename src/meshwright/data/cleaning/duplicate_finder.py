@@ -1,0 +1,105 @@
+"""The rules for duplicates in a cleaning pass, which compare documents by the columns of its segments."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.cleaning.duplicates import find_repeated_keys
+from meshwright.data.cleaning.rules import RULES, Cleaner
+from meshwright.data.cleaning.segments import KEPT, SAMPLES, Segment, compute_sampling_priority
+from meshwright.data.cleaning.sentence_spans import NO_SENTENCES, RemovedSentences
+from meshwright.data.files import PARTIAL
+
+
+class DuplicateFinder:
+    """Finds exact and near duplicates among the documents that pass all other rules, and marks them as dropped in
+    `codes`.
+
+    codes: uint8 [documents], 0 (`KEPT`) for a kept document, else 1 + the index in `RULES` (all rule names) of the rule
+    that dropped it. removed: sentences that are removed from the others. first: {duplicate rule: lowest number of a
+    document that it dropped}. earlier: sample of duplicates for the report, {duplicate rule: {number of the duplicate:
+    number of the earlier document with the same key}}.
+    """
+
+    def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
+        """Collect the codes of all segments, then mark exact and near duplicates if `cleaner` enables these rules.
+        directory: folder for temporary files.
+        """
+        self.first: dict[str, int] = {}  # rule -> number of the first document that it drops
+        self.earlier: dict[str, dict[int, int]] = {}  # rule -> {sample: document that it repeats}
+        self._segments, self._directory = segments, directory
+        for left in directory.glob(f"{PARTIAL}*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        path = directory / f"{PARTIAL}codes"
+        total = sum(segment.documents for segment in segments)
+        self.codes = np.memmap(path, np.uint8, "w+", shape=(total,)) if total else np.zeros(0, np.uint8)
+        path.unlink(missing_ok=True)  # unlinked while mapped, so that no kill leaves it behind
+        for segment in segments:
+            self.codes[segment.first : segment.first + segment.documents] = segment.read_column("code")
+        if "exact_duplicates" in cleaner.rules:
+            self._drop_repeats("exact_duplicates", lambda segment: segment.read_column("digest"))
+        if cleaner.minhash is not None:
+            for band in range(cleaner.minhash.bands):
+                self._drop_repeats("near_duplicates", partial(_select_band, band))
+        self.removed = NO_SENTENCES
+        if cleaner.recipe.sentence_duplicates:
+            self._remove_sentences()
+
+    def _remove_sentences(self) -> None:
+        """Find the sentences of repeated spans, `removed`, and drop the documents of which none is left."""
+        rule = "sentence_duplicates"
+        self.removed = RemovedSentences.find(self._segments, self.codes, self._directory)
+        for segment in self._segments:
+            emptied = segment.first + np.flatnonzero(self.removed.measure(segment)[2])
+            self.codes[emptied] = 1 + RULES.index(rule)
+            if len(emptied) and rule not in self.first:
+                self.first[rule], self.earlier[rule] = int(emptied[0]), {}
+
+    def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
+        """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that other
+        rules dropped are neither marked nor compared. keys: function that returns the keys of a segment's documents,
+        uint64 [documents, width], each key being `width` 64-bit words.
+        """
+        code = 1 + RULES.index(rule)
+
+        def iterate_keys() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
+            """Yield (keys [n, width] of `width` 64-bit words each, document numbers [n]) for each segment, only for
+            documents that no other rule dropped.
+            """
+            for segment in self._segments:
+                codes = self.codes[segment.first : segment.first + segment.documents]
+                asked = np.flatnonzero((codes == KEPT) | (codes == code))
+                yield keys(segment)[asked], asked + segment.first
+
+        total = len(self.codes)
+        for numbers, earlier in find_repeated_keys(iterate_keys(), total, self._directory / f"{PARTIAL}keys"):
+            self.codes[numbers] = code
+            self._sample_duplicates(rule, numbers, earlier)
+
+    def _sample_duplicates(self, rule: str, numbers: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:
+        """Update, for the report, `first` (lowest number of a document that `rule` dropped) and `earlier` (up to 4
+        pairs of a duplicate and the document that it repeats). rule: name of a duplicate rule.
+
+        numbers: numbers of newly dropped documents, [n]. earlier: number of the document that each of them repeats,
+        [n].
+        """
+        if not len(numbers):
+            return
+        self.first[rule] = min(self.first.get(rule, len(self.codes)), int(numbers.min()))
+        known = self.earlier.setdefault(rule, {})
+        for at in np.argsort(compute_sampling_priority(numbers), kind="stable")[:SAMPLES].tolist():
+            number = int(numbers[at])
+            known[number] = min(known.get(number, number), int(earlier[at]))
+        best = sorted(known, key=lambda number: int(compute_sampling_priority(np.array([number]))[0]))[:SAMPLES]
+        self.earlier[rule] = {number: known[number] for number in best}
+
+
+def _select_band(band: int, segment: Segment) -> NDArray[np.uint64]:
+    """Return the MinHash keys of band number `band` (from 0) of a segment's documents, uint64 [documents, 1]."""
+    return segment.read_column("bands")[:, band : band + 1]
