@@ -83,6 +83,9 @@ def test_near_duplicate_of_dropped_document_is_dropped(tmp_path: Path):
 
         first, documents = 0, 3
 
+        def __contains__(self, name: str) -> bool:
+            return False
+
         def read_column(self, name: str) -> Any:
             columns = {"code": [KEPT] * 3, "digest": [[1, 0], [2, 0], [3, 0]], "bands": [[1, 5], [1, 6], [2, 6]]}
             return np.array(columns[name], np.uint64)

@@ -190,3 +190,32 @@ def test_samples_of_dropped_documents_are_masked(tmp_path: Path):
     assert result.report["dropped"]["exact_duplicates"] == result.report["dropped"]["repetition"] == 1
     shown = json.dumps(result.report["samples"])
     assert "<email>" in shown and secret not in shown
+
+
+def test_examples_of_one_record_share_their_split_and_are_no_near_duplicates_of_each_other(tmp_path: Path):
+    """Each answer with reasoning ends an example of its own, which repeats most of the one before it."""
+
+    def make_record(number: int, change: str = "") -> str:
+        messages = [{"role": "user", "content": " ".join(f"word{number}x{at}" for at in range(200))}]
+        for turn in range(3):
+            messages += [
+                {"role": "assistant", "content": f"<think>because {number}</think>answer {turn}{change}"},
+                {"role": "user", "content": f"and {turn}?"},
+            ]
+        return json.dumps({"messages": messages[:-1]})
+
+    records = [make_record(number) for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*records, make_record(0, change=" changed")]))
+    recipe = DataRecipe(
+        source=str(tmp_path / "a.jsonl"),
+        sequence=8,
+        records="chat",
+        thinking="all",
+        validation_fraction=0.3,
+        clean=CleanRecipe(near_duplicates=True),
+    )
+    files = find_files(recipe.all_sources, records=True)
+    survey = survey_corpus(files, recipe, print)
+    codes = survey.codes.reshape(41, 3)
+    assert survey.dropped["near_duplicates"] == 3 and (codes[40] >= 2).all()
+    assert (codes == codes[:, :1]).all() and 2 <= (codes[:40, 0] == 1).sum() <= 30

@@ -62,12 +62,12 @@ class CleaningResult:
 
     def iterate_segments(self) -> Iterator[tuple[slice, NDArray[np.uint64], NDArray[np.int64]]]:
         """Yield for each segment (run of consecutive documents) a tuple (slice of its document numbers, first 64 bits
-        of each document's SHA-256, each document's size after masking and removal in UTF-8 bytes). The arrays are
-        uint64 and int64, [documents].
+        of the SHA-256 of each document, or of its record if that has several, each document's size after masking and
+        removal in UTF-8 bytes). The arrays are uint64 and int64, [documents].
         """
         for segment in self.segments:
             sizes = segment.read_column("after" if "after" in segment else "before")[:, 1]
-            hashes = segment.read_column("digest")[:, 0].byteswap()  # the digest's bytes are big-endian
+            hashes = segment.read_column("record" if "record" in segment else "digest")[:, 0].byteswap()  # big-endian
             sizes = sizes.astype(np.int64)
             if "sentences" in segment:
                 sizes -= self.removed.measure(segment)[1]
@@ -116,7 +116,7 @@ def _iterate_segments(
             file, codes = at, codes[count:]
         first = segment.first + segment.documents
     log_progress = limit_rate(lambda documents: log(f"cleaning: {documents:,} documents"))
-    writer = _begin_segment(first, cleaner)
+    writer = _begin_segment(first, cleaner, reader)
 
     def finish_segment() -> Segment:
         """Write the results collected so far as the next segment file, begin a new one, and return the written one."""
@@ -125,7 +125,7 @@ def _iterate_segments(
         writer.write(path)
         sync_directory(directory)
         number += 1
-        writer = _begin_segment(writer.first + writer.documents, cleaner)
+        writer = _begin_segment(writer.first + writer.documents, cleaner, reader)
         return Segment(path)
 
     known = np.concatenate([np.zeros(0, np.uint8), *judged])
@@ -141,10 +141,10 @@ def _iterate_segments(
         yield finish_segment()
 
 
-def _begin_segment(first: int, cleaner: Cleaner) -> SegmentWriter:
-    """Return a writer of the results of `cleaner` for documents from number `first` on."""
+def _begin_segment(first: int, cleaner: Cleaner, reader: Reader) -> SegmentWriter:
+    """Return a writer of the results of `cleaner` for the documents of `reader` from number `first` on."""
     spans = hash_spans if cleaner.recipe.sentence_duplicates else None
-    return SegmentWriter(first, cleaner.minhash, cleaner.rewrites, spans)
+    return SegmentWriter(first, cleaner.minhash, cleaner.rewrites, spans, reader.records is not None)
 
 
 class _ReportBuilder:

@@ -45,8 +45,11 @@ class DuplicateFinder:
         if "exact_duplicates" in cleaner.rules:
             self._drop_repeats("exact_duplicates", lambda segment: segment.read_column("digest"))
         if cleaner.minhash is not None:
+            records = None
+            if segments and "record" in segments[0]:
+                records = np.concatenate([segment.read_column("record")[:, 0] for segment in segments])
             for band in range(cleaner.minhash.bands):
-                self._drop_repeats("near_duplicates", partial(_select_band, band))
+                self._drop_repeats("near_duplicates", partial(_select_band, band), records)
         self.removed = NO_SENTENCES
         if cleaner.recipe.sentence_duplicates:
             self._remove_sentences()
@@ -61,10 +64,16 @@ class DuplicateFinder:
             if len(emptied) and rule not in self.first:
                 self.first[rule], self.earlier[rule] = int(emptied[0]), {}
 
-    def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
+    def _drop_repeats(
+        self,
+        rule: str,
+        keys: Callable[[Segment], NDArray[np.uint64]],
+        records: NDArray[np.uint64] | None = None,
+    ) -> None:
         """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that other
         rules dropped are neither marked nor compared. keys: function that returns the keys of a segment's documents,
-        uint64 [documents, width], each key being `width` 64-bit words.
+        uint64 [documents, width], each key being `width` 64-bit words. records: uint64 [documents], equal for
+        the examples of one record, which do not repeat each other. None: each document is a record.
         """
         code = 1 + RULES.index(rule)
 
@@ -79,6 +88,9 @@ class DuplicateFinder:
 
         total = len(self.codes)
         for numbers, earlier in find_repeated_keys(iterate_keys(), total, self._directory / f"{PARTIAL}keys"):
+            if records is not None:
+                others = records[numbers] != records[earlier]
+                numbers, earlier = numbers[others], earlier[others]
             self.codes[numbers] = code
             self._sample_duplicates(rule, numbers, earlier)
 

@@ -25,7 +25,7 @@ KEPT = 0  # a code; 1 + the index in RULES: dropped by that rule
 CHANGES = ("key", "email", "phone", "ip", "c4_lines")
 SAMPLES = 4  # documents of each rule that the report shows
 EXCERPT = 400  # characters of each
-_MAGIC = b"meshwright segment 3\n"
+_MAGIC = b"meshwright segment 4\n"
 
 
 def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
@@ -37,21 +37,22 @@ def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
     return values * np.uint64(0xD6E8FEB86659FD93)
 
 
-def list_column_types(bands: int, rewrites: bool, sentences: bool) -> dict[str, tuple[str, int]]:
+def list_column_types(bands: int, rewrites: bool, sentences: bool, records: bool) -> dict[str, tuple[str, int]]:
     """Return the columns of a segment file, which holds the cleaning results for a run of documents: {name: (NumPy
     dtype, values per document)}. bands: number of MinHash bands. rewrites: True if texts are masked or their lines
-    filtered. sentences: True if spans of sentences are compared.
+    filtered. sentences: True if spans of sentences are compared. records: True if the documents are records' examples.
 
     `code`: 0 (kept) or 1 + the index in `RULES` (all rule names) of the rule that dropped the document. `before`:
     number of characters, of UTF-8 bytes, and of characters of each kind, before masking. `digest`: first half of the
     SHA-256 of the text. `bands`: MinHash keys. Only with `rewrites`: `after`, the same numbers as `before` after
     masking, and `changes`, the number of masked items and removed lines by kind. Only with `sentences`: `sentences`,
-    their number.
+    their number. Only with `records`: `record`, the first 64 bits of a hash that the examples of one record share.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
     columns = {"code": ("u1", 1), "before": ("<u4", sizes), **after, "digest": ("<u8", 2), "bands": ("<u8", bands)}
-    return columns | ({"sentences": ("<u4", 1)} if sentences else {})
+    columns |= {"sentences": ("<u4", 1)} if sentences else {}
+    return columns | ({"record": ("<u8", 1)} if records else {})
 
 
 class SegmentWriter:
@@ -59,13 +60,19 @@ class SegmentWriter:
 
     first: number of the first document. minhash: computes the keys for near duplicates; None: near duplicates are not
     searched. rewrites: True if the rules change texts (replace personal data, remove lines). hash_spans: returns the
-    hashes of the spans of a document's sentences, 16 bytes each; None: they are not compared. documents, characters:
-    totals added so far.
+    hashes of the spans of a document's sentences, 16 bytes each; None: they are not compared. records: True if the
+    documents are examples of records. documents, characters: totals added so far.
     """
 
     def __init__(
-        self, first: int, minhash: MinHash | None, rewrites: bool, hash_spans: Callable[[Sequence[str]], bytes] | None
+        self,
+        first: int,
+        minhash: MinHash | None,
+        rewrites: bool,
+        hash_spans: Callable[[Sequence[str]], bytes] | None,
+        records: bool = False,
     ) -> None:
+        self.records = records
         self.first, self.minhash, self.rewrites, self.hash_spans = first, minhash, rewrites, hash_spans
         self._spans, self._sizes = bytearray(), array("I")  # hashes; UTF-8 bytes of each sentence
         self.documents = self.characters = self.longest_kept = 0
@@ -73,7 +80,7 @@ class SegmentWriter:
         self.examples: dict[str, str] = {}
         self.unused = Counter[str]()  # keys and columns of records that are not used
         self.samples: dict[str, list[dict[str, Any]]] = {}
-        self._columns = {name: bytearray() for name in list_column_types(0, rewrites, hash_spans is not None)}
+        self._columns = {name: bytearray() for name in list_column_types(0, rewrites, hash_spans is not None, records)}
 
     def add(self, file: int, document: Document, verdict: Verdict) -> None:
         """Append the cleaning result of the next document. file: index of its source file. document: as read, before
@@ -99,6 +106,8 @@ class SegmentWriter:
             self._columns["after"] += after.tobytes()
             self._columns["changes"] += array("I", (verdict.changes.get(kind, 0) for kind in CHANGES)).tobytes()
         self._columns["digest"] += verdict.digest[:16].ljust(16, b"\0")
+        if self.records:
+            self._columns["record"] += (document.record or verdict.digest)[:8].ljust(8, b"\0")
         if self.minhash:
             keys = np.zeros(self.minhash.bands, np.uint64)
             if code == KEPT:
@@ -150,6 +159,7 @@ class SegmentWriter:
                 "rewrites": self.rewrites,
                 "sentences": None if self.hash_spans is None else len(self._sizes),
                 "spans": len(self._spans) // 16,
+                "records": self.records,
                 "longest_kept": self.longest_kept,
                 "examples": self.examples,
                 "unused": self.unused,
@@ -178,7 +188,8 @@ class Segment:
         header, offset = self._read_header()
         self.first, self.documents = int(header["first"]), int(header["documents"])
         self.sentences, self.spans = int(header["sentences"] or 0), int(header["spans"])
-        self._types = list_column_types(header["bands"], header["rewrites"], header["sentences"] is not None)
+        options = header["rewrites"], header["sentences"] is not None, header["records"]
+        self._types = list_column_types(header["bands"], *options)
         self._offsets: dict[str, int] = {}
         for name, (dtype, width) in self._types.items():
             self._offsets[name] = offset

@@ -6,11 +6,12 @@ Each format has one function; compression, stores, cutting and errors are shared
 from __future__ import annotations
 
 import codecs
+import hashlib
 import io
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,14 +43,15 @@ class Document(NamedTuple):
     name: name of the file and the document's position in it. text: the text; None if the file is not text, or if there
     is a `problem`. problem: (rule that drops the document, reason as a clause): "schema", which the record violates, or
     "extraction" of the page's text. example: the parsed instruction, chat or preference record; `text` then joins its
-    texts. unread: of the first document of a Parquet file of records, the columns that are not read, with the number of
-    their rows.
+    texts. record: SHA-256 of all texts of its record, if the record has several examples; else empty. unread: of the
+    first document of a Parquet file of records, the columns that are not read, with the number of their rows.
     """
 
     name: str
     text: str | None
     problem: tuple[str, str] | None = None
     example: Example | None = None
+    record: bytes = b""
     unread: Mapping[str, int] = {}
 
 
@@ -138,15 +140,16 @@ class Reader:
                     problem = str(error)
                 else:
                     schema = schema or records.find_schema(value)
+                    record = _hash_texts(examples) if len(examples) > 1 else b""
                     for number, example in enumerate(examples, 1):
                         name = file.name + position + (f"#{number}" if len(examples) > 1 else "")
-                        yield Document(name, example.join_texts(), None, example, unread)
+                        yield Document(name, example.join_texts(), None, example, record, unread)
                         unread = {}
                     continue
             if not required:
                 where = format_position(file, position)
                 raise UserError(f"{where}: the record {problem}; expected {records.format_example_record()}")
-            yield Document(file.name + position, None, ("schema", problem or ""), None, unread)
+            yield Document(file.name + position, None, ("schema", problem or ""), unread=unread)
             unread = {}
 
     def _read_records(self, file: SourceFile, stream: Stream, before: ReadBefore) -> Iterator[Document]:
@@ -249,6 +252,12 @@ def open_source(file: SourceFile) -> Iterator[Stream]:
         raise UserError(f"{file.path} vanished while it was being read") from None
     except OSError as error:
         raise UserError(f"{file.path}: cannot be read: {error.strerror or ' '.join(str(error).split())}") from None
+
+
+def _hash_texts(examples: Sequence[Example]) -> bytes:
+    """Return the SHA-256 of the texts of a record's examples."""
+    texts = "\0".join(example.join_texts() for example in examples)
+    return hashlib.sha256(texts.encode(errors="surrogatepass")).digest()
 
 
 def check_encoding(encoding: str) -> None:
