@@ -123,6 +123,7 @@ DIRECT_READS = {
             "draw.picture",
             "spec.presets",
             "planner.hardware.devices",
+            "planner.cost.bounds",
             "planner.cost.rates",
             "launcher.launch_script",
         ),
