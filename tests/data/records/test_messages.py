@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from meshwright.data.records.conversations import Example, RecordFormat, select_reasoning
 from meshwright.data.records.messages import MalformedRecord, Message, MessageFormat
 from meshwright.data.records.trees import group_rows
+from meshwright.data.sources.reading import Reader
+from meshwright.data.sources.resolution import find_files
 
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": {}}}
@@ -395,3 +400,29 @@ def test_template_variables_of_a_record_are_checked(given, problem: str):
     assert good.variables == {"enable_thinking": False} and not good.unused
     with pytest.raises(MalformedRecord, match=problem):
         chat(ASK, TELL, chat_template_kwargs=given)
+
+
+def test_large_integers_in_calls_keep_their_digits(tmp_path: Path):
+    turn = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"account": 2**80}}]}
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": [ASK, turn]}))
+    [document] = Reader(records=RecordFormat("chat")).read_documents(*find_files([str(tmp_path / "data.jsonl")]))
+    assert document.example is not None
+    [call] = document.example.branches[0][1].fields["tool_calls"]
+    assert call["function"]["arguments"] == {"account": 2**80}
+
+
+def test_fields_that_parquet_adds_to_structs_are_left_out(tmp_path: Path):
+    """A column of structs has the fields of all rows: calls get the arguments of other functions as nulls."""
+    calls = ({"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "time", "arguments": {"zone": "UTC"}})
+    tool = {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}
+    other = {"name": "time", "parameters": {"properties": {"zone": {"type": "string"}}}}
+    rows = [
+        {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [tool, other]}
+        for call in calls
+    ]
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    found = [document.example for document in Reader(records=RecordFormat("chat")).read_documents(*find_files([str(path)]))]
+    assert found == [chat(*row["messages"], tools=row["tools"]) for row in rows]
+    null = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"unit": None}}]}
+    assert chat(ASK, null).branches[0][1].fields["tool_calls"][0]["function"]["arguments"] == {"unit": None}

@@ -257,7 +257,7 @@ def _select_columns(held: Sequence[str], wanted: Sequence[str]) -> list[str]:
 
 def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[ParsedRecord]:
     """Yield (position such as ":row 17", value, None) for each row of a Parquet file; a value maps column names to
-    values. columns: names of the columns to read (None: all). stream: the file's bytes, used if it is not on a local
+    values, in which null fields of structs are left out: Parquet gives every struct the fields of all. columns: names of the columns to read (None: all). stream: the file's bytes, used if it is not on a local
     disk. Raises `UserError` if the file has none of `columns` or is damaged.
     """
     number = 0
@@ -273,6 +273,13 @@ def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | Non
                 for batch in table.iter_batches(rows, row_groups=[group], columns=there, use_threads=False):
                     for row in batch.to_pylist():
                         number += 1
-                        yield f":row {number}", row, None
+                        yield f":row {number}", {name: _drop_null_fields(value) for name, value in row.items()}, None
         except UnicodeDecodeError as error:
             raise UserError(f"{file.path}: text after row {number} is not UTF-8 ({error.reason})") from None
+
+
+def _drop_null_fields(value: Any) -> Any:
+    """Return a copy of a value of Parquet without the null fields of its structs, at every level."""
+    if isinstance(value, dict):
+        return {key: _drop_null_fields(one) for key, one in value.items() if one is not None}
+    return [_drop_null_fields(one) for one in value] if isinstance(value, list) else value

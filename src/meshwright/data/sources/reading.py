@@ -126,7 +126,7 @@ class Reader:
         required = self.required_keys
         columns = [*records.columns, *required]
         unread = count_unread_columns(file, stream, columns) if file.format == "parquet" else {}
-        rows = iterate_file_records(file, stream, columns, self.encoding, quick=not required)
+        rows = iterate_file_records(file, stream, columns, self.encoding, quick=False)  # integers are trained on
         schema: tuple[str, ...] | None = None  # keys of the records before
         for position, value, problem in group_rows(rows) if records.kind == "chat" else rows:
             if problem is None and required:
