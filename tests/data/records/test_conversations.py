@@ -410,3 +410,38 @@ def test_contradicting_recipe_keys_are_refused(tiny_recipe: Path, keys: dict[str
     tables["data"] |= keys
     with pytest.raises(UserError, match=problem):
         Recipe.from_tables(tables)
+
+
+def test_only_records_equal_in_everything_are_duplicates(tmp_path: Path):
+    """A prompt has a desirable and an undesirable answer of one text; texts may be cut differently into turns."""
+
+    def count(kind: str, *records: dict[str, Any], **clean: Any) -> int:
+        path = write(tmp_path / "data.jsonl", list(records))
+        recipe = DataRecipe(
+            source=str(path), records=kind, template="instruction", tokenizer="bytes", sequence=99,
+            validation_fraction=0.0, cache=str(tmp_path / "cache"), clean={"minimum_characters": 1, **clean},
+        )  # fmt: skip
+        return prepare(recipe).summary()["dropped"]["exact_duplicates"]
+
+    good = {"prompt": "Q", "completion": "A", "label": True}
+    assert count("unpaired", good, good | {"label": False}, good | {"completion": " A\n"}) == 1
+    turns = [{"prompt": one, "completion": "c"} for one in ("a\n\nb", "a")]
+    assert count("instruction", turns[0], turns[1] | {"completion": "b\n\nc"}) == 0
+    tools = [{"name": name} for name in "fg"]
+    assert count("instruction", *({"prompt": "Q", "completion": "A", "tools": [tool]} for tool in tools)) == 0
+    weighted = [{"messages": [CHAT[0], CHAT[1] | {"weight": weight}, *CHAT]} for weight in (0, 1)]
+    assert count("chat", *weighted) == 0 and count("chat", *weighted, weighted[0] | {"source": "x"}) == 1
+    mails = [{"prompt": f"{name}@example.org", "completion": "A"} for name in ("ann", "bob")]
+    assert count("instruction", *mails) == 0 and count("instruction", *mails, mask=["email"]) == 1
+
+
+@pytest.mark.parametrize("place", ["tool", "name"])
+def test_record_with_a_lone_surrogate_outside_its_texts_is_dropped(tmp_path: Path, place: str):
+    bad = {"messages": [CHAT[0] | ({"name": "\ud800"} if place == "name" else {}), CHAT[1]]}
+    bad |= {"tools": [{"name": "f", "description": "\ud800"}]} if place == "tool" else {}
+    path = write(tmp_path / "data.jsonl", [{"messages": CHAT}, bad])
+    recipe = DataRecipe(
+        source=str(path), records="chat", template="instruction", tokenizer="bytes", sequence=99,
+        validation_fraction=0.0, cache=str(tmp_path / "cache"), clean={"minimum_characters": 1},
+    )  # fmt: skip
+    assert prepare(recipe).summary()["dropped"]["encoding"] == 1

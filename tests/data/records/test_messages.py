@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from meshwright.data.records.conversations import Example, RecordFormat, select_reasoning
+from meshwright.data.records import record_files
+from meshwright.data.records.conversations import Example, RecordFormat
 from meshwright.data.records.messages import MalformedRecord, Message, MessageFormat
+from meshwright.data.records.reasoning import select_reasoning
 from meshwright.data.records.trees import group_rows
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
@@ -402,7 +405,9 @@ def test_template_variables_of_a_record_are_checked(given, problem: str):
         chat(ASK, TELL, chat_template_kwargs=given)
 
 
-def test_large_integers_in_calls_keep_their_digits(tmp_path: Path):
+def test_large_integers_in_calls_keep_their_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rounding = partial(json.loads, parse_int=float)  # as orjson, which may not be installed, beyond 64 bits
+    monkeypatch.setattr(record_files, "_find_orjson_parser", lambda: rounding)
     turn = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"account": 2**80}}]}
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": [ASK, turn]}))
     [document] = Reader(records=RecordFormat("chat")).read_documents(*find_files([str(tmp_path / "data.jsonl")]))
@@ -422,7 +427,9 @@ def test_fields_that_parquet_adds_to_structs_are_left_out(tmp_path: Path):
     ]
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    found = [document.example for document in Reader(records=RecordFormat("chat")).read_documents(*find_files([str(path)]))]
+    found = [
+        document.example for document in Reader(records=RecordFormat("chat")).read_documents(*find_files([str(path)]))
+    ]
     assert found == [chat(*row["messages"], tools=row["tools"]) for row in rows]
     null = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"unit": None}}]}
     assert chat(ASK, null).branches[0][1].fields["tool_calls"][0]["function"]["arguments"] == {"unit": None}

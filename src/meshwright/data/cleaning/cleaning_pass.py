@@ -132,7 +132,7 @@ def _iterate_segments(
     for at in range(file, len(files)):
         before = find_failed_pages(files[at], known, KEPT + 1) if at == file else ReadBefore()
         for document in itertools.islice(reader.read_documents(files[at], before), before.documents, None):
-            verdict = cleaner.judge_document(document.text, document.name, document.problem)
+            verdict = cleaner.judge_document(document.text, document.name, document.problem, document.example)
             writer.add(at, document, verdict)
             log_progress(writer.first + writer.documents)
             if writer.characters >= SEGMENT_CHARACTERS or writer.documents >= SEGMENT_DOCUMENTS:

@@ -50,7 +50,11 @@ RULE_NOTES: dict[str, tuple[str, str]] = {
         "more than maximum_contamination of its words stand in runs of contamination_words that evaluation sets hold",
         "arXiv:2005.14165, appendix C: 13 words",
     ),
-    "exact_duplicates": ("its text, without surrounding white space, repeats that of an earlier document", ""),
+    "exact_duplicates": (
+        "its text (of a record, everything in it), without surrounding white space, repeats that of an earlier "
+        "document",
+        "",
+    ),
     "near_duplicates": (
         "shares a band of its MinHash with an earlier document",
         "arXiv:2406.17557, section 3.4: 14 bands of 8 rows over 5 words",

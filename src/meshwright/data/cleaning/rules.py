@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -18,6 +19,7 @@ from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.personal_data import MASKS_VERSION, mask_personal_data
 from meshwright.data.cleaning.repetition import measure_repeated_lines
 from meshwright.data.cleaning.sentences import split_sentences
+from meshwright.data.records.conversations import Example
 from meshwright.recipe import CleanRecipe
 
 RULES = (
@@ -109,8 +111,8 @@ class Verdict:
 
     rule: name of the rule that drops the document; None if it is kept. why: the measured value, such as "0.42 > 0.30".
     text: the text after masking and line filters. content: `text` in UTF-8. digest: SHA-256 of `content` without
-    surrounding white space. changes: number of masked items or removed lines by kind ("email" ...). sentences: of a
-    document that is kept, if its spans are to be compared.
+    surrounding white space, or of all that a record has (`Example.encode_content`). changes: number of masked items or
+    removed lines by kind ("email" ...). sentences: of a document that is kept, if its spans are to be compared.
     """
 
     rule: str | None
@@ -149,6 +151,18 @@ class Rewriter:
             changes |= masked
         return text, changes
 
+    def rewrite_example(self, example: Example, name: str = "") -> tuple[Example, dict[str, int]]:
+        """Mask every text of a record; returns (new record, changes as `rewrite_text` returns them)."""
+        total = Counter[str]()
+
+        def rewrite(text: str) -> str:
+            """Return `text` with masks applied, and count them."""
+            text, changes = self.rewrite_text(text, name)
+            total.update(changes)
+            return text
+
+        return example.rewrite_texts(rewrite), dict(total)
+
 
 class Cleaner(Rewriter):
     """Applies the rules of the recipe's `[data.clean]` to one document at a time: all rules except those for
@@ -175,11 +189,18 @@ class Cleaner(Rewriter):
             MinHash(recipe.minhash_bands, recipe.minhash_rows, recipe.minhash_words) if recipe.near_duplicates else None
         )
 
-    def judge_document(self, text: str | None, name: str = "", problem: heuristics.Finding | None = None) -> Verdict:
+    def judge_document(
+        self,
+        text: str | None,
+        name: str = "",
+        problem: heuristics.Finding | None = None,
+        example: Example | None = None,
+    ) -> Verdict:
         """Mask one document and apply the rules to it; returns the verdict (kept, or dropped by which rule and why).
 
         text: the document's text, in which a byte that did not decode is a lone surrogate; None if the file is not
         text. name: the document's name. problem: (rule that the reader found violated, reason); None if there is none.
+        example: the record of which `text` has the texts; None for plain text.
         """
         if problem is not None:
             return Verdict(*problem)
@@ -189,7 +210,12 @@ class Cleaner(Rewriter):
             raw = None
         if text is None or raw is None:
             return Verdict("encoding", "does not decode" if text is not None else "is not text")
-        rewritten, changes = self.rewrite_text(text, name) if self.rewrites else (text, {})
+        rewritten, changes = text, dict[str, int]()
+        if self.rewrites and example is not None:
+            example, changes = self.rewrite_example(example, name)
+            rewritten = example.join_texts()
+        elif self.rewrites:
+            rewritten, changes = self.rewrite_text(text, name)
         content = raw if rewritten is text else rewritten.encode()
         stripped = content if content[:1].isalnum() and content[-1:].isalnum() else rewritten.strip().encode()
         found = self._check_text(rewritten, blank=not stripped, emptied=bool(raw.strip()))
@@ -203,7 +229,11 @@ class Cleaner(Rewriter):
         rule, why = found or (None, "")
         compares = found is None and prose and self.recipe.sentence_duplicates
         sentences = split_sentences(rewritten) if compares else ()
-        return Verdict(rule, why, rewritten, content, hashlib.sha256(stripped).digest(), changes, sentences)
+        try:
+            whole = stripped if example is None else example.encode_content()
+        except UnicodeEncodeError:  # in a tool or a name
+            return Verdict("encoding", "does not decode")
+        return Verdict(rule, why, rewritten, content, hashlib.sha256(whole).digest(), changes, sentences)
 
     def _check_text(self, text: str, blank: bool, emptied: bool) -> heuristics.Finding | None:
         """Apply the rules for any kind of text (control characters, length, repeated lines); returns (name of the first

@@ -138,14 +138,9 @@ class Survey:
         """Return a copy of the document with masks and line filters applied to its text, or to every text of its
         record.
         """
-
-        def rewrite(text: str) -> str:
-            """Return `text`, one text of the document, with masks and line filters applied."""
-            return self.rewriter.rewrite_text(text, document.name)[0]
-
         if document.example is None:
-            return document._replace(text=rewrite(document.text or ""))
-        example = document.example.rewrite_texts(rewrite)
+            return document._replace(text=self.rewriter.rewrite_text(document.text or "", document.name)[0])
+        example, _ = self.rewriter.rewrite_example(document.example, document.name)
         return document._replace(text=example.join_texts(), example=example)
 
 

@@ -3,17 +3,18 @@ use."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from meshwright.data.records.messages import (
-    THOUGHT,
     MalformedRecord,
     Message,
     MessageFormat,
     check_tool_results,
     describe_value,
     join_texts,
+    map_strings,
 )
 from meshwright.data.records.preference_forms import (
     OPENAI_PREFERENCE,
@@ -22,6 +23,7 @@ from meshwright.data.records.preference_forms import (
     is_openai_preference,
     split_turns,
 )
+from meshwright.data.records.reasoning import select_reasoning
 from meshwright.data.records.template_inputs import parse_tools, parse_variables
 from meshwright.data.records.trees import is_tree, list_conversations
 from meshwright.names import nearest
@@ -44,6 +46,14 @@ class Example(NamedTuple):
     unused: frozenset[str] = frozenset()
     label: bool | None = None
     variables: Mapping[str, Any] = {}
+
+    def encode_content(self) -> bytes:
+        """Return all that is trained or given to the template, in JSON: equal for records that differ at most in white
+        space around their texts. Raises UnicodeEncodeError if a string has a lone surrogate.
+        """
+        held = [self.prompt, self.branches, self.tools, self.label, self.variables]
+        text = json.dumps(map_strings(held, str.strip), sort_keys=True, ensure_ascii=False, default=str)
+        return text.encode()
 
     def join_texts(self) -> str:
         """Join the texts of all messages by blank lines, for cleaning rules and counts."""
@@ -360,41 +370,3 @@ class RecordFormat(NamedTuple):
         close = nearest(key, record)
         right = f'"{close}"' if close else '"..."'
         return MalformedRecord(f'has no key "{key}" (it has {held}); set data.record_keys = {{{part} = {right}}}')
-
-
-def select_reasoning(example: Example, thinking: str) -> list[Example]:
-    """Return the example with the reasoning that `thinking` selects (see `DataRecipe.thinking`). With "all" a
-    conversation with reasoning becomes several: each assistant turn ends an example of its own, as it does when the
-    model is used, because templates leave out the reasoning of earlier turns.
-    """
-    if thinking == "none":
-        return [example.change_messages(_drop_reasoning)]
-    if thinking == "last":
-        branches = tuple(map(_keep_last_reasoning, example.branches))
-        return [example._replace(prompt=tuple(map(_drop_reasoning, example.prompt)), branches=branches)]
-    if thinking == "all" and any(map(_has_reasoning, branch := example.branches[0])):
-        context = [one._replace(trained=False) if one.role == "assistant" else one for one in branch]
-        ends = [at for at, one in enumerate(branch) if one.role == "assistant" and one.trained is not False]
-        return [example._replace(branches=((*context[:end], branch[end]),)) for end in ends] or [example]
-    return [example]
-
-
-def _keep_last_reasoning(branch: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return a branch without the reasoning of assistant turns before the last one."""
-    last = max((at for at, message in enumerate(branch) if message.role == "assistant"), default=0)
-    return tuple(message if at == last else _drop_reasoning(message) for at, message in enumerate(branch))
-
-
-def _has_reasoning(message: Message) -> bool:
-    """Return True if an assistant's message has reasoning, in its own field or between <think> and </think>."""
-    marked = message.role == "assistant" and THOUGHT.match(message.content) is not None
-    return marked or "reasoning_content" in message.fields
-
-
-def _drop_reasoning(message: Message) -> Message:
-    """Return a message without reasoning."""
-    if not _has_reasoning(message):
-        return message
-    fields = {key: value for key, value in message.fields.items() if key != "reasoning_content"}
-    thought = THOUGHT.match(message.content)
-    return message._replace(fields=fields).cut_content(thought.end() if thought else 0)

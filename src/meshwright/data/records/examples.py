@@ -21,7 +21,7 @@ from meshwright.data.tokenizers.tokenizer import TextTokenizer, find_tokenizer
 from meshwright.errors import UserError
 from meshwright.recipe.data import DataRecipe
 
-VERSION = 4  # of parsing records and finding what is trained on
+VERSION = 5  # of parsing records and finding what is trained on
 
 
 def collect_record_fields(recipe: DataRecipe, template: str) -> list[Any]:

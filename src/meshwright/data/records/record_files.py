@@ -257,8 +257,9 @@ def _select_columns(held: Sequence[str], wanted: Sequence[str]) -> list[str]:
 
 def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[ParsedRecord]:
     """Yield (position such as ":row 17", value, None) for each row of a Parquet file; a value maps column names to
-    values, in which null fields of structs are left out: Parquet gives every struct the fields of all. columns: names of the columns to read (None: all). stream: the file's bytes, used if it is not on a local
-    disk. Raises `UserError` if the file has none of `columns` or is damaged.
+    values, in which null fields of structs are left out: Parquet gives every struct the fields of all. columns: names
+    of the columns to read (None: all). stream: the file's bytes, used if it is not on a local disk. Raises `UserError`
+    if the file has none of `columns` or is damaged.
     """
     number = 0
     with open_parquet(file, stream) as table:
