@@ -133,7 +133,7 @@ def test_unpaired_labels_of_trl_and_llama_factory_parse_alike(label: bool):
         ("unpaired", {"text": "a", "label": True}, 'no key "prompt"'),
         (
             "unpaired",
-            {"prompt": "Q", "completion": CHAT[:1], "label": True},
+            {"prompt": "Q", "completion": [CHAT[1], CHAT[0]], "label": True},
             'ends with a turn of role "user"; the judged',
         ),
         ("chat", {"messages": "Q"}, "\"messages\" is the string 'Q', not a list of messages"),

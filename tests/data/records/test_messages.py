@@ -173,6 +173,15 @@ def call(**parts: object) -> dict:
         ([ASK, TELL | {"weight": 0.5}], "messages[1].weight is the number 0.5; it should be 0 or 1"),
         ([{"role": "narrator", "content": "x"}], 'data.record_roles = {"narrator" = "user"} maps it'),
         ([{"from": "function_call", "value": "weather"}], "messages[0].value is not JSON"),
+        ([ASK, TELL | {"train": True, "weight": 0}], "messages[1] has train and weight, which contradict each other"),
+        ([ASK | {"weight": 1}, TELL], "messages[0].weight is the number 1, but only messages of the assistant"),
+        ([call(id=[[]], **CALL)], "messages[0].tool_calls[0].id is a list of 1, not a string"),
+        ([ASK | {"name": {}}, TELL], "messages[0].name is an object, not a string"),
+        ([call(**CALL), {"role": "tool", "tool_call_id": 1, "content": "x"}], "tool_call_id is the number 1, not a st"),
+        (
+            [ASK, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}],
+            'messages[1].content[0] is a part of the type "tool_use", not {"type": "text"',
+        ),
     ],
 )
 def test_what_cannot_be_represented_is_refused_by_name(turns: list, expected: str):
@@ -433,3 +442,26 @@ def test_fields_that_parquet_adds_to_structs_are_left_out(tmp_path: Path):
     assert found == [chat(*row["messages"], tools=row["tools"]) for row in rows]
     null = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"unit": None}}]}
     assert chat(ASK, null).branches[0][1].fields["tool_calls"][0]["function"]["arguments"] == {"unit": None}
+
+
+def test_empty_values_do_not_hide_those_of_other_keys():
+    turn = {"role": "assistant", "content": "", "tool_calls": [], "reasoning_content": None}
+    assert chat(ASK, turn | {"refusal": "No."}).branches[0][1].content == "No."
+    assert chat(ASK, turn | {"thinking": "Hm."}).branches[0][1].fields == {"reasoning_content": "Hm."}
+    found = chat(ASK, turn | {"function_call": CALL})
+    assert found.branches[0][1].fields["tool_calls"][0]["function"] == CALL and not found.unused
+
+
+def test_values_that_another_key_replaces_are_listed_as_unused():
+    turn = {"role": "assistant", "content": "A", "refusal": "No.", "tool_calls": [CALL], "function_call": CALL}
+    assert chat(ASK, turn).unused == {"messages.refusal", "messages.function_call"}
+    tree = {**node("Q", "prompter", node("A", "assistant", rank=0)), "synthetic": False, "labels": {}, "deleted": False}
+    [found] = RecordFormat("chat").parse_examples({"message_tree_id": "t", "prompt": tree})
+    assert found.unused == {"prompt.synthetic", "prompt.labels"}
+
+
+def test_system_may_be_a_list_of_texts():
+    blocks = [{"type": "text", "text": "S"}, {"type": "text", "text": "T"}]
+    assert chat(ASK, TELL, system=blocks).branches[0][0] == Message("system", "ST")
+    wrong = {"messages": [ASK, TELL], "system": [{"type": "image", "source": {}}]}
+    assert problem(wrong) == '"system"[0] is an image ("type": "image"): only text is supported'

@@ -15,6 +15,7 @@ from meshwright.data.records.messages import (
     describe_value,
     join_texts,
     map_strings,
+    parse_content,
 )
 from meshwright.data.records.preference_forms import (
     OPENAI_PREFERENCE,
@@ -23,6 +24,7 @@ from meshwright.data.records.preference_forms import (
     is_openai_preference,
     split_turns,
 )
+from meshwright.data.records.prompts import find_shared_prompt, separate_prompt
 from meshwright.data.records.reasoning import select_reasoning
 from meshwright.data.records.template_inputs import parse_tools, parse_variables
 from meshwright.data.records.trees import is_tree, list_conversations
@@ -119,7 +121,7 @@ class RecordFormat(NamedTuple):
         parse = {"instruction": self._parse_instruction, "chat": self._parse_chat, "unpaired": self._parse_unpaired}
         prompt, branches = parse.get(self.kind, self._parse_preference)(record, unused)
         label = self._parse_label(record) if self.kind == "unpaired" else None
-        system = self._get_optional_text(record, "system")
+        system = self._parse_system(record)
         if system:
             given = [message.content for message in (*prompt, *branches[0]) if message.role == "system"]
             if given and given != [system]:
@@ -147,7 +149,7 @@ class RecordFormat(NamedTuple):
         elif self.kind == "chat":
             left = {"conversations"} if self.get_file_key("messages") in record else {"messages"}
         elif self.kind == "unpaired":
-            held = {*self._find_unpaired_parts(record), "system", "tools"}
+            held = {*self._find_unpaired_parts(record), "system", "tools", "chat_template_kwargs"}
             left = {*keys} - (held | {"input", "history"} if "instruction" in held else held)
         elif self.get_file_key("prompt") in record:
             left = {"conversations"}
@@ -191,8 +193,8 @@ class RecordFormat(NamedTuple):
         return self.get_file_key("instruction") not in record and self.get_file_key("completion") in record
 
     def _find_unpaired_parts(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the standard keys that an unpaired record must have by its schema: TRL's, or LLaMA-Factory's, which
-        labels a conversation or Alpaca's keys by "kto_tag".
+        """Return the standard keys that an unpaired record must have by its schema: TRL's, which may have the prompt in
+        its `completion`, or LLaMA-Factory's, which labels a conversation or Alpaca's keys by "kto_tag".
         """
 
         def has(part: str) -> bool:
@@ -204,6 +206,8 @@ class RecordFormat(NamedTuple):
                 return (chat, labels)
             if has("instruction"):
                 return ("instruction", "output", labels)
+        if not has("prompt") and isinstance(record.get(self.get_file_key("completion")), list):
+            return ("completion", labels)
         return ("prompt", "completion", labels)
 
     def _get_messages_key(self, record: Mapping[str, Any]) -> str:
@@ -228,6 +232,11 @@ class RecordFormat(NamedTuple):
                 return parse_tools(record[key], key)
         return ()
 
+    def _parse_system(self, record: Mapping[str, Any]) -> str:
+        """Return the text of `system`, a string or a list of parts (Anthropic); "" if it is missing or null."""
+        value = record.get(key := self.get_file_key("system"))
+        return "" if value is None else parse_content(value, f'"{key}"')[0]
+
     def _parse_instruction(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
@@ -236,8 +245,7 @@ class RecordFormat(NamedTuple):
         `MalformedRecord` if a key is missing or has a value of a wrong type.
         """
         if self._completes(record):
-            prompt = self._parse_side(record, "prompt", "user", unused)
-            return prompt, (self._parse_side(record, "completion", "assistant", unused),)
+            return self._parse_completion(record, unused)
         instruction, output = (self._get_text(record, part) for part in ("instruction", "output"))
         given = self._get_optional_text(record, "input")
         turns: list[Message] = []
@@ -249,6 +257,14 @@ class RecordFormat(NamedTuple):
                 raise MalformedRecord(f'"{key}"[{number}] is {describe_value(pair)}, not [question, answer]')
             turns += [Message("user", pair[0]), Message("assistant", pair[1])]
         return (), ((*turns, Message("user", instruction, given), Message("assistant", output)),)
+
+    def _parse_completion(
+        self, record: dict[str, Any], unused: set[str]
+    ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
+        """Parse TRL's `prompt` and `completion` to (prompt, branches). Raises as `_parse_instruction` does."""
+        prompt = self._parse_side(record, "prompt", "user", unused)
+        completion = self._parse_side(record, "completion", "assistant", unused)
+        return separate_prompt(prompt, (completion,), [*map(self.get_file_key, ("prompt", "completion"))])
 
     def _parse_chat(
         self, record: dict[str, Any], unused: set[str]
@@ -272,49 +288,43 @@ class RecordFormat(NamedTuple):
         if prompt_key in record:
             prompt = self._parse_side(record, "prompt", "user", unused, split=True)
         elif "conversations" in record:  # LLaMA-Factory
+            prompt_key = "conversations"
             prompt = self.messages.parse_all(record["conversations"], "conversations", unused)
         chosen, rejected = (
             self._parse_side(record, part, "assistant", unused, split=True) for part in ("chosen", "rejected")
         )
-        if prompt is None:  # both have the whole conversation
-            common = 0
-            while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
-                common += 1
-            if not common:
-                first, second = (self.get_file_key(part) for part in ("chosen", "rejected"))
-                raise MalformedRecord(
-                    f'has no key "{prompt_key}", and "{first}" and "{second}" do not begin with the same message'
-                )
-            return chosen[:common], (chosen[common:], rejected[common:])
-        branches = (chosen, rejected)
-        whole = [branch[: len(prompt)] == prompt and len(branch) > len(prompt) for branch in branches]
-        return prompt, tuple(
-            branch[len(prompt) :] if long else branch for branch, long in zip(branches, whole, strict=True)
-        )
+        answers = [self.get_file_key(part) for part in ("chosen", "rejected")]
+        if prompt is not None:
+            return separate_prompt(prompt, (chosen, rejected), (prompt_key, *answers))
+        prompt, branches = find_shared_prompt(chosen, rejected)
+        if not prompt:
+            raise MalformedRecord(
+                f'has no key "{prompt_key}", and "{answers[0]}" and "{answers[1]}" do not begin with the same message'
+            )
+        return prompt, branches
 
     def _parse_unpaired(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
         """Parse a record of a single labelled response to (prompt, branches): TRL's `prompt` and `completion`, or
-        LLaMA-Factory's instruction, `messages` or `conversations`, whose last turn is the response. Raises
-        `MalformedRecord` as other kinds do, and if the last turn is not the assistant's.
+        LLaMA-Factory's instruction, `messages` or `conversations`. The last turn is the response, all before it are the
+        prompt. Raises `MalformedRecord` as other kinds do, and if the last turn is not the assistant's.
         """
         part = self._find_unpaired_parts(record)[0]
-        if part == "prompt":
-            prompt = self._parse_side(record, "prompt", "user", unused)
-            branch = self._parse_side(record, "completion", "assistant", unused)
-        elif part == "instruction":
-            _, (turns,) = self._parse_instruction(record, unused)
-            prompt, branch = turns[:-1], turns[-1:]
+        if part == "completion":
+            turns = self._parse_side(record, "completion", "assistant", unused)
+        elif part in ("prompt", "instruction"):
+            parse = self._parse_completion if part == "prompt" else self._parse_instruction
+            prompt, (branch,) = parse(record, unused)
+            turns = (*prompt, *branch)
         else:
             key = self.get_file_key(part)
             turns = self.messages.parse_all(record[key], key, unused)
-            prompt, branch = turns[:-1], turns[-1:]
-        if branch[-1].role != "assistant":
+        if turns[-1].role != "assistant":
             raise MalformedRecord(
-                f'ends with a turn of role "{branch[-1].role}"; the judged response is an assistant\'s'
+                f'ends with a turn of role "{turns[-1].role}"; the judged response is an assistant\'s'
             )
-        return prompt, (branch,)
+        return turns[:-1], (turns[-1:],)
 
     def _parse_label(self, record: Mapping[str, Any]) -> bool:
         """Return the label of an unpaired record, under the standard key "label" or LLaMA-Factory's "kto_tag": True, 1
@@ -340,7 +350,7 @@ class RecordFormat(NamedTuple):
             raise self._missing_key_error(record, key, part)
         value = record[key]
         if isinstance(value, str):
-            if split and (turns := split_turns(value)):
+            if split and (turns := split_turns(value, part == "prompt")):
                 return turns
             return (Message(role, value),)
         if isinstance(value, dict):

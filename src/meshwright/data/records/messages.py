@@ -29,10 +29,11 @@ _SYNONYMS = {
     "part": ("text", "content", "value"),  # of a content in parts without `type`
 }
 _KEPT = ("name", "tool_call_id")
+_EMPTY: tuple[Any, ...] = (None, "", [])  # values under a key that count as if it were missing, where another key has more
 _DEEPEST = 64  # levels of a tool's schema or a call's arguments
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 """Reasoning at the beginning of an assistant's text."""
-_CALLS = ("tool_calls", "function_call", "refusal")
+_REPLACED = ("function_call", "refusal")  # used where `tool_calls`, the content, are empty
 _MEDIA = {
     "image_url": "an image", "image": "an image", "input_image": "an image", "input_audio": "audio", "audio": "audio",
     "audio_url": "audio", "video": "a video", "video_url": "a video", "file": "a file", "document": "a file",
@@ -142,13 +143,14 @@ class MessageFormat(NamedTuple):
         thought, reasoning_key = "", self._find_key(turn, "reasoning_content", "")
         if reasoning_key and turn[reasoning_key] is not None:
             thought = _get_string(turn, reasoning_key, where)
+        refuses = turn.get("refusal") not in _EMPTY and turn.get(content_key) in _EMPTY
         content = ""
         context: tuple[tuple[int, int], ...] | None = None
-        if content_key and turn[content_key] is not None:
-            content, more, context = _parse_content(turn[content_key], f"{where}.{content_key}")
-            thought += more
-        elif turn.get("refusal") is not None:
+        if refuses:
             content = _get_string(turn, "refusal", where)
+        elif content_key and turn[content_key] is not None:
+            content, more, context = parse_content(turn[content_key], f"{where}.{content_key}")
+            thought += more
         elif not calls:
             if content_key:
                 raise MalformedRecord(f"{where}.{content_key} is null, and the message has no tool_calls")
@@ -159,26 +161,32 @@ class MessageFormat(NamedTuple):
             fields["tool_calls"], content = _parse_call_text(content, f"{where}.{content_key}"), ""
         if thought.strip():
             fields["reasoning_content"] = thought
-        fields |= {name: turn[name] for name in _KEPT if turn.get(name) is not None}
-        used = {role_key, content_key, reasoning_key, *_KEPT, *_CALLS, *_SYNONYMS["trained"]}
+        fields |= {name: _get_string(turn, name, where) for name in _KEPT if turn.get(name) is not None}
+        used = {role_key, content_key, reasoning_key, *_KEPT, "tool_calls", *_SYNONYMS["trained"]}
+        used |= {name for name in _REPLACED if turn.get(name) in _EMPTY}
+        used |= {"refusal"} if refuses else set()
+        used |= {"function_call"} if turn.get("tool_calls") in _EMPTY else set()
         unused.update(f"{key}.{name}" for name in turn if name not in used and turn[name] is not None)
         trained = _parse_trained(turn, where)
-        if role != "assistant" and (turn.get("train") or context not in (None, ((0, len(content)),))):
-            marked = f"{where}.train is true" if context is None else f"{where}.{content_key} has parts to be trained"
+        if role != "assistant" and (trained or context not in (None, ((0, len(content)),))):
+            marked = f"{where}.{content_key} has parts to be trained"
+            if key := next((key for key in _SYNONYMS["trained"] if turn.get(key)), ""):
+                marked = f"{where}.{key} is {describe_value(turn[key])}"
             raise MalformedRecord(f'{marked}, but only messages of the assistant are trained on, not of "{role}"')
         return Message(
             role, content, fields=fields, trained=trained, context=context if role == "assistant" and context else ()
         )
 
     def _find_key(self, turn: Mapping[str, Any], part: str, where: str) -> str:
-        """Return the key of `turn` for the standard key `part`; if it has none, "" or, with `where`, raise
-        `MalformedRecord`.
+        """Return the key of `turn` for the standard key `part`, if it has several that of the first value that is not
+        empty; if it has none, "" or, with `where`, raise `MalformedRecord`.
         """
         names = (self.keys[part],) if part in self.keys else _SYNONYMS[part]
-        key = next((name for name in names if name in turn), "")
+        held = [name for name in names if name in turn]
+        key = next((name for name in held if turn[name] not in _EMPTY), held[0] if held else "")
         if not key and where:
-            held = ", ".join(f'"{one}"' for one in list(turn)[:8]) or "no keys"
-            raise MalformedRecord(f'{where} has no "{names[0]}" (it has {held})')
+            has = ", ".join(f'"{one}"' for one in list(turn)[:8]) or "no keys"
+            raise MalformedRecord(f'{where} has no "{names[0]}" (it has {has})')
         return key
 
     def _parse_role(self, written: str, where: str) -> str:
@@ -247,7 +255,7 @@ def _parse_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     given. Raises `MalformedRecord` for one of another form.
     """
     calls = turn.get("tool_calls")
-    if calls is None and turn.get("function_call") is not None:  # OpenAI's older form
+    if calls in _EMPTY and turn.get("function_call") not in _EMPTY:  # OpenAI's older form
         calls = [turn["function_call"]]
     if calls is None:
         return []
@@ -268,7 +276,7 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
     if arguments is not None and not isinstance(arguments, dict):
         raise MalformedRecord(f"{where}.arguments is {describe_value(arguments)}, not an object")
     parsed = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
-    return {"id": call["id"], **parsed} if call.get("id") is not None else parsed
+    return {"id": _get_string(call, "id", where), **parsed} if call.get("id") is not None else parsed
 
 
 def _parse_call_text(text: str, where: str) -> list[dict[str, Any]]:
@@ -279,7 +287,7 @@ def _parse_call_text(text: str, where: str) -> list[dict[str, Any]]:
     return [_parse_call(call, where) for call in (value if isinstance(value, list) else [value])]
 
 
-def _parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int, int], ...] | None]:
+def parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int, int], ...] | None]:
     """Return (text, reasoning, ranges of the text that are not trained on) of a message's content: a string or a list
     of parts, which may have marks (`train`, `weight`) and be without `type`, as in axolotl; the ranges are None if no
     part has a mark. Raises `MalformedRecord` for anything else, such as an image.
@@ -300,7 +308,8 @@ def _parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int,
         if not kind and isinstance(part, dict):
             name, of = next((key for key in _SYNONYMS["part"] if key in part), ""), "text"
         if not name or not isinstance(part.get(name), str):
-            raise MalformedRecord(f'{where}[{number}] is {describe_value(part)}, not {{"type": "text", "text": "..."}}')
+            other = f'a part of the type "{kind[:40]}"' if len(kind) > 1 and not name else describe_value(part)
+            raise MalformedRecord(f'{where}[{number}] is {other}, not {{"type": "text", "text": "..."}}')
         texts[of].append(part[name])
         trained = _parse_trained(part, f"{where}[{number}]")
         if of != "text" and trained is not None:
@@ -317,14 +326,16 @@ def _parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int,
 
 def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
     """Return whether a message, or a part of one, is trained on by its own mark: `train` (axolotl) or `weight`, 0 or 1
-    (OpenAI); None: it has none. Raises `MalformedRecord` for another value.
+    (OpenAI); None: it has none. Raises `MalformedRecord` for another value, or two that contradict each other.
     """
-    for key in _SYNONYMS["trained"]:
-        if (value := turn.get(key)) is not None:
-            if value not in (0, 1):
-                raise MalformedRecord(f"{where}.{key} is {describe_value(value)}; it should be 0 or 1, true or false")
-            return bool(value)
-    return None
+    marks = {key: turn[key] for key in _SYNONYMS["trained"] if turn.get(key) is not None}
+    for key, value in marks.items():
+        if value not in (0, 1):
+            raise MalformedRecord(f"{where}.{key} is {describe_value(value)}; it should be 0 or 1, true or false")
+    trained = {*map(bool, marks.values())}
+    if len(trained) > 1:
+        raise MalformedRecord(f"{where} has {' and '.join(marks)}, which contradict each other: remove one")
+    return trained.pop() if trained else None
 
 
 def _get_string(values: Mapping[str, Any], key: str, where: str) -> str:

@@ -34,13 +34,13 @@ def flatten_openai_preference(record: Mapping[str, Any]) -> dict[str, Any]:
     return flat | {f"input.{key}": value for key, value in given.items()}
 
 
-def split_turns(text: str) -> tuple[Message, ...]:
+def split_turns(text: str, is_prompt: bool) -> tuple[Message, ...]:
     """Return the messages of a text with several turns "Human:" and "Assistant:" (Anthropic); () if it is none. A last
-    turn without text is left out.
+    turn without text is left out of a prompt; after one, it is an empty answer.
     """
     turns = _HH_TURN.split(text)
     if len(turns) <= 2 or turns[0].strip():
         return ()
     roles = ({"Human": "user", "Assistant": "assistant"}[name] for name in turns[1::2])
     found = [Message(*turn) for turn in zip(roles, map(str.strip, turns[2::2]), strict=True)]
-    return tuple(found[:-1] if len(found) > 1 and not found[-1].content else found)
+    return tuple(found[:-1] if is_prompt and len(found) > 1 and not found[-1].content else found)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from meshwright.data.records.messages import MalformedRecord, Message, MessageFormat, describe_value
 
 MOST_MESSAGES = 10_000  # of a tree
-_STATE = ("replies", "parent_id", "message_id", "deleted", "review_result", "rank", "synthetic", "emojis", "labels")
+_USED = ("replies", "parent_id", "message_id", "deleted", "review_result", "rank")  # beside the message itself
 ParsedRecord: TypeAlias = tuple[str, Any, str | None]  # as in `record_files`
 
 
@@ -40,7 +40,7 @@ def list_conversations(
         count += 1
         if count > MOST_MESSAGES:
             raise MalformedRecord(f"has a tree of more than {MOST_MESSAGES:,} messages")
-        plain = {key: value for key, value in node.items() if key not in _STATE} if isinstance(node, dict) else node
+        plain = {key: value for key, value in node.items() if key not in _USED} if isinstance(node, dict) else node
         way, numbers = (*before, messages.parse(plain, where, "prompt", unused)), (*numbers, count)
         replies = node.get("replies") or []
         if not isinstance(replies, list):
