@@ -17,6 +17,7 @@ from meshwright.data.records.message_regions import is_kept
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.sources.reading import Document
+from meshwright.errors import UserError
 from tests.data.chat_templates import STYLES, write_tokenizer
 
 LOOP, END = "{% for m in messages %}", "{% endfor %}"
@@ -254,6 +255,26 @@ def test_template_without_a_place_for_reasoning_is_a_warning(tmp_path):
     assert [warning.partition(" leaves out ")[2] for warning in encoder.list_warnings()] == [
         "the reasoning of 1 conversation: it is not trained"
     ]
+
+
+@pytest.mark.parametrize("written", ["", "{{ tools | tojson }}"])
+def test_template_that_leaves_out_tools_or_names_is_a_warning(tmp_path, written: str):
+    """The message has the name of the tool as a word, and calls are rendered."""
+    source = written + LOOP + "{{ m.role }}: {{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>" + END
+    chatml = ExampleEncoder.of_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
+    encoder = ExampleEncoder(chatml.tokenizer, ChatTemplate(source, {}, chatml.tokenizer.special, "it"))
+    tools = ({"type": "function", "function": {"name": "search"}},)
+    call = {"type": "function", "function": {"name": "search", "arguments": {}}}
+    turns = (Message("user", "Please search it."), Message("assistant", "A", fields={"tool_calls": [call]}))
+    named = (Message("user", "Q", fields={"name": "Ann"}), turns[1])
+    records = [Example((), (turns,), tools), Example((), (turns,)), Example((), (named,))]
+    list(encoder.encode_documents([Document("d", "", None, record) for record in records]))
+    left_out = [warning.partition(" leaves out ")[2] for warning in encoder.list_warnings()]
+    lost = [] if written else ["the tools of 1 conversation: the model does not see them"]
+    assert left_out == [*lost, "the name of a message of 1 conversation: the model does not see it"]
+    if not written:
+        with pytest.raises(UserError, match="^tools: .* leaves out the function search"):
+            encoder.encode_prompt(turns[:1], tools=tools)
 
 
 def make_call_template(prefix: str = "") -> ChatTemplate:

@@ -8,6 +8,7 @@ import bisect
 import itertools
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,14 +56,15 @@ class RenderedConversation(NamedTuple):
     token that has a character of one. own: character ranges [begin, end) in `text` of the special
     tokens that the template itself wrote; a special token spelled out in a message is ordinary text. turns: (begin,
     end, role) of each message's text, in order; empty if the template looks into texts, so that they cannot be found.
-    lost_reasoning: the template left out the reasoning of the last turn that has some.
+    left_out: what the template does not render beside texts and calls, "reasoning" of the last turn that has some, and
+    the "name" of a message.
     """
 
     text: str
     responses: list[tuple[int, int]]
     own: list[tuple[int, int]]
     turns: list[tuple[int, int, str]]
-    lost_reasoning: bool = False
+    left_out: frozenset[str] = frozenset()
     context: Sequence[tuple[int, int]] = ()
 
 
@@ -171,8 +173,33 @@ class ChatTemplate:
             spans = search.find(regions, wanted)
         context = locate_context(messages, wanted, regions)
         found = [] if regions is None else _list_turns(messages, regions, spans)
-        lost = regions is not None and _leaves_out_reasoning(seen, regions)
-        return RenderedConversation(text, spans, own, found, lost, context)
+        left_out = frozenset() if regions is None else _list_left_out(seen, regions)
+        return RenderedConversation(text, spans, own, found, left_out, context)
+
+    def list_lost_functions(
+        self, messages: Sequence[Message], tools: Tools, variables: Variables | None = None, prompt: bool = False
+    ) -> list[tuple[str, str]]:
+        """Return ("tools" or "messages", name) of each function of `tools`, and of each call in `messages`, whose name
+        the template does not render. They are found by random names, as a text may have the name as a word. variables,
+        prompt: as in `render`, with its errors.
+        """
+        names: dict[str, tuple[str, str]] = {}  # random name -> where the function is, and its name
+
+        def rename(one: Mapping[str, Any], where: str) -> dict[str, Any]:
+            """Return a copy of a tool or a call with a random name."""
+            name = f"f{secrets.token_hex(8)}"
+            names[name] = where, one["function"]["name"]
+            return {**one, "function": {**one["function"], "name": name}}
+
+        renamed = [rename(one, "tools") for one in tools]
+        turns = []
+        for message in messages:
+            calls = [rename(one, "messages") for one in message.fields.get("tool_calls", ())]
+            turns.append(message._replace(fields={**message.fields, "tool_calls": calls}) if calls else message)
+        if not names:
+            return []
+        text = self.render(turns, tools=renamed, variables=variables, prompt=prompt)
+        return [lost for name, lost in names.items() if name not in text]
 
     def _render_marked(
         self, messages: Sequence[Mapping[str, Any]], given: TemplateInputs, prompt: bool
@@ -333,11 +360,15 @@ def _check_contents_verbatim(messages: Sequence[Mapping[str, Any]], text: str) -
             )
 
 
-def _leaves_out_reasoning(messages: Sequence[Mapping[str, Any]], regions: MessageRegions) -> bool:
-    """Return True if the template left out the reasoning of the last turn that has some."""
-    place = PARTS.index("reasoning")
-    held = [number for number in range(len(messages)) if regions.given[number, place]]
-    return bool(held) and not regions.letters[held[-1], place]
+def _list_left_out(messages: Sequence[Mapping[str, Any]], regions: MessageRegions) -> frozenset[str]:
+    """Return what the template left out, as in `RenderedConversation.left_out`. messages: the template's variables for
+    each message.
+    """
+    reasoning, other = PARTS.index("reasoning"), PARTS.index("other")
+    held = [number for number in range(len(messages)) if regions.given[number, reasoning]]
+    lost = {"reasoning"} if held and not regions.letters[held[-1], reasoning] else set[str]()
+    named = [number for number, message in enumerate(messages) if message.get("name")]
+    return frozenset(lost | {"name" for number in named if not regions.letters[number, other]})
 
 
 def _list_turns(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,22 @@ def collect_record_fields(recipe: DataRecipe, template: str) -> list[Any]:
     return [VERSION, recipe.records, *keys, recipe.thinking, template]
 
 
+# What a template may leave out with a warning: {name: (what, consequence)}.
+_LEFT_OUT = {
+    "reasoning": ("reasoning", "it is not trained"),
+    "tools": ("tools", "the model does not see them"),
+    "name": ("name of a message", "the model does not see it"),
+}
+
+
 class ExampleEncoder:
     """Tokenizes records with a chat template: prompt and response to one token sequence, a preference record to two."""
 
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate) -> None:
         """Compile the template and prepare the tokenizer. Raises `UserError` if the source is not valid Jinja."""
         self.tokenizer, self.template = tokenizer, template
-        self._system_messages = self._lost_reasoning = 0  # records with a system message; whose reasoning is left out
+        self._system_messages = 0  # records with one
+        self._left_out = Counter[str]()  # conversations of which the template leaves something out, by `_LEFT_OUT`
         self._encoder, self._names = make_template_encoder(tokenizer.tokenizer, tokenizer.special)
         template.check()
 
@@ -79,13 +89,16 @@ class ExampleEncoder:
             self._system_messages += any(message.role == "system" for message in (*prompt, *of_it[0]))
             branches.append((len(of_it), (document.text or "").encode(), label is False))
             try:
+                if tools:
+                    lost = self.template.list_lost_functions((*prompt, *of_it[0]), tools, variables)
+                    self._left_out["tools"] += any(where == "tools" for where, _ in lost)
                 rendered += [
                     self.template.render_with_spans((*prompt, *each), len(prompt), tools=tools, variables=variables)
                     for each in of_it
                 ]
             except TemplateError as error:
                 raise UserError(f"{document.name}: {self.template.where} {error}") from None
-        self._lost_reasoning += sum(one.lost_reasoning for one in rendered)
+        self._left_out.update(name for one in rendered for name in one.left_out)
         encoded = iter(self._encode(rendered))
         for count, text, undesirable in branches:
             pieces = [next(encoded) for _ in range(count)]
@@ -120,15 +133,13 @@ class ExampleEncoder:
         given: dict[str, Any] = {"tools": tools, "variables": variables}
         try:
             rendered = self.template.render_with_spans(messages, len(messages), prompt=header, **given)
+            lost = self.template.list_lost_functions(messages, tools, variables, header)
         except TemplateError as error:
             raise UserError(f"{self.template.where} {error}") from None
-        calls = (call for message in messages for call in message.fields.get("tool_calls", ()))
-        for field, functions in (("tools", tools), ("messages", calls)):
-            if lost := next((one for one in functions if one["function"]["name"] not in rendered.text), None):
-                name = lost["function"]["name"][:40]
-                raise UserError(
-                    f"{field}: {self.template.where} leaves out the function {name}: it is not made for tools"
-                )
+        for field, name in lost:
+            raise UserError(
+                f"{field}: {self.template.where} leaves out the function {name[:40]}: it is not made for tools"
+            )
         return rendered
 
     def list_warnings(self) -> Iterator[str]:
@@ -141,9 +152,10 @@ class ExampleEncoder:
                 f"{self.template.where} leaves out the system message where a conversation ends with an answer, as in "
                 f"{count}: the model does not see it"
             )
-        if self._lost_reasoning:
-            count = f"{self._lost_reasoning:,} conversation{'s' * (self._lost_reasoning != 1)}"
-            yield f"{self.template.where} leaves out the reasoning of {count}: it is not trained"
+        for name, (what, consequence) in _LEFT_OUT.items():
+            if number := self._left_out[name]:
+                count = f"{number:,} conversation{'s' * (number != 1)}"
+                yield f"{self.template.where} leaves out the {what} of {count}: {consequence}"
 
     def find_turn_end(self) -> int | None:
         """Return the id of the special token that ends an assistant turn, or None if the template writes none."""

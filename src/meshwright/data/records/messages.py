@@ -29,7 +29,7 @@ _SYNONYMS = {
     "part": ("text", "content", "value"),  # of a content in parts without `type`
 }
 _KEPT = ("name", "tool_call_id")
-_EMPTY: tuple[Any, ...] = (None, "", [])  # values under a key that count as if it were missing, where another key has more
+_EMPTY: tuple[Any, ...] = (None, "", [])  # values that count as missing where another key has one
 _DEEPEST = 64  # levels of a tool's schema or a call's arguments
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 """Reasoning at the beginning of an assistant's text."""
