@@ -260,7 +260,14 @@ def test_template_without_a_place_for_reasoning_is_a_warning(tmp_path):
 @pytest.mark.parametrize("written", ["", "{{ tools | tojson }}"])
 def test_template_that_leaves_out_tools_or_names_is_a_warning(tmp_path, written: str):
     """The message has the name of the tool as a word, and calls are rendered."""
-    source = written + LOOP + "{{ m.role }}: {{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>" + END
+    source = (
+        written
+        + LOOP
+        + "{{ m.role }}: "
+        + "{{ m.name }}" * bool(written)
+        + "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>"
+        + END
+    )
     chatml = ExampleEncoder.of_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
     encoder = ExampleEncoder(chatml.tokenizer, ChatTemplate(source, {}, chatml.tokenizer.special, "it"))
     tools = ({"type": "function", "function": {"name": "search"}},)
@@ -270,8 +277,8 @@ def test_template_that_leaves_out_tools_or_names_is_a_warning(tmp_path, written:
     records = [Example((), (turns,), tools), Example((), (turns,)), Example((), (named,))]
     list(encoder.encode_documents([Document("d", "", None, record) for record in records]))
     left_out = [warning.partition(" leaves out ")[2] for warning in encoder.list_warnings()]
-    lost = [] if written else ["the tools of 1 conversation: the model does not see them"]
-    assert left_out == [*lost, "the name of a message of 1 conversation: the model does not see it"]
+    lost = ("the tools of 1 conversation", "them"), ("the name of a message of 1 conversation", "it")
+    assert left_out == ([] if written else [f"{what}: the model does not see {which}" for what, which in lost])
     if not written:
         with pytest.raises(UserError, match="^tools: .* leaves out the function search"):
             encoder.encode_prompt(turns[:1], tools=tools)
