@@ -7,9 +7,9 @@ import pytest
 
 from meshwright.data.packing.token_marks import TRAINED_BIT
 from meshwright.data.records.chat_template import ChatTemplate
-from meshwright.data.records.conversations import Example
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.records.messages import Message
+from meshwright.data.records.parsed_example import Example
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.records.template_sources import check_template_tokens, find_template
 from meshwright.data.sources.reading import Document

@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from meshwright.data.records import record_files
-from meshwright.data.records.conversations import Example, RecordFormat
+from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.messages import MalformedRecord, Message, MessageFormat
-from meshwright.data.records.reasoning import select_reasoning
+from meshwright.data.records.parsed_example import Example, select_reasoning
 from meshwright.data.records.trees import group_rows
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files

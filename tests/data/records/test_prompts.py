@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from meshwright.data import prepare
-from meshwright.data.records.conversations import Example, RecordFormat
+from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.messages import MalformedRecord, Message
+from meshwright.data.records.parsed_example import Example
 from meshwright.recipe import DataRecipe
 
 SYSTEM, ASK = {"role": "system", "content": "S"}, {"role": "user", "content": "Q"}

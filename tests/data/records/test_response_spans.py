@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from meshwright.data.packing.token_marks import AUTHORS, TRAINED_BIT
 from meshwright.data.records import conversation_turns, message_regions
 from meshwright.data.records.chat_template import ChatTemplate
-from meshwright.data.records.conversations import Example, RecordFormat
+from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.records.message_regions import is_kept
 from meshwright.data.records.messages import Message
+from meshwright.data.records.parsed_example import Example
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.sources.reading import Document
 from meshwright.errors import UserError

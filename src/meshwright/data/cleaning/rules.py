@@ -19,7 +19,7 @@ from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.personal_data import MASKS_VERSION, mask_personal_data
 from meshwright.data.cleaning.repetition import measure_repeated_lines
 from meshwright.data.cleaning.sentences import split_sentences
-from meshwright.data.records.conversations import Example
+from meshwright.data.records.parsed_example import Example
 from meshwright.recipe import CleanRecipe
 
 RULES = (

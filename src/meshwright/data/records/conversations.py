@@ -3,8 +3,7 @@ use."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from meshwright.data.records.messages import (
@@ -13,10 +12,9 @@ from meshwright.data.records.messages import (
     MessageFormat,
     check_tool_results,
     describe_value,
-    join_texts,
-    map_strings,
     parse_content,
 )
+from meshwright.data.records.parsed_example import Example, select_reasoning
 from meshwright.data.records.preference_forms import (
     OPENAI_PREFERENCE,
     OPENAI_PREFERENCE_COLUMNS,
@@ -25,50 +23,10 @@ from meshwright.data.records.preference_forms import (
     split_turns,
 )
 from meshwright.data.records.prompts import find_shared_prompt, separate_prompt
-from meshwright.data.records.reasoning import select_reasoning
 from meshwright.data.records.template_inputs import parse_tools, parse_variables
 from meshwright.data.records.trees import is_tree, list_conversations
 from meshwright.names import nearest
 from meshwright.recipe.data import MORE_RECORD_KEYS, RECORD_KEYS
-
-
-class Example(NamedTuple):
-    """A parsed training example: a prompt and its continuations (`branches`).
-
-    A preference has two branches, the chosen and the rejected one; other records have one. Assistant turns in branches
-    are responses to be trained on; those in the prompt are context. label: of an unpaired record, True if its response
-    is desirable; None for other records. tools: JSON schemas of the functions that
-    the assistant may call, as chat templates expect them. unused: keys of the record and its messages that are not
-    used, such as "source" and "messages.id". variables: further variables of the chat template.
-    """
-
-    prompt: tuple[Message, ...]
-    branches: tuple[tuple[Message, ...], ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
-    unused: frozenset[str] = frozenset()
-    label: bool | None = None
-    variables: Mapping[str, Any] = {}
-
-    def encode_content(self) -> bytes:
-        """Return all that is trained or given to the template, in JSON: equal for records that differ at most in white
-        space around their texts. Raises UnicodeEncodeError if a string has a lone surrogate.
-        """
-        held = [self.prompt, self.branches, self.tools, self.label, self.variables]
-        text = json.dumps(map_strings(held, str.strip), sort_keys=True, ensure_ascii=False, default=str)
-        return text.encode()
-
-    def join_texts(self) -> str:
-        """Join the texts of all messages by blank lines, for cleaning rules and counts."""
-        return join_texts((*self.prompt, *(message for branch in self.branches for message in branch)))
-
-    def rewrite_texts(self, rewrite: Callable[[str], str]) -> Example:
-        """Return a copy in which `rewrite(text)` replaces each text of every message."""
-        return self.change_messages(lambda message: message.rewrite_texts(rewrite))
-
-    def change_messages(self, change: Callable[[Message], Message]) -> Example:
-        """Return a copy in which `change(message)` replaces every message."""
-        prompt, *branches = (tuple(map(change, messages)) for messages in (self.prompt, *self.branches))
-        return self._replace(prompt=prompt, branches=tuple(branches))
 
 
 class RecordFormat(NamedTuple):

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from meshwright.data.files import canonical_json, write_atomic
-from meshwright.data.records.conversations import Example, RecordFormat
+from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.messages import MalformedRecord, Message
+from meshwright.data.records.parsed_example import Example
 from meshwright.data.records.record_files import format_position, iterate_file_records
 from meshwright.data.sources.reading import open_source
 from meshwright.data.sources.resolution import find_files

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from meshwright.data.cleaning.schema import find_record_problem
-from meshwright.data.records.conversations import Example, RecordFormat
+from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.messages import MalformedRecord
+from meshwright.data.records.parsed_example import Example
 from meshwright.data.records.record_files import count_unread_columns, format_position, iterate_file_records
 from meshwright.data.records.trees import group_rows
 from meshwright.data.sources.page_process import FAILED, Extraction, get_page_extractor
