@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ WIDE = {**ODD, "head_dim": 10}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 PAIRS = [1.0, 1.5, 2.0]
 LONGROPE = {"rope_type": "longrope", "short_factor": PAIRS, "long_factor": [2.0, 5.0, 9.0]}
+FOUR_PAIRS = {"short_factor": [*PAIRS, 4.0], "long_factor": [9.0] * 4}
 GEMMA = {**WIDE, "sliding_window": 7, "query_pre_attn_scalar": 3, "hidden_activation": "gelu_pytorch_tanh"}
 CAPS = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}
 TOP2 = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
@@ -83,8 +86,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3, short factors": (
         "phi3",
-        {**ODD, "rope_scaling": {**LONGROPE, "short_factor": [*PAIRS, 4.0], "long_factor": [9.0] * 4}}
-        | {"original_max_position_embeddings": 48},
+        {**ODD, "rope_scaling": {**LONGROPE, **FOUR_PAIRS}} | {"original_max_position_embeddings": 48},
     ),
     "glm4": ("glm4", {**WIDE, "head_dim": 12, "attention_bias": True}),
     "mixtral": ("mixtral", {**WIDE, **TOP2, "num_local_experts": 5, "sliding_window": 7}),
@@ -101,8 +103,48 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**ODD, **SIGMOID, **LATENT, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("deepseek_v3", {**ODD, **SIGMOID, **LATENT, "num_mtp_layers": 0}),
     "glm4_moe": ("glm4_moe", {**ODD, **SIGMOID, "head_dim": 12, "use_qk_norm": True, "attention_bias": True}),
-    "glm4_moe, no biases": ("glm4_moe", {**ODD, **SIGMOID, "head_dim": 12, "norm_topk_prob": False}),
+    "glm4_moe, no biases, groups": (
+        "glm4_moe",
+        {**ODD, **SIGMOID, "head_dim": 12, "norm_topk_prob": False, "n_routed_experts": 6}
+        | {"n_group": 3, "topk_group": 2},
+    ),
     "glm4, no biases": ("glm4", {**WIDE, "head_dim": 12, "attention_bias": False, "tie_word_embeddings": True}),
+}
+
+
+# Files as they are written by hand or by other programs: transformers reads them with its class defaults.
+BY_HAND: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3, trained length in the object alone": (
+        "phi3",
+        {**ODD, "max_position_embeddings": 8192}
+        | {"rope_scaling": {**LONGROPE, **FOUR_PAIRS, "original_max_position_embeddings": 16}},
+    ),
+    "phi3, layer_types": ("phi3", {**ODD, "sliding_window": 7, "layer_types": ["sliding_attention"] * 5}),
+    "phi3, factor below 1": (
+        "phi3",
+        {**ODD, "rope_scaling": {**LONGROPE, **FOUR_PAIRS, "factor": 0.5}} | {"original_max_position_embeddings": 16},
+    ),
+    "olmo3, rope_theta of full attention alone": ("olmo3", {**ODD, "sliding_window": 7, "rope_theta": 100.0}),
+    "olmo3, rope_parameters without layer types": (
+        "olmo3",
+        {**ODD, "sliding_window": 7, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    ),
+    "olmo3, rope_parameters of each layer type": (
+        "olmo3",
+        {**ODD, "sliding_window": 7, "rope_theta": 50.0}
+        | {"rope_parameters": {"sliding_attention": {"rope_theta": 100.0}, "full_attention": YARN}},
+    ),
+    "gemma3, trained length outside of the object": (
+        "gemma3_text",
+        {**GEMMA, "rope_scaling": {**YARN, "rope_theta": 100.0}, "sliding_window_pattern": 3}
+        | {"original_max_position_embeddings": 4},
+    ),
+    "smollm3, more entries than layers": ("smollm3", {**ODD, "no_rope_layers": [1, 0, 1, 1, 0, 0, 1]}),
+    "glm4_moe, no key-value heads": (
+        "glm4_moe",
+        {**{key: value for key, value in ODD.items() if key != "num_key_value_heads"}, **SIGMOID}
+        | {"num_attention_heads": 16, "head_dim": 12},
+    ),
 }
 
 
@@ -186,6 +228,22 @@ def test_family_equals_transformers_in_float64(family: str, settings: dict[str, 
         assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         with torch.no_grad():
             torch.testing.assert_close(back.eval()(tokens).logits, want, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "settings"), BY_HAND.values(), ids=BY_HAND)
+@pytest.mark.filterwarnings("ignore:.*unknown gemma3_text fields")
+def test_files_without_usual_keys_are_read_as_transformers_reads_them(
+    family: str, settings: dict[str, Any], tmp_path: Path
+):
+    tokens = torch.randint(1, 499, (2, 40), generator=torch.Generator().manual_seed(1))
+    with everything_in_float64(), torch.no_grad():
+        theirs = their_model(family, copy.deepcopy(settings))
+        theirs.save_pretrained(tmp_path)
+        want = theirs(tokens).logits
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "model_type": family}))
+    ours, _ = load_huggingface(tmp_path, torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(tokens), want, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])

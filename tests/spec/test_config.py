@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright import names
-from meshwright.errors import UserError
+from meshwright.errors import ModelWarning, UserError
 from meshwright.recipe import ModelRecipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
@@ -119,6 +119,18 @@ def test_mistral_windows_every_layer_unless_null():
     assert read(base).sliding_window == 4096, "transformers' own default"
 
 
+def test_embeddings_of_a_multimodal_model_are_tied_by_the_whole_configuration():
+    text = {**LLAMA, "tie_word_embeddings": False}
+    with pytest.warns(ModelWarning, match="only the language model"):
+        assert read({"model_type": "gemma3", "text_config": text}).tied
+        assert not read({"model_type": "gemma3", "text_config": text, "tie_word_embeddings": False}).tied
+
+
+def test_a_base_of_windowed_layers_that_transformers_does_not_know_may_repeat_the_real_one():
+    olmo3 = {**LLAMA, "model_type": "olmo3"}
+    assert read(olmo3, rope_local_base_freq=500000.0) == read(olmo3)
+
+
 def test_gemma2_windows_every_other_layer():
     config = preset("gemma-2-2b")
     assert [config.layer_window(layer) for layer in range(4)] == [4096, None, 4096, None]
@@ -187,10 +199,32 @@ def test_gpt2_intermediate_defaults_to_four_times_hidden():
             '"final_logit_softcapping" must be a number',
         ),
         ({"model_type": "gemma3", "text_config": [1]}, '"text_config" must be an object, not [1]'),
-        ({**LLAMA, "model_type": "glm4_moe", "n_group": 2}, 'unsupported "n_group" = 2; glm4_moe supports only 1'),
         (
             {**LLAMA, "model_type": "olmo3", "rope_parameters": {"sliding_attention": {"type": "linear", "factor": 2}}},
             "RoPE scaling in layers with a sliding window is not supported",
+        ),
+        (
+            {**LLAMA, "model_type": "olmo3", "rope_parameters": {"full_attention": 5}},
+            "some/config.json: rope_parameters: full_attention must be an object, not 5",
+        ),
+        (
+            {**LLAMA, "model_type": "olmo3", "rope_local_base_freq": 100.0},
+            'unsupported "rope_local_base_freq" = 100.0; olmo3 supports only the rope_theta of its layers with a',
+        ),
+        (
+            {**LLAMA, "model_type": "smollm3", "sliding_window": 4, "layer_types": ["sliding_attention"] * 5},
+            '"layer_types" lists sliding_attention, which "use_sliding_window" = false contradicts',
+        ),
+        *(
+            (
+                {**LLAMA, "model_type": family, "sliding_window": 4, "layer_types": ["full_attention"] * 5},
+                f"{family} supports only one name for all layers, that which fits its sliding_window",
+            )
+            for family in ("phi3", "mistral")
+        ),
+        (
+            {"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}},
+            'some/config.json: text_config: quantized weights ("quantization_config" with "quant_method" \'gptq\'',
         ),
         ({**LLAMA, "hidden_size": "48"}, "\"hidden_size\" must be a whole number above 0, not '48'"),
         ({**LLAMA, "num_hidden_layers": 0}, '"num_hidden_layers" must be a whole number above 0, not 0'),

@@ -44,6 +44,16 @@ _FULL_ATTENTION = NeutralValue(
 _AS_WINDOWED = NeutralValue(
     "the value that fits its sliding_window", lambda value, fields: value is (fields.get("sliding_window") is not None)
 )
+_AS_ALL_LAYERS = NeutralValue(
+    "one name for all layers, that which fits its sliding_window",
+    lambda value, fields: (
+        isinstance(value, list)
+        and {*map(str, value)} == {"full_attention" if fields.get("sliding_window") is None else "sliding_attention"}
+    ),
+)
+_WINDOW_BASE = NeutralValue(
+    "the rope_theta of its layers with a sliding window", lambda value, fields: value == fields["window_rope_theta"]
+)
 _HEAD_DIM = NeutralValue("the size of a head", lambda value, fields: value == fields["head_dim"])
 _ROTARY_DIM = NeutralValue("qk_rope_head_dim", lambda value, fields: value == fields["latent"].rotary_dim)
 _EXPERTS = NeutralValue("n_routed_experts", lambda value, fields: value == fields["experts"])
@@ -112,7 +122,8 @@ _NEUTRAL: dict[str, NeutralValue] = {
 }  # fmt: skip
 
 _EVERY = "vocab_size tie_word_embeddings hidden_size num_hidden_layers num_attention_heads "
-_ROPE = "rope_theta rope_scaling rope_parameters original_max_position_embeddings "
+_SCALED_FROM = "original_max_position_embeddings "
+_ROPE = "rope_theta rope_scaling rope_parameters " + _SCALED_FROM
 _DECODER = _EVERY + _ROPE + "max_position_embeddings intermediate_size num_key_value_heads head_dim "
 _LLAMA = _DECODER + "hidden_act rms_norm_eps "
 _WINDOWS = "sliding_window layer_types use_sliding_window "
@@ -131,12 +142,12 @@ _LATENT = _LLAMA.replace("head_dim ", "") + "q_lora_rank kv_lora_rank qk_nope_he
 # Family -> fields that are read, in addition to those in `_IGNORED`.
 _READ: dict[str, str] = {
     "llama": _LLAMA + "attention_bias mlp_bias",
-    "mistral": _LLAMA + "sliding_window layer_types",
+    "mistral": _LLAMA + "sliding_window",
     "qwen2": _LLAMA + _WINDOWS + "max_window_layers",
     "qwen3": _LLAMA + _WINDOWS + "max_window_layers attention_bias",
-    "mixtral": _LLAMA + _MIXTURE + "sliding_window layer_types num_local_experts",
+    "mixtral": _LLAMA + _MIXTURE + "sliding_window num_local_experts",
     "qwen2_moe": _LLAMA + _WINDOWS + _QWEN_MIXTURE + "max_window_layers qkv_bias shared_expert_intermediate_size",
-    "qwen3_moe": _LLAMA + _WINDOWS + _QWEN_MIXTURE + "attention_bias num_local_experts",
+    "qwen3_moe": _LLAMA + _QWEN_MIXTURE + "sliding_window use_sliding_window attention_bias num_local_experts",
     "dots1": _LLAMA + _DEEPSEEK_MIXTURE + "sliding_window layer_types max_window_layers attention_bias norm_topk_prob",
     "deepseek_v2": _LATENT + _DEEPSEEK_MIXTURE + "topk_method router_aux_loss_coef",
     "deepseek_v3": _LATENT + _DEEPSEEK_MIXTURE + "norm_topk_prob rope_interleave",
@@ -145,13 +156,13 @@ _READ: dict[str, str] = {
     "bloom": _EVERY + "n_embed n_layer n_head seq_length activation_function layer_norm_epsilon",
     "bert": _EVERY + "max_position_embeddings intermediate_size hidden_act type_vocab_size layer_norm_eps",
     "gemma2": _GEMMA + "attn_logit_softcapping",
-    "gemma3_text": _GEMMA + "rope_local_base_freq sliding_window_pattern",
+    "gemma3_text": _GEMMA.replace(_SCALED_FROM, "") + "rope_local_base_freq sliding_window_pattern",
     "granite": _LLAMA
     + "attention_bias mlp_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling",
     "olmo2": _LLAMA + "attention_bias",
-    "olmo3": _LLAMA + "attention_bias sliding_window layer_types rope_local_base_freq",
+    "olmo3": _LLAMA.replace(_SCALED_FROM, "") + "attention_bias sliding_window layer_types",
     "smollm3": _LLAMA + _WINDOWS + "attention_bias mlp_bias no_rope_layers no_rope_layer_interval",
-    "phi3": _LLAMA + "sliding_window layer_types partial_rotary_factor",
+    "phi3": _LLAMA + "sliding_window partial_rotary_factor",
     "glm4": _LLAMA + "attention_bias partial_rotary_factor",
     "glm4_moe": _LLAMA + _DEEPSEEK_MIXTURE + "attention_bias partial_rotary_factor use_qk_norm norm_topk_prob",
     "nemotron": _DECODER + "hidden_act norm_eps attention_bias mlp_bias",
@@ -184,9 +195,15 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
     "qwen2": {"attention_bias": _accept_only(True), "qkv_bias": _accept_only(True)},
     "qwen2_moe": {"attention_bias": _accept_only(True)},
     "qwen3": {name: _accept_only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
-    "qwen3_moe": {name: _accept_only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
-    "mixtral": {"norm_topk_prob": _accept_only(True)},
+    "qwen3_moe": {
+        **{name: _accept_only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
+        "layer_types": _AS_ALL_LAYERS,
+    },
+    "mistral": {"layer_types": _AS_ALL_LAYERS},
+    "mixtral": {"norm_topk_prob": _accept_only(True), "layer_types": _AS_ALL_LAYERS},
+    "phi3": {"layer_types": _AS_ALL_LAYERS},
     "glm4_moe": {"num_local_experts": _EXPERTS},
+    "olmo3": {"rope_local_base_freq": _WINDOW_BASE},  # transformers does not know it
     "deepseek_v2": {
         "head_dim": _ROTARY_DIM, "qk_head_dim": _HEAD_DIM, "scoring_func": _accept_only("softmax"),
         "num_experts": _EXPERTS, "num_local_experts": _EXPERTS,

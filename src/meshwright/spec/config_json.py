@@ -111,6 +111,8 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
             f"(known: {known})"
         )
     read_weight_format(data, where)
+    if name in NESTED and isinstance(data.get("text_config"), Mapping):
+        read_weight_format(data["text_config"], f"{where}: text_config")
     return (FAMILIES | NESTED)[name]
 
 
@@ -126,7 +128,8 @@ def select_text_config(data: Mapping[str, Any], where: str) -> Mapping[str, Any]
     family = NESTED[data["model_type"]].name
     message = f'{where}: only the language model of this {data["model_type"]} model ("text_config") is read'
     warnings.warn(message, ModelWarning, stacklevel=2)
-    whole = {key: data[key] for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings") if key in data}
+    whole = {key: data[key] for key in ("bos_token_id", "eos_token_id") if key in data}
+    whole["tie_word_embeddings"] = data.get("tie_word_embeddings", True)  # that of the text_config has no effect
     return {key: value for key, value in text.items() if key != "architectures"} | whole | {"model_type": family}
 
 
@@ -240,7 +243,11 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
         return written | write_encoder(config, family)
     # Padding ids that transformers assumes may be outside of a small vocabulary.
     written |= {"attention_dropout": 0.0, "pad_token_id": None, **write_rope(config, family)}
-    written |= {setting.key: _write_setting(config, name, setting) for name, setting in family.settings.items()}
+    written |= {
+        setting.key: _write_setting(config, name, setting)
+        for name, setting in family.settings.items()
+        if setting.kind != "nested"  # which `write_rope` writes
+    }
     if family.experts:
         written |= write_experts(config, family.experts)
     if config.latent:

@@ -216,7 +216,7 @@ FAMILIES: dict[str, Family] = {
             "Olmo3ForCausalLM",
             _OLMO,
             _OLMO_DEFAULTS | {"rope_theta": 500000.0, "rope_local_base_freq": 500000.0, "sliding_window": 4096},
-            {"window_rope_theta": Setting("rope_local_base_freq")},
+            {"window_rope_theta": Setting("rope_local_base_freq", "nested")},
             windows=Windows("periodic", period=4),
         ),
         Family(
@@ -277,6 +277,7 @@ FAMILIES: dict[str, Family] = {
             "Glm4MoeForCausalLM",
             _ROPE_DECODER | _NO_WINDOW | _SIGMOID_ROUTER | {"output_bias": False, "mlp_bias": False},
             {"max_position_embeddings": 131072, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
+            | {"num_key_value_heads": 8}
             | {"moe_intermediate_size": 1408, "n_routed_experts": 128, "num_experts_per_tok": 8}
             | {"n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True},
             {"qkv_bias": Setting("attention_bias", "flag"), "query_key_norm": Setting("use_qk_norm", "flag")},

@@ -11,10 +11,10 @@ from typing import Any, Literal
 class Setting:
     """Key of a ``config.json`` that holds one optional ModelConfig field. key: its name. kind: "flag": a boolean;
     "factor": a number above 0; "limit": a number above 0, or null for none; "inverse_square": a number x above 0, where
-    the field is x ** -0.5."""
+    the field is x ** -0.5; "nested": only an object in ``rope_parameters`` holds it, and `key` names its default."""
 
     key: str
-    kind: Literal["flag", "factor", "limit", "inverse_square"] = "factor"
+    kind: Literal["flag", "factor", "limit", "inverse_square", "nested"] = "factor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Windows:
     """How a ``config.json`` gives the layers with a sliding window. layers: layers that have one without the key
     ``layer_types``: "all"; "late", those from ``max_window_layers`` on; "early", every other one before it; "periodic",
     all but every ``period``-th, which the key ``period_key`` may give; "unrotated", those without rotary positions.
-    switch: True if ``use_sliding_window`` must be true. listed: True if ``layer_types`` may list them; if not, all
-    layers or none have a window."""
+    switch: True if ``use_sliding_window`` must be true. listed: True if ``layer_types`` may list them; if not,
+    transformers ignores that key, and all layers or none have a window."""
 
     layers: Literal["all", "late", "early", "periodic", "unrotated"]
     period: int = 1

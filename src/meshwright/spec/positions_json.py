@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import UserError
 from meshwright.limits import shorten_repr
 from meshwright.spec.config_reader import Reader
-from meshwright.spec.families import FAMILIES, Family, Windows
+from meshwright.spec.families import FAMILIES, Family, Setting, Windows
 from meshwright.spec.rope_scaling import RopeScaling, read_rope_scaling, write_rope_scaling
 
 if TYPE_CHECKING:
@@ -23,36 +23,53 @@ def read_rope(fields: dict[str, Any], read: Reader) -> None:
     fields["rope_theta"] = read.number(("rope_theta",), 10000.0)
     if family.partial_rotation:
         fields["rotary_fraction"] = read.number(("partial_rotary_factor",), 1.0)
-    local = family.settings.get("window_rope_theta")
-    if local is not None:
-        fields["window_rope_theta"] = read.number((local.key,), 10000.0)
+    if "window_rope_theta" in family.settings:
+        _read_two_rotations(fields, read, family.settings["window_rope_theta"])
+        return
     # In a file with both keys rope_scaling takes precedence, as in transformers 5.
     for key in ("rope_scaling", "rope_parameters"):
-        entry = data.get(key)
-        if entry is None or entry == {}:
+        entry, at = _read_object(data, key, where), f"{where}: {key}"
+        if not entry:
             continue
-        at = f"{where}: {key}"
-        if not isinstance(entry, Mapping):
-            raise UserError(f"{at} must be an object, not {shorten_repr(entry)}")
         per_type = {name: value for name, value in entry.items() if isinstance(value, Mapping)}
         if per_type:
-            if local is not None and "sliding_attention" in per_type:
-                windowed = per_type.pop("sliding_attention")
-                _, scaling = _read_rotation(windowed, fields, f"{at}: sliding_attention")
-                if scaling is not None:
-                    raise UserError(f"{at}: RoPE scaling in layers with a sliding window is not supported")
-                theta = fields["window_rope_theta"]
-                fields["window_rope_theta"] = Reader(windowed, {}, at).number(("rope_theta",), theta)
-            found = list(per_type.values()) or [{}]
+            found = list(per_type.values())
             if any(value != found[0] for value in found):
                 raise UserError(f"{at}: rotary positions that differ between layers are not supported")
             entry = found[0]
         if data.get("original_max_position_embeddings") is not None:
             entry = {**entry, "original_max_position_embeddings": data["original_max_position_embeddings"]}
         elif family.partial_rotation and read.defaults.get("original_max_position_embeddings") is not None:
-            entry = {"original_max_position_embeddings": read.defaults["original_max_position_embeddings"], **entry}
+            # transformers' class default takes the place of the key, and so precedence over the object.
+            entry = {**entry, "original_max_position_embeddings": read.defaults["original_max_position_embeddings"]}
         fields["rope_theta"], fields["rope_scaling"] = _read_rotation(entry, fields, at)
         return
+
+
+def _read_two_rotations(fields: dict[str, Any], read: Reader, local: Setting) -> None:
+    """Read the ModelConfig fields of rotary positions of a family whose layers with a sliding window have a base of
+    their own, and add them to ``fields``. ``rope_parameters`` counts only if it is nested by layer type, as in
+    transformers; ``rope_scaling`` scales the layers without a window. read: typed access to the file. local: where the
+    file holds the other base."""
+    scaled, nested = (_read_object(read.data, name, read.where) for name in ("rope_scaling", "rope_parameters"))
+    at = f"{read.where}: rope_parameters"
+    full, windowed = (_read_object(nested, name, at) for name in ("full_attention", "sliding_attention"))
+    where = f"{read.where}: rope_scaling" if scaled else f"{at}: full_attention"
+    fields["rope_theta"], fields["rope_scaling"] = _read_rotation({**full, **scaled}, fields, where)
+    base = read.defaults[local.key] if local.kind == "nested" else read.number((local.key,), 10000.0)
+    windowed = {"rope_theta": base, **windowed}
+    fields["window_rope_theta"], scaling = _read_rotation(windowed, fields, f"{at}: sliding_attention")
+    if scaling is not None:
+        raise UserError(f"{at}: RoPE scaling in layers with a sliding window is not supported")
+
+
+def _read_object(data: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """Return the object under `key` in `data`, {} if it is missing or null; ``UserError`` for another type. where: name
+    of `data` in errors."""
+    entry = {} if data.get(key) is None else data[key]
+    if not isinstance(entry, Mapping):
+        raise UserError(f"{where}: {key} must be an object, not {shorten_repr(entry)}")
+    return entry
 
 
 def _read_rotation(entry: Mapping[str, Any], fields: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
@@ -82,7 +99,7 @@ def read_windows(fields: dict[str, Any], read: Reader) -> None:
     _, window = read.get(("sliding_window",))
     if rule.switch and not read.boolean("use_sliding_window"):
         window = None
-    types = data.get("layer_types")
+    types = data.get("layer_types") if rule.listed else None
     if types is not None:
         if not isinstance(types, list) or len(types) != layers:
             raise UserError(f'{where}: "layer_types" must be a list of {layers} names, one for each layer')
@@ -92,12 +109,15 @@ def read_windows(fields: dict[str, Any], read: Reader) -> None:
                     f"{where}: layer type {shorten_repr(name)} is not supported (full_attention, sliding_attention)"
                 )
         windowed = [name == "sliding_attention" for name in types]
+        if rule.layers == "unrotated" and window is None and any(windowed) and data.get("sliding_window") is not None:
+            raise UserError(
+                f'{where}: "layer_types" lists sliding_attention, which "use_sliding_window" = false contradicts; '
+                f"{family.name} supports only one or the other"
+            )
     else:
         windowed = _default_windows(rule, fields, read)
     if window is None or not any(windowed):
         return
-    if not rule.listed and not all(windowed):
-        raise UserError(f'{where}: "layer_types" of a {family.name} model must be the same for all layers')
     fields["sliding_window"] = read.integer("sliding_window", ("sliding_window",))
     fields["windowed_layers"] = None if all(windowed) else tuple(windowed)
 
@@ -129,9 +149,9 @@ def _read_unrotated(read: Reader, layers: int) -> tuple[int, ...]:
     every = read.integer("layers", ("no_rope_layer_interval",), 4)
     if listed is None:
         return tuple(index for index in range(layers) if (index + 1) % every == 0)
-    if not isinstance(listed, list) or len(listed) != layers or any(entry not in (0, 1) for entry in listed):
+    if not isinstance(listed, list) or len(listed) < layers or any(entry not in (0, 1) for entry in listed):
         raise UserError(f'{read.where}: "no_rope_layers" must be a list of {layers} zeros and ones, one for each layer')
-    return tuple(index for index, rotates in enumerate(listed) if not rotates)
+    return tuple(index for index in range(layers) if not listed[index])  # a longer list may follow, as in transformers
 
 
 def _window_layers(read: Reader) -> int:
