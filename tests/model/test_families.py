@@ -246,8 +246,12 @@ def test_files_without_usual_keys_are_read_as_transformers_reads_them(
         torch.testing.assert_close(ours.logits(tokens), want, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
-def test_language_model_of_a_multimodal_directory_loads_alone(prefix: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [("model.language_model.", "lm_head.weight"), ("language_model.model.", "")]
+    + [("language_model.model.", "language_model.lm_head.weight")],
+)
+def test_language_model_of_a_multimodal_directory_loads_alone(prefix: str, head: str, tmp_path: Path):
     text = {**GEMMA, "final_logit_softcapping": None, "sliding_window_pattern": 3}
     vision = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -264,7 +268,9 @@ def test_language_model_of_a_multimodal_directory_loads_alone(prefix: str, tmp_p
         if "language_model." in name
     }
     found = {name.replace("model.language_model.", prefix): value for name, value in found.items()}
-    save_file(found | {n: t for n, t in tensors.items() if "language_model." not in n}, tmp_path / "model.safetensors")
+    found |= {n: t for n, t in tensors.items() if "language_model." not in n}
+    extra = {head: theirs.lm_head.weight.detach().clone()} if head else {}  # the embedding's, once more
+    save_file(found | extra, tmp_path / "model.safetensors")
     with pytest.warns(ModelWarning, match="only the language model of this gemma3 model"):
         ours, _ = load_huggingface(tmp_path)
     tokens = torch.randint(1, 499, (2, 12), generator=torch.Generator().manual_seed(1))

@@ -309,7 +309,7 @@ def match_entries(
         if files.shape(name) != entry.shape:
             found, file = list(files.shape(name)), files.file(name).name
             misshapen.append(f"{name} of {file} is {found}, by config.json {list(entry.shape)}")
-    known = {*names.values(), *(("lm_head.weight",) if config.tied else ())}
+    known = {*names.values(), *((written.get("lm_head.weight", ""),) if config.tied else ())}
     known |= {name + SCALE_SUFFIX for name in names.values()}
     others = OTHER_HEADS.get(config.family, ())
     if config.family in FURTHER_LAYERS:
