@@ -340,6 +340,53 @@ def test_fields_of_the_recipe_override_the_preset():
     assert (scaled.max_positions, scaled.rope_scaling.factor) == (1024, 2.0)
 
 
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("family", ["olmo2", "olmo3", "smollm3", "gemma2", "gemma3_text", "phi3", "glm4", "granite"])
+def test_a_family_of_a_recipe_has_the_defaults_of_transformers(family: str):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    sizes: dict[str, Any] = {**SIZES, "vocab_size": 300, "intermediate_size": 192, "max_position_embeddings": 64}
+    theirs = CONFIG_MAPPING[family](**sizes)
+    want = read({**theirs.to_dict(), "architectures": None}, bos_token_id=None, eos_token_id=None, rms_norm_eps=1e-5)
+    found = config_from_recipe(recipe(family=family, layers=7, hidden=64, heads=4), 64, 300)
+    if want.attention_scale is not None:  # of a head of 256 features, or 1
+        want = dataclasses.replace(want, attention_scale=16**-0.5)
+    assert found == want
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("gemma-2-2b", 53), ("gemma-3-1b", 53), ("gemma-3-1b", 3), ("olmo-3-7b", 49), ("smollm3-3b", 71),
+        ("qwen2.5-0.5b", 31), ("smollm3-tiny", 9), ("gemma3-tiny", 9),
+    ],
+)  # fmt: skip
+def test_more_layers_continue_the_pattern_of_the_family(name: str, layers: int):
+    data = config_to_huggingface(preset(name))
+    types, rotates = data.pop("layer_types", None), data.pop("no_rope_layers", None)
+    if name == "smollm3-tiny":
+        data["no_rope_layers"] = [*(rotates[:2] * layers)[:layers]]
+    if name == "gemma3-tiny":
+        data["layer_types"] = [*(types[:3] * layers)[:layers]]
+    want = read({**data, "num_hidden_layers": layers, "vocab_size": 300}, bos_token_id=None, eos_token_id=None)
+    assert config_from_recipe(recipe(preset=name, layers=layers), 64, 300) == want
+
+
+def test_one_base_of_rotary_positions_is_changed_in_all_layers():
+    olmo3 = config_from_recipe(recipe(preset="olmo-3-7b", rope_theta=1e6), 64, 300)
+    assert (olmo3.rope_theta, olmo3.window_rope_theta) == (1e6, 1e6)
+    gemma3 = config_from_recipe(recipe(preset="gemma-3-1b", rope_theta=2e6), 64, 300)
+    assert (gemma3.rope_theta, gemma3.window_rope_theta) == (2e6, 1e4), "two bases"
+
+
 def test_a_directory_keeps_its_own_vocabulary(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     table = recipe(**{"from": str(tmp_path)})

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 from meshwright.errors import UserError
 from meshwright.spec.adapter_config import AdapterConfig, AdapterKind
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.config_json import config_from_path
-from meshwright.spec.families import FAMILIES
-from meshwright.spec.latent_attention import LatentAttention
+from meshwright.spec.config_json import config_from_huggingface, config_from_path, file_keys
+from meshwright.spec.families import FAMILIES, Experts
+from meshwright.spec.latent_attention import LatentAttention, write_latent_attention
 from meshwright.spec.parameters import parameter_table
+from meshwright.spec.positions_json import resize_patterns
 from meshwright.spec.presets import preset
 from meshwright.spec.rope_scaling import read_rope_scaling
 
@@ -88,82 +89,77 @@ def _make_adapter(adapter: AdapterRecipe, model: ModelRecipe) -> AdapterConfig:
 
 def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
     """Return the ModelConfig of a recipe's ``[model]`` table (`model`) that names neither a preset nor a directory: the
-    table gives the sizes (``layers``, ``hidden``, ``heads``, ...), the family the defaults of other fields. sequence:
-    tokens of a sequence. vocabulary: number of token ids."""
+    table gives the sizes (``layers``, ``hidden``, ``heads``, ...), and a ``config.json`` of these sizes, read like any
+    other, the family's defaults of other fields. sequence: tokens of a sequence. vocabulary: number of token ids."""
     assert model.family and model.layers and model.hidden and model.heads  # checked by the recipe
-    hidden, heads = model.hidden, model.heads
+    family, keys, hidden, heads = FAMILIES[model.family], file_keys(model.family), model.hidden, model.heads
     if hidden % heads and model.head_dim is None:
         raise UserError(f"model.hidden {hidden} must be a multiple of model.heads {heads}")
-    fixed = FAMILIES[model.family].fixed
-    gated = bool(fixed["gated"])
     # Two thirds of 4 x hidden: three gated matrices have the parameters of two (Shazeer 2020, arXiv:2002.05202).
-    intermediate = -(-8 * hidden // (3 * 64)) * 64 if gated else 4 * hidden
-    fields: dict[str, Any] = {
-        "family": model.family,
-        "vocabulary": vocabulary,
-        "hidden": hidden,
-        "layers": model.layers,
-        "heads": heads,
-        "kv_heads": model.kv_heads or heads,
-        "head_dim": model.head_dim or hidden // heads,
-        "intermediate": intermediate,
-        "max_positions": sequence,
-        "norm_epsilon": 1e-5,
-        "activation": "silu" if gated else "gelu_tanh",
-        "tied": not gated,
-    }
-    for name, setting in FAMILIES[model.family].settings.items():
-        if setting.kind == "factor":
-            fields[name] = FAMILIES[model.family].defaults.get(setting.key, 1.0)
-    if "attention_scale" in FAMILIES[model.family].settings:
-        fields["attention_scale"] = fields["head_dim"] ** -0.5
-    if FAMILIES[model.family].encoder:
-        fields |= {"token_types": 2, "head": "masked", "activation": "gelu", "norm_epsilon": 1e-12}
-    if FAMILIES[model.family].latent:
-        fields |= _default_latent(fields["head_dim"], model.head_dim)
-    if FAMILIES[model.family].experts:
-        fields |= _default_experts(model, intermediate)
-    return ModelConfig(**{**fixed, **fields})
+    intermediate = -(-8 * hidden // (3 * 64)) * 64 if family.fixed["gated"] else 4 * hidden
+    head_dim = model.head_dim or hidden // heads
+    sizes = {
+        "vocabulary": vocabulary, "hidden": hidden, "layers": model.layers, "heads": heads, "kv_heads": heads,
+        "head_dim": head_dim, "intermediate": intermediate, "max_positions": sequence,
+    }  # fmt: skip
+    data: dict[str, Any] = {keys[field][0]: value for field, value in sizes.items() if keys[field]}
+    # Special tokens are the tokenizer's.
+    data |= {"model_type": model.family, "architectures": [family.architecture], "bos_token_id": None}
+    data["eos_token_id"] = None
+    if not family.encoder:
+        data[keys["norm_epsilon"][0]] = 1e-5
+    if family.windows is not None and family.windows.layers == "all":
+        data["sliding_window"] = None
+    if "attention_scale" in family.settings:  # 1 / sqrt(head_dim), as in other families
+        scale = family.settings["attention_scale"]
+        data[scale.key] = head_dim if scale.kind == "inverse_square" else head_dim**-0.5
+    if family.latent:
+        data |= _default_latent(hidden // heads, model.head_dim)
+    if family.experts:
+        data |= _default_experts(model, family.experts, intermediate)
+    return config_from_huggingface(data, where="model")
 
 
 def _default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
-    """Return the fields of latent attention of a recipe's ``[model]`` table, by ModelConfig field name, in the
+    """Return the ``config.json`` keys of latent attention of a recipe's ``[model]`` table with their values, in the
     proportions of DeepSeek-V2-Lite. size: hidden / heads. head_dim: size of a head's query, if the table gives it."""
     rotary = 2 * max(1, (size // 4 if head_dim is None else head_dim // 6))
     values = max(1, size if head_dim is None else head_dim - rotary)
-    return {"latent": LatentAttention(4 * values, rotary, values), "head_dim": values + rotary}
+    return write_latent_attention(LatentAttention(4 * values, rotary, values), values + rotary)
 
 
-def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
-    """Return the mixture-of-experts fields of a recipe's ``[model]`` table (`model`), by ModelConfig field name. If the
-    table gives no expert width, it is chosen so that the experts of a token together cost about as much compute as a
-    dense MLP of width `intermediate`; in family mixtral each expert is as wide as that MLP."""
-    assert model.family
-    fixed, keys = FAMILIES[model.family].fixed, FAMILIES[model.family].experts
-    assert keys is not None
+def _default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> dict[str, Any]:
+    """Return the ``config.json`` keys of a mixture of experts of a recipe's ``[model]`` table (`model`) with their
+    values. keys: those of the family. If the table gives no expert width, it is chosen so that the experts of a token
+    together cost about as much compute as a dense MLP of width `intermediate`; in family mixtral each expert is as wide
+    as that MLP."""
     experts = model.experts or 8
     chosen = model.experts_per_token or min(2, experts)
-    width = model.expert_intermediate
-    one_width = keys.width is None
-    if one_width:  # experts as wide as the usual MLP
-        width = width or model.intermediate or intermediate
+    written: dict[str, Any] = {keys.count[0]: experts, "num_experts_per_tok": chosen}
+    if keys.width is None:  # experts as wide as the usual MLP
+        written["intermediate_size"] = model.expert_intermediate or model.intermediate or intermediate
+        width = written["intermediate_size"]
     else:
-        width = width or max(1, intermediate // (chosen + bool(fixed.get("shared_intermediate", 1))))
-    return {
-        "experts": experts,
-        "experts_per_token": chosen,
-        "expert_intermediate": width,
-        "shared_intermediate": fixed.get("shared_intermediate", width),
-        "normalise_choice": fixed.get("normalise_choice", True),
-        "router_loss": 0.0 if fixed["router_bias"] else 0.001,
-    } | ({"intermediate": width} if one_width else {})
+        width = model.expert_intermediate or max(1, intermediate // (chosen + bool(keys.shared)))
+        written[keys.width] = width
+    if keys.normalised:
+        written[keys.normalised] = True
+    if keys.loss:
+        written[keys.loss] = 0.001
+    if keys.shared:
+        written[keys.shared] = 1 if keys.shared_copies else width
+    if keys.dense == "first":
+        written["first_k_dense_replace"] = 0
+    if keys.groups:
+        written |= {"n_group": 1, "topk_group": 1}
+    return written
 
 
 def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
     """Add sizes that follow from overridden ones to ``overrides`` ({ModelConfig field name: new value}), in place. A
     rule is applied only if `base`, the configuration to be changed, obeys it: head_dim = hidden / heads, kv_heads =
-    heads, intermediate = 4 hidden (ungated MLP). Fields with one value per layer are cut or extended to the new number
-    of layers."""
+    heads, intermediate = 4 hidden (ungated MLP), one base of rotary positions in all layers. Fields with one value per
+    layer are cut or continued to the new number of layers."""
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
     if base.latent is None and base.head_dim * base.heads == base.hidden and hidden % heads == 0:
         overrides.setdefault("head_dim", hidden // heads)
@@ -171,6 +167,8 @@ def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
         overrides.setdefault("kv_heads", heads)
     if base.intermediate == 4 * base.hidden and not base.gated:
         overrides.setdefault("intermediate", 4 * hidden)
+    if "rope_theta" in overrides and base.window_rope_theta == base.rope_theta:
+        overrides["window_rope_theta"] = overrides["rope_theta"]
     keys = FAMILIES[base.family].experts
     if keys is not None and keys.width is None:  # one width with two names
         width = overrides.get("expert_intermediate", overrides.get("intermediate", base.intermediate))
@@ -180,8 +178,4 @@ def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
     elif "layers" in overrides:
         overrides["dense_layers"] = tuple(layer for layer in base.dense_layers if layer < overrides["layers"])
     if "layers" in overrides:
-        overrides["unrotated_layers"] = tuple(layer for layer in base.unrotated_layers if layer < overrides["layers"])
-    if base.windowed_layers is not None and "layers" in overrides:
-        # One entry per layer: cut the list, or repeat the last entry.
-        layers = overrides["layers"]
-        overrides["windowed_layers"] = (base.windowed_layers + base.windowed_layers[-1:] * layers)[:layers]
+        overrides |= resize_patterns(base, overrides["layers"])

@@ -226,7 +226,7 @@ FAMILIES: dict[str, Family] = {
             {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2000000.0}
             | {"bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True},
             _MLP_BIAS,
-            windows=Windows("unrotated", switch=True),
+            windows=Windows("unrotated", period=4, switch=True),
         ),
         Family(
             "gemma2",

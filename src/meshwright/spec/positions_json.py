@@ -95,7 +95,7 @@ def read_windows(fields: dict[str, Any], read: Reader) -> None:
     if rule is None:  # transformers' Llama has no window and ignores the key
         return
     if rule.layers == "unrotated":
-        fields["unrotated_layers"] = _read_unrotated(read, layers)
+        fields["unrotated_layers"] = _read_unrotated(read, layers, rule.period)
     _, window = read.get(("sliding_window",))
     if rule.switch and not read.boolean("use_sliding_window"):
         window = None
@@ -142,16 +142,49 @@ def _default_windows(rule: Windows, fields: Mapping[str, Any], read: Reader) -> 
             return [index >= first for index in numbers]
 
 
-def _read_unrotated(read: Reader, layers: int) -> tuple[int, ...]:
+def _read_unrotated(read: Reader, layers: int, period: int) -> tuple[int, ...]:
     """Return the indices of the layers without rotary positions: those with a 0 in ``no_rope_layers`` or, without that
-    key, every ``no_rope_layer_interval``-th. read: typed access to the ``config.json``. layers: number of layers."""
+    key, every ``no_rope_layer_interval``-th (default: `period`). read: typed access to the ``config.json``. layers:
+    number of layers."""
     _, listed = read.get(("no_rope_layers",))
-    every = read.integer("layers", ("no_rope_layer_interval",), 4)
+    every = read.integer("layers", ("no_rope_layer_interval",), period)
     if listed is None:
         return tuple(index for index in range(layers) if (index + 1) % every == 0)
     if not isinstance(listed, list) or len(listed) < layers or any(entry not in (0, 1) for entry in listed):
         raise UserError(f'{read.where}: "no_rope_layers" must be a list of {layers} zeros and ones, one for each layer')
     return tuple(index for index in range(layers) if not listed[index])  # a longer list may follow, as in transformers
+
+
+def resize_patterns(config: ModelConfig, layers: int) -> dict[str, Any]:
+    """Return the ModelConfig fields ``unrotated_layers`` and ``windowed_layers``, by name, of `config` with another
+    number of `layers`: cut, or continued by the rule of its family."""
+    rule = FAMILIES[config.family].windows
+    by_rule = rule.layers if rule is not None else "all"
+    unrotated = [index in config.unrotated_layers for index in range(config.layers)]
+    period = rule.period if rule is not None and by_rule == "unrotated" else None
+    unrotated = _continue_pattern(unrotated, layers, period, True)
+    fields: dict[str, Any] = {"unrotated_layers": tuple(index for index in range(layers) if unrotated[index])}
+    if config.sliding_window is not None:
+        windowed = [config.layer_window(index) is not None for index in range(config.layers)]
+        period = rule.period if rule is not None and by_rule in ("periodic", "unrotated") else None
+        windowed = _continue_pattern(windowed, layers, period, by_rule == "unrotated")
+        fields["windowed_layers"] = None if all(windowed) else tuple(windowed)
+    return fields
+
+
+def _continue_pattern(pattern: list[bool], layers: int, period: int | None, marked: bool) -> list[bool]:
+    """Return the values `pattern`, one for each layer, cut or continued to `layers` layers. period: None: the last
+    value is repeated; else the family's usual period, whose last layer alone has the value `marked`. Patterns with
+    another period, or of another form, are repeated."""
+    if period is None or layers <= len(pattern):
+        return (pattern + pattern[-1:] * layers)[:layers]
+    for each in (period, *range(1, len(pattern) + 1)):
+        regular = [((index + 1) % each == 0) == marked for index in range(layers)]
+        if regular[: len(pattern)] == pattern:
+            return regular
+    repeats = (each for each in range(1, len(pattern) + 1) if pattern[each:] == pattern[:-each])
+    shortest = next(repeats)
+    return [pattern[index % shortest] for index in range(layers)]
 
 
 def _window_layers(read: Reader) -> int:
