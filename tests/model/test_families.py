@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import ModelWarning
+from meshwright.model.documents import Documents
 from meshwright.model.huggingface import load_huggingface
 from meshwright.model.rope import RotaryTable, half_rotation_order, pad_pairs, rotate
 from meshwright.spec.config_json import config_from_huggingface, config_to_huggingface
@@ -171,7 +172,7 @@ def everything_in_float64() -> Iterator[None]:
 def their_model(family: str, settings: dict[str, Any]) -> transformers.PreTrainedModel:
     """A random float64 model of transformers; norms and biases are not at their neutral initial values."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **settings)
+    config = transformers.AutoConfig.for_model(family, **copy.deepcopy(settings))  # which changes them
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     ).eval()
@@ -237,7 +238,7 @@ def test_files_without_usual_keys_are_read_as_transformers_reads_them(
 ):
     tokens = torch.randint(1, 499, (2, 40), generator=torch.Generator().manual_seed(1))
     with everything_in_float64(), torch.no_grad():
-        theirs = their_model(family, copy.deepcopy(settings))
+        theirs = their_model(family, settings)
         theirs.save_pretrained(tmp_path)
         want = theirs(tokens).logits
     (tmp_path / "config.json").write_text(json.dumps({**settings, "model_type": family}))
@@ -287,6 +288,29 @@ def test_a_server_chooses_longrope_factors_by_its_longest_sequence():
     assert torch.equal(short.up_to(9, cpu)[0], RotaryTable(rotation, torch.float64).up_to(9, cpu)[0])
     assert not torch.equal(short.up_to(9, cpu)[0], long.up_to(9, cpu)[0])
     assert torch.equal(long.up_to(9, cpu)[0], RotaryTable(rotation, torch.float64).up_to(5000, cpu)[0][:16])
+
+
+def test_packed_documents_choose_longrope_factors_as_each_does_alone(tmp_path: Path):
+    lengths = [12, 16, 17, 15]
+    tokens = torch.randint(1, 499, (1, 60), generator=torch.Generator().manual_seed(1))
+    documents = Documents.from_ids(torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None])
+    with everything_in_float64(), torch.no_grad():
+        settings = {"rope_scaling": {**LONGROPE, **FOUR_PAIRS}, "original_max_position_embeddings": 16}
+        theirs = their_model("phi3", {**ODD, **settings})
+        theirs.save_pretrained(tmp_path)
+        want = torch.cat([theirs(each).logits for each in tokens.split(lengths, dim=1)], dim=1)
+    ours, config = load_huggingface(tmp_path, torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(tokens, documents), want, atol=1e-10, rtol=0)
+
+    rotation, cpu, part = config.layer_rotation(0), torch.device("cpu"), torch.tensor([*range(10, 35), 59])
+    assert rotation is not None
+    both = [
+        RotaryTable(rotation, torch.float64).look_up(each.positions_BS(), 0, 60, cpu, each)
+        for each in (documents, documents.select_tokens(part))
+    ]
+    for whole, of_rank in zip(*both, strict=True):  # context-parallel ranks know whole documents
+        assert torch.equal(whole[:, :, part], of_rank)
 
 
 @pytest.mark.parametrize("name", ["phi3-tiny", "glm4-tiny", "llama-tiny"])

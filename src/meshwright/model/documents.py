@@ -68,6 +68,16 @@ class Documents:
             return torch.arange(self.starts_BS.shape[1], device=self.starts_BS.device) - self.starts_BS
         return indices_C - self.starts_BS[:, indices_C]
 
+    def lengths_BS(self) -> torch.Tensor | None:
+        """Return the number of tokens of the document of each of the C tokens on this rank, [B, C]; None if every
+        sequence is one document."""
+        starts_BS = self.starts_BS
+        if starts_BS is None:
+            return None
+        counts_BS = torch.zeros_like(starts_BS).scatter_add_(1, starts_BS, torch.ones_like(starts_BS))
+        lengths_BS = counts_BS.gather(1, starts_BS)
+        return lengths_BS if self.indices_C is None else lengths_BS[:, self.indices_C]
+
     def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Return for each token the index of the first token in the sequence that it may attend to, [B or 1, S]; None
         if that is 0 for all tokens. (Attention is causal: the last one is the token itself.)

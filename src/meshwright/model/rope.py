@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.precision import at_least_float32
 from meshwright.spec.config import ModelConfig, Rotation
 from meshwright.spec.rope_scaling import RopeScaling
@@ -37,9 +38,8 @@ def inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0)
 
 def _longrope_factors(scaling: RopeScaling, length: int) -> tuple[float, ...]:
     """Return LongRoPE's divisors of the rotary frequencies for sequences of up to `length` tokens (Ding et al. 2024,
-    arXiv:2402.13753)."""
-    assert scaling.original_max_positions is not None
-    return scaling.long_factors if length > scaling.original_max_positions else scaling.short_factors
+    arXiv:2402.13753); empty for other methods."""
+    return scaling.long_factors if length > (scaling.original_max_positions or 0) else scaling.short_factors
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotati
 class RotaryTable:
     """Table of the rotary cosines and sines of layers with the rotary positions `rotation` by position, extended when
     larger positions are requested; not part of a model's state. `dtype`: dtype of the model. `length`: tokens of the
-    longest sequence, by which LongRoPE chooses its factors; None: chosen anew for each batch.
+    longest sequence, by which LongRoPE chooses its factors; None: each document chooses by its own length.
 
     Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart."""
 
@@ -93,7 +93,7 @@ class RotaryTable:
         """Return (cosine, sine), [P, R/2] each, on `device`, for positions 0 ... P - 1, where P is at least
         `length`."""
         longest, scaling = length if self._length is None else self._length, self._rotation.scaling
-        factors = _longrope_factors(scaling, longest) if scaling is not None and scaling.kind == "longrope" else ()
+        factors = () if scaling is None else _longrope_factors(scaling, longest)
         table = self._tables.get(factors)
         if table is None or table[0].shape[0] < length or table[0].device != device:
             positions = torch.arange(1 << (length - 1).bit_length(), dtype=self._dtype)
@@ -103,15 +103,24 @@ class RotaryTable:
         return table
 
     def look_up(
-        self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device,
+        documents: Documents = ONE_DOCUMENT,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Return cosine and sine, [B or 1, 1, S, R/2] each, of the rotary angles at the positions `positions_BS`, on
         `device`. All positions must be less than `stop`. If `positions_BS` is None, they are start ... stop - 1 in
-        every sequence; otherwise `start` is ignored."""
+        every sequence; otherwise `start` is ignored. `documents`: document boundaries, by which LongRoPE chooses."""
         cosine, sine = self.up_to(stop, device)
         if positions_BS is None:
             return cosine[None, None, start:stop], sine[None, None, start:stop]
-        return cosine[positions_BS][:, None], sine[positions_BS][:, None]
+        cosine, sine = cosine[positions_BS][:, None], sine[positions_BS][:, None]
+        scaling = self._rotation.scaling if self._length is None else None
+        trained = scaling.original_max_positions if scaling is not None and scaling.kind == "longrope" else None
+        if trained is None or (lengths_BS := documents.lengths_BS()) is None:
+            return cosine, sine
+        # Documents that are packed into one sequence each get the factors that they get alone, on any layout.
+        short, is_short = self.up_to(trained, device), (lengths_BS <= trained)[:, None, :, None]
+        first, second = (each[positions_BS.clamp(max=trained - 1)][:, None] for each in short)
+        return torch.where(is_short, first, cosine), torch.where(is_short, second, sine)
 
 
 def half_rotation_order(config: ModelConfig) -> list[int] | None:

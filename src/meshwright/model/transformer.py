@@ -66,14 +66,9 @@ class Transformer(nn.Module):
     the whole model); parameter names do not depend on them."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        axes: AxisOperations = SINGLE_DEVICE,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        stages: Iterable[Stage] | None = None,
-    ) -> None:
+        self, config: ModelConfig, *, axes: AxisOperations = SINGLE_DEVICE, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, stages: Iterable[Stage] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         assert config.planning_only is None, config.planning_only
         self.config = config
@@ -142,15 +137,9 @@ class Transformer(nn.Module):
         return self.run_stage(self._whole_model_stage(), None, tokens_BS, targets_BS, documents, units).x
 
     def run_stage(
-        self,
-        stage: Stage,
-        x_BSH: torch.Tensor | None,
-        tokens_BS: torch.Tensor,
-        targets_BS: torch.Tensor,
-        documents: Documents | None = None,
-        units: Units = NO_UNITS,
-        at_once: bool = True,
-    ) -> StageOutput:
+        self, stage: Stage, x_BSH: torch.Tensor | None, tokens_BS: torch.Tensor, targets_BS: torch.Tensor,
+        documents: Documents | None = None, units: Units = NO_UNITS, at_once: bool = True,
+    ) -> StageOutput:  # fmt: skip
         """Run pipeline stage `stage` on `x_BSH`, the previous stage's output (None: first stage), and return its
         output: hidden states, or on the last stage the summed loss of the targets that are not -100 (with preference
         pairs in `documents`, the log-probabilities of the responses). The loss includes the gradient of that stage's
@@ -189,15 +178,10 @@ class Transformer(nn.Module):
         return StageOutput(units.leave("head", loss), None)
 
     def hidden(
-        self,
-        tokens_BS: torch.Tensor,
-        documents: Documents | None = None,
-        units: Units = NO_UNITS,
-        cache: AttentionCache | None = None,
-        positions: torch.Tensor | None = None,
-        stage: Stage | None = None,
+        self, tokens_BS: torch.Tensor, documents: Documents | None = None, units: Units = NO_UNITS,
+        cache: AttentionCache | None = None, positions: torch.Tensor | None = None, stage: Stage | None = None,
         x_BSH: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Return the output of the final norm, [B, S, H], which is the input of the output head. `documents`: document
         boundaries in packed sequences; `units`: hooks around FSDP units; `cache`: KV cache of the tokens before these.
 
@@ -266,13 +250,9 @@ class Transformer(nn.Module):
         return whole_model(self.config)
 
     def _forward_blocks(
-        self,
-        given: StageInput,
-        units: Units,
-        cache: AttentionCache | None = None,
-        positions_BS: torch.Tensor | None = None,
-        counted_B: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, given: StageInput, units: Units, cache: AttentionCache | None = None,
+        positions_BS: torch.Tensor | None = None, counted_B: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
         """Run the embedding and blocks of a stage on `given`; return the hidden states [B, S, H] and the load-balancing
         loss of each block that has one. `units`: hooks around FSDP units; `cache`: KV cache of the preceding tokens;
         `positions_BS`: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens.
@@ -345,18 +325,13 @@ class Transformer(nn.Module):
         for turn in turns.values():
             if turn is not None and turn not in rotations:
                 table = self._rotary.setdefault(turn, RotaryTable(turn, self._dtype, self.served_length))
-                rotations[turn] = table.look_up(positions_BS, cached, stop, tokens_BS.device)
+                rotations[turn] = table.look_up(positions_BS, cached, stop, tokens_BS.device, documents)
         return positions_BS, {layer: (rotations[turns[layer]], visible.get(windows[layer])) for layer in windows}
 
     def _predict_later(
-        self,
-        normed_BSH: torch.Tensor,
-        tokens_BS: torch.Tensor,
-        targets_BS: torch.Tensor,
-        documents: Documents | None,
-        counted_B: torch.Tensor | None,
-        keep: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, normed_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents | None,
+        counted_B: torch.Tensor | None, keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Return the summed loss of the tokens after the next ones, and the load-balancing loss of the module that
         predicts them. `normed_BSH`: output of the final norm; `counted_B`: number of target tokens of each sequence;
         `keep`: argument of the loss. Other arguments are those of `run_stage`."""

@@ -183,6 +183,7 @@ class _Forward:
         same_BSS = ids_BS[:, :, None] == ids_BS[:, None, :]
         self.distance_SS = places_S[:, None] - places_S[None, :]
         self.visible_BSS = same_BSS & (self.distance_SS >= 0)
+        self.lengths_BS = same_BSS.sum(dim=2)  # tokens of the document of each
         self.positions_BS = (self.visible_BSS.sum(dim=2) - 1).long()  # tokens of the same document before each
 
     def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -296,7 +297,11 @@ class _Forward:
         is paired with i + R / 2, or neighbours are paired. A pair is a complex number, multiplied by e^(i angle)."""
         rotation = self.config.layer_rotation(layer)
         assert rotation is not None
-        frequencies = inverse_frequencies(rotation, torch.float64, x_BSND.shape[1])
+        frequencies = inverse_frequencies(rotation, torch.float64)
+        if rotation.scaling is not None and rotation.scaling.kind == "longrope":  # each document by its own length
+            long = inverse_frequencies(rotation, torch.float64, 1 << 62)
+            trained = rotation.scaling.original_max_positions or 0
+            frequencies = torch.where(self.lengths_BS[..., None, None] > trained, long, frequencies)
         scale = rotation.scaling.attention_scale if rotation.scaling else 1.0
         angles = self.positions_BS[..., None, None] * frequencies
         turned, kept = x_BSND[..., : rotation.size], x_BSND[..., rotation.size :]
