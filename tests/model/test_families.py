@@ -249,8 +249,11 @@ def test_files_without_usual_keys_are_read_as_transformers_reads_them(
 
 @pytest.mark.parametrize(
     ("prefix", "head"),
-    [("model.language_model.", "lm_head.weight"), ("language_model.model.", "")]
-    + [("language_model.model.", "language_model.lm_head.weight")],
+    [
+        ("model.language_model.", "lm_head.weight"),
+        ("language_model.model.", ""),
+        ("language_model.model.", "language_model.lm_head.weight"),
+    ],
 )
 def test_language_model_of_a_multimodal_directory_loads_alone(prefix: str, head: str, tmp_path: Path):
     text = {**GEMMA, "final_logit_softcapping": None, "sliding_window_pattern": 3}
