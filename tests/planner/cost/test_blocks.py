@@ -95,3 +95,14 @@ def test_layouts_priced_together_equal_layouts_priced_alone(name: str) -> None:
         for part in ("layer", "first", "last"):
             np.testing.assert_allclose(getattr(alone, part)[0], getattr(together, part)[number], rtol=1e-12)
         np.testing.assert_array_equal(alone.parameters[:, 0], together.parameters[:, number])
+
+
+def test_multipliers_of_granite_are_passes_over_the_hidden_states() -> None:
+    """Each reads and writes them once forward and once backward: two a layer, the embedding's and the head's."""
+    config = preset("granite-tiny")
+    plain = dataclasses.replace(config, residual_scale=1.0, embedding_scale=1.0, logit_divisor=1.0)
+    moved = [
+        sum(one.bytes * one.count for one in operations(MicroBatch.of(each, Layout(), 2, 64), whole_model(each)))
+        for each in (config, plain)
+    ]
+    assert moved[0] - moved[1] == 2 * 64 * config.hidden * 2 * (2 + 2) * (2 * config.layers + 2)

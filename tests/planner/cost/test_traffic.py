@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_experts_per_token": 2,
         "model_tied": None,
     },
+    "olmo2": {"model_family": "olmo2", "model_layers": 4, "model_tied": False},  # norms of all heads, after sublayers
 }
 
 LAYOUTS = (
@@ -61,6 +62,7 @@ LAYOUTS = (
 )
 ALL = [(name, layout) for layout in LAYOUTS for name in MODELS]
 SOME = [([*MODELS][at % len(MODELS)], layout) for at, layout in enumerate(LAYOUTS) if at % 2 == 0]
+SOME += [("olmo2", layout) for layout in ("tp4 ac:full", "tp4:nosp ac:selective")]
 """Every axis, every way to recompute, with models in turns."""
 
 

@@ -14,16 +14,14 @@ from meshwright.planner.cost.micro_batch import MicroBatch, Routed
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.tensors import Saved
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.presets import preset
+from meshwright.spec.presets import PRESETS, preset
 from meshwright.spec.stages import whole_model
 from tests.planner.memory.saved_cases import Case, Watched, difference, watch
 
-FAMILIES = (
-    *("llama-tiny", "gpt2-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny", "mixtral-tiny", "qwen2-moe-tiny"),
-    *("qwen3-moe-tiny", "dots1-tiny", "granite-tiny", "phi3-tiny", "glm4-tiny", "gemma2-tiny"),
-    *("gemma3-tiny", "olmo2-tiny", "olmo3-tiny"),
-    *("deepseek-v2-tiny", "deepseek-v3-tiny"),
-)
+TINY = [name for name, one in PRESETS.items() if name.endswith("-tiny") and not preset(name).encoder]
+FAMILIES = tuple({preset(name).family: name for name in reversed(TINY)}.values())
+"""A small model of each decoder family."""
+
 RECOMPUTE = ("none", "selective", "full")
 DOCUMENTS = [[0, 5], [0, 9]]
 NOT_HOOKED = ("head.hidden.gradient", "head.weight.gradient", "loss", "balance", "attention.first_visible")
@@ -99,6 +97,8 @@ EXPERT_LAYOUTS = (
 )
 DENSE = ("llama-tiny", "gpt2-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny")
 MIXED = ("mixtral-tiny", "qwen2-moe-tiny", "qwen3-moe-tiny", "dots1-tiny")
+OTHERS = [name for name in FAMILIES if preset(name).projection_norm or preset(name).unrotated_layers]
+"""Families of which tp ranks save something that the others do not."""
 
 
 def spread_cases(every: bool) -> list[Case]:
@@ -120,7 +120,8 @@ def spread_cases(every: bool) -> list[Case]:
                         starts=DOCUMENTS if packed else None, stages=3 if middle else 1, stage=1 if middle else 0,
                     )
                 )  # fmt: skip
-    return found
+    layouts = "tp4:nosp ac:selective", "tp2 dp2"
+    return [*found, *(Case(model(name), layouts[at % 2], dtype="bfloat16") for at, name in enumerate(OTHERS))]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.planner.cost import elementwise
-from meshwright.planner.cost.micro_batch import MicroBatch, Number
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import (
     FLASH_BACKWARD,
     Exchange,
@@ -18,7 +18,7 @@ from meshwright.planner.cost.operators import (
     pointwise,
     scaled,
 )
-from meshwright.planner.cost.tensor_parallel import enter, leave, row_parallel
+from meshwright.planner.cost.tensor_parallel import average_square, enter, leave, row_parallel
 from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.work import keys_per_token
 
@@ -26,17 +26,16 @@ _ACTIVATIONS: tuple[tuple[Phase, int], ...] = (("forward", 1), ("input", 2))
 """Products of two activations have two input gradients, and no weight gradient."""
 
 
-def attention(at: MicroBatch, window: int | None) -> Iterator[Operator]:
-    """Yield the operators of attention: projections, positions and softmax(q kᵀ) v. window: most tokens that a query
-    attends to, None for all."""
+def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
+    """Yield the operators of attention: projections, positions and softmax(q kᵀ) v. kind: of the layer."""
     config, fusion = at.config, at.engine.fusion
     size = max(config.head_dim, config.value_dim)  # of queries, keys and values in the kernel
-    tokens = at.rows, at.tokens
-    turned = config.positions == "rope" or config.query_key_norm  # then queries and keys are copies of the product's
+    tokens, window = (at.rows, at.tokens), kind.window
+    rotated = kind.rotates or config.query_key_norm  # then queries and keys are copies of the product's
     repeated = at.repeats(window)
     fused = SavedTensor("attention.qkv.output", (*tokens, at.qkv_width), "x")
     # Views of the product's result that live on: queries, keys, values; or what is normalised in place of a copy.
-    views = not at.ulysses and (not turned or not repeated)
+    views = not at.ulysses and (not rotated or not repeated)
     read = views or (config.query_key_norm and not at.narrow)
     saved = (SavedTensor("attention.qkv.input", (*tokens, config.hidden), "x"), *([fused] if read else []))
     if config.latent is not None:
@@ -51,18 +50,19 @@ def attention(at: MicroBatch, window: int | None) -> Iterator[Operator]:
     if config.query_key_norm:
         yield Operator(
             "attention.norms", pointwise(at, "attention.norms", elements, elementwise.norm("rmsnorm", fusion)),
-            tuple(_query_key_norms(at)),
+            tuple(_query_key_norms(at)), kept=_mean_squares(at),
+            exchanges=tuple(average_square(at)) * 2 if config.projection_norm else (),
             parameters=(at.heads + at.kv_heads if config.projection_norm else 2) * size,
         )  # fmt: skip
-    if config.positions == "rope":
+    if kind.rotates:
         yield Operator("attention.rotary", pointwise(at, "attention.rotary", elements, elementwise.rotary(fusion)))
     if at.ulysses:
         yield from _all_to_all(at)
-    elif turned:
+    elif rotated:
         query = SavedTensor("attention.query", (at.rows, at.heads, at.tokens, size), "x")
         key = SavedTensor("attention.key", (at.rows, at.kv_heads, at.tokens, size), "x")
         value = (SavedTensor("attention.value", key.shape, "x"),) if config.latent else ()  # padded
-        yield Operator("attention.turned", saved=((query,) if repeated else (query, key)) + value)
+        yield Operator("attention.rotated", saved=((query,) if repeated else (query, key)) + value)
     if at.ring:
         yield Operator("attention.ring", exchanges=tuple(_ring(at)))
     if at.kernel == "scores":
@@ -111,6 +111,15 @@ def _query_key_norms(at: MicroBatch) -> Iterator[SavedTensor]:
         yield from scaled(name, shape, at.config.zero_centred_norms)
 
 
+def _mean_squares(at: MicroBatch) -> tuple[SavedTensor, ...]:
+    """Return the all-reduced mean squares of queries and keys, which selective recompute keeps as it keeps the results
+    of all collectives."""
+    if not at.config.projection_norm or at.layout.tp == 1:
+        return ()
+    shape = at.rows, at.tokens, 1
+    return tuple(SavedTensor(f"attention.{name}_norm.mean_square", shape, "wide") for name in ("query", "key"))
+
+
 def _all_to_all(at: MicroBatch) -> Iterator[Operator]:
     """Yield the all-to-alls of Ulysses: each rank of cp gets all tokens of some heads before attention, and its tokens
     of all heads after it."""
@@ -123,8 +132,8 @@ def _all_to_all(at: MicroBatch) -> Iterator[Operator]:
         exchanges.append(Exchange("context", "cp", "all-to-all", ((f"{site}.backward", heads * one),), "input"))
     heads, kv_heads = _kernel_heads(at)
     shape = at.rows, heads + 2 * kv_heads, at.whole, at.config.head_dim
-    traded = SavedTensor("attention.traded", shape, "x")
-    yield Operator("attention.all_to_all", saved=(traded,), exchanges=tuple(exchanges))
+    exchanged = SavedTensor("attention.exchanged", shape, "x")
+    yield Operator("attention.all_to_all", saved=(exchanged,), exchanges=tuple(exchanges))
 
 
 def _kernel_heads(at: MicroBatch) -> tuple[Number, Number]:

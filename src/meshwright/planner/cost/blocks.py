@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.attention import attention
-from meshwright.planner.cost.micro_batch import MicroBatch, Number
+from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.cost.mlp import feed_forward, mixture
 from meshwright.planner.cost.operators import (
     Exchange,
@@ -21,14 +21,6 @@ from meshwright.planner.cost.operators import (
 )
 from meshwright.planner.cost.tensor_parallel import enter, leave
 
-LayerKind = tuple[int | None, bool]
-"""(attention window in tokens or None, True for a mixture of experts): layers of a kind have equal operators."""
-
-
-def layer_kind(at: MicroBatch, layer: int) -> LayerKind:
-    """Return the kind of the layer with index `layer`."""
-    return at.config.layer_window(layer), at.config.has_experts(layer)
-
 
 def block(at: MicroBatch, layer: int) -> Iterator[Operator]:
     """Yield the operators of the layer with index `layer`, in the order of its forward. Names of saved tensors are
@@ -37,11 +29,10 @@ def block(at: MicroBatch, layer: int) -> Iterator[Operator]:
     Decoders normalise before attention and MLP (`pre_norms`), after them (`post_norms`), or both; encoders only after
     the residual addition.
     """
-    window, mixed = layer_kind(at, layer)
-    config = at.config
+    config, kind = at.config, layer_kind(at.config, layer)
     before, after = config.pre_norms and not config.encoder, config.post_norms
-    inner = list(mixture(at, layer)) if mixed else list(feed_forward(at))
-    for name, operators in (("attention", list(attention(at, window))), ("mlp", inner)):
+    inner = list(mixture(at, layer)) if kind.mixed else list(feed_forward(at))
+    for name, operators in (("attention", list(attention(at, kind))), ("mlp", inner)):
         if before:
             yield norm(at, f"{name}_norm")
         yield from operators
@@ -80,8 +71,12 @@ def _normed(at: MicroBatch, name: str, shape: tuple[Number, ...]) -> Iterator[Sa
 
 
 def residual(at: MicroBatch) -> Iterator[Operator]:
-    """Yield a residual addition, and dropout before it where the engine's runs have it."""
+    """Yield a residual addition, and before it the multiplication of what is added (Granite) and the dropout of the
+    engine's runs, where there are any."""
     elements = at.rows * at.slice * at.config.hidden
+    if at.config.residual_scale != 1:
+        of = elementwise.scaled_residual(at.engine.fusion)
+        yield Operator("residual.scale", pointwise(at, "residual.scale", elements, of))
     yield Operator("residual", pointwise(at, "residual", elements, elementwise.residual(at.engine.fusion)))
     if at.engine.dropout:
         yield Operator("dropout", pointwise(at, "dropout", elements, elementwise.RESIDUAL_DROPOUT))
@@ -108,9 +103,11 @@ def embedding(at: MicroBatch) -> Iterator[Operator]:
         ),
         tuple(saved), exchanges=tuple(leave(at, "embedding", in_block=False)), parameters=table,
     )  # fmt: skip
+    stream, added = at.rows * at.slice * hidden, elementwise.residual("eager")
+    if config.embedding_factor != 1:
+        yield Operator("embedding.scale", pointwise(at, "embedding.scale", stream, elementwise.SCALED))
     if config.embedding_norm:
         yield norm(at, "embedding_norm")
-    stream, added = at.rows * at.slice * hidden, elementwise.residual("eager")
     places = at.rows if at.masked else 1, at.tokens
     if config.positions == "learned":
         index = SavedTensor("positions.places", places, "index")
@@ -133,6 +130,9 @@ def head(at: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
         yield from encoder_head(at)
         return
     yield norm(at, "final_norm")
+    if at.config.logit_divisor != 1:  # the head's input is divided, not the logits
+        stream = at.rows * at.slice * at.config.hidden
+        yield Operator("head.scale", pointwise(at, "head.scale", stream, elementwise.SCALED))
     product = linear(
         at, "head", Linear(at.all_tokens, at.vocabulary, at.config.hidden),
         exchanges=tuple(enter(at, "head.input", in_block=False)),

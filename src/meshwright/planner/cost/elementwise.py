@@ -58,6 +58,9 @@ _RESIDUAL: dict[Fusion, Traffic] = {
     "compiled": Traffic(MemoryAccess(0, 2), MemoryAccess(0, 1)),
 }
 
+# x times a constant; compiled, a factor of the residual addition.
+SCALED = Traffic(MemoryAccess(1, 2), MemoryAccess(1, 2))
+
 # One byte of mask for each element, half of a narrow value; the product itself is part of the residual's kernel.
 RESIDUAL_DROPOUT = Traffic(MemoryAccess(0, 0.5), MemoryAccess(1, 2.5))
 SCORES_DROPOUT = Traffic(MemoryAccess(1, 2.5), MemoryAccess(1, 2.5))
@@ -113,6 +116,12 @@ def residual(fusion: Fusion) -> Traffic:
     """Return the memory traffic of a residual addition per element. fusion: "eager" (one kernel per operation),
     "kernels" (hand-fused) or "compiled" (torch.compile)."""
     return _RESIDUAL[fusion]
+
+
+def scaled_residual(fusion: Fusion) -> Traffic:
+    """Return the memory traffic per element of multiplying a sublayer's output before it is added. fusion: "eager" (one
+    kernel per operation), "kernels" (hand-fused) or "compiled" (torch.compile)."""
+    return Traffic(_NONE, _NONE) if fusion == "compiled" else SCALED
 
 
 def rotary(fusion: Fusion) -> Traffic:

@@ -29,6 +29,21 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 """Bytes of an element by torch's type name."""
 
 
+class LayerKind(NamedTuple):
+    """What layers with equal operators have in common. window: most tokens that a query attends to, None for all;
+    mixed: True for a mixture of experts; rotates: True if queries and keys have rotary positions."""
+
+    window: int | None
+    mixed: bool
+    rotates: bool
+
+
+def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
+    """Return the kind of the layer with index `layer`."""
+    rotates = config.layer_rotation(layer) is not None
+    return LayerKind(config.layer_window(layer), config.has_experts(layer), rotates)
+
+
 class Routed(NamedTuple):
     """Number of token copies in one mixture of experts. arrived: received by this rank over ep; computed: computed by
     its experts, which includes those that the other etp ranks received."""

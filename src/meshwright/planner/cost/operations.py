@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from meshwright.planner.cost.blocks import block, embedding, head, layer_kind
-from meshwright.planner.cost.micro_batch import MicroBatch, Number, at_most
+from meshwright.planner.cost.blocks import block, embedding, head
+from meshwright.planner.cost.micro_batch import MicroBatch, Number, at_most, layer_kind
 from meshwright.planner.cost.operators import Operation, Operator
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.stages import Stage
@@ -27,8 +27,8 @@ def operations(at: MicroBatch, stage: Stage, *, at_once: bool = True) -> list[Op
     found: list[Operation] = []
     if stage.first:
         found += computed(embedding(at))
-    kinds = Counter(layer_kind(at, layer) for layer in stage.layers)
-    examples = {layer_kind(at, layer): layer for layer in reversed(stage.layers)}
+    kinds = Counter(layer_kind(at.config, layer) for layer in stage.layers)
+    examples = {layer_kind(at.config, layer): layer for layer in reversed(stage.layers)}
     for kind, layers in kinds.items():
         found += [one._replace(count=one.count * layers) for one in layer_operations(at, examples[kind])]
     if stage.last:

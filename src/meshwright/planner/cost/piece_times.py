@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.planner.cost.blocks import LayerKind, block, embedding, head
+from meshwright.planner.cost.blocks import block, embedding, head
 from meshwright.planner.cost.communication import Call, ParameterCounts, count_parameters, timed_calls
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, structure
+from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, layer_kind, structure
 from meshwright.planner.cost.operations import computed, layer_operations
 from meshwright.planner.cost.operators import Exchange, Operation
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
@@ -38,13 +38,13 @@ _CORE = ("attention.core", "attention.scores", "attention.values")
 
 def layer_kinds(config: ModelConfig, stage: Stage) -> Counter[LayerKind]:
     """Return the number of layers of each kind in a stage."""
-    return Counter((config.layer_window(layer), config.has_experts(layer)) for layer in stage.layers)
+    return Counter(layer_kind(config, layer) for layer in stage.layers)
 
 
 @lru_cache(maxsize=64)
 def layer_examples(config: ModelConfig) -> dict[LayerKind, int]:
     """Return the index of the first layer of each kind."""
-    return {(config.layer_window(at), config.has_experts(at)): at for at in reversed(range(config.layers))}
+    return {layer_kind(config, at): at for at in reversed(range(config.layers))}
 
 
 def gradient_bytes(engine: Engine, itemsize: int) -> int:

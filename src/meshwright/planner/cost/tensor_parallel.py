@@ -40,12 +40,13 @@ def leave(at: MicroBatch, site: str, in_block: bool = True) -> Iterator[Exchange
     """Yield the collectives after a row-parallel product: its result is reduce-scattered and the result's gradient
     all-gathered with sequence parallelism; else only the result is all-reduced. Arguments: as of `enter`.
 
-    An engine that stops early does not recompute a block's last reduction, whose result nobody reads.
+    An engine that stops early does not recompute a block's last reduction, whose result nobody reads but a norm after
+    the sublayer.
     """
     if at.layout.tp == 1:
         return
     forward, back = ((site, hidden_bytes(at)),), ((f"{site}.backward", hidden_bytes(at)),)
-    last = site != "attention.output"
+    last = site != "attention.output" and not at.config.post_norms
     again = in_block and at.layout.recompute == "full" and not (last and at.engine.stops_early)
     if not at.layout.tensor_sequence_parallel:
         yield Exchange("tensor", "tp", "all-reduce", forward, "forward", 1, again)
@@ -53,6 +54,16 @@ def leave(at: MicroBatch, site: str, in_block: bool = True) -> Iterator[Exchange
     sliced = _sliced(at, in_block)
     yield Exchange("tensor", "tp", "reduce-scatter", forward, "forward", 1, again, sliced)
     yield Exchange("tensor", "tp", "all-gather", back, "input", overlaps=sliced)
+
+
+def average_square(at: MicroBatch) -> Iterator[Exchange]:
+    """Yield the all-reduces of a norm over a dimension that tp ranks hold in parts: of the mean square of each token,
+    and of its gradient."""
+    if at.layout.tp == 1:
+        return
+    site, size = "norm.mean_square", at.all_tokens * at.wide
+    yield Exchange("tensor", "tp", "all-reduce", ((site, size),), "forward", 1, at.layout.recompute == "full")
+    yield Exchange("tensor", "tp", "all-reduce", ((f"{site}.backward", size),), "input")
 
 
 def _sliced(at: MicroBatch, in_block: bool) -> Literal["product"] | None:

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.planner.cost.blocks import LayerKind
-from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, Number
+from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number
 from meshwright.planner.cost.piece_times import alike, layer_examples, micro_batch_of
 from meshwright.planner.memory import compiled_split
 from meshwright.planner.memory.compiled_blocks import known
@@ -89,7 +88,9 @@ class ActivationBytes:
             """Return the bytes that a layer of a kind saves."""
             layout = at.layout.with_(recompute=recompute)
             compiled = engine.fusion == "compiled"
-            shape = LayerShape(1, at.whole, at.config, layout, at.kernel != "scores", engine.dropout, kind[1], compiled)
+            shape = LayerShape(
+                1, at.whole, at.config, layout, at.kernel != "scores", engine.dropout, kind.mixed, compiled
+            )
             return sum(size for _, size in published.kept(shape)) * self.itemsize / 2
 
         layers = [layer(kind, at.layout.recompute) for kind in self.kinds]

@@ -44,10 +44,10 @@ class Heads(NamedTuple):
 
 
 class Lies(NamedTuple):
-    """Memory layout of attention's input tensors. turned: queries and keys are copies in head-major order (rotary
+    """Memory layout of attention's input tensors. rotated: queries and keys are copies in head-major order (rotary
     positions or query-key norms made them). apart: only the queries are copies, whose rows are not contiguous."""
 
-    turned: bool
+    rotated: bool
     apart: bool = False
 
 
@@ -190,7 +190,7 @@ class _Loop:
         tiles: those of one sequence."""
         heads, x, wide = self.heads, self.x, self.wide
         together = rows == 1 or kv_heads == 1  # then rows and heads are one dimension, wherever they lie
-        head_after_head = together or (self.lies.turned and kv_heads == heads.kv_heads)
+        head_after_head = together or (self.lies.rotated and kv_heads == heads.kv_heads)
         each = rows * kv_heads * heads.length * heads.size
         self._give(k=0 if head_after_head else each * x, v=0 if together else each * x)
         self._give(**{"wide k": each * wide if x < wide else 0})
@@ -198,7 +198,7 @@ class _Loop:
         for tile in tiles:
             lines = rows * kv_heads * heads.group * tile.queries
             scores, columns = lines * tile.keys, lines * heads.size
-            copied = self.lies.turned or self.lies.apart
+            copied = self.lies.rotated or self.lies.apart
             whole = heads.group == 1 or (copied and tile.queries == heads.length)
             self._give(
                 q=0 if head_after_head and whole else columns * x,

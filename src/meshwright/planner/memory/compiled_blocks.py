@@ -7,7 +7,7 @@ kernels. Of blocks that are computed again whole ("full") the partitioner of tor
 second forward to the backward. The order of kernels is inductor's, as it came out for every shape that was looked at
 (torch 2.13). Vectors, as gradients of norms and biases, are left out.
 
-Names of values are those of `saved_blocks` where the same is kept there.
+Names of values are those of `cost/blocks` where the same is kept there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory.inductor import Buffer, Kernel
 from meshwright.planner.memory.temporaries import ring_backward, tiled_backward
@@ -39,17 +39,18 @@ class CompiledBlock:
     forward and backward, and the activations that it saves.
 
     Tensors are identified by names such as "attention.qkv.output". at: sizes and settings of one micro-batch on the
-    rank; window: most tokens that a query of this layer attends to, None for all; x: bytes of an activation's element.
+    rank; kind: of the layer; x: bytes of an activation's element.
     """
 
-    def __init__(self, at: MicroBatch, window: int | None = None, x: int = 4) -> None:
-        self.at, self.window, self.x, self.wide = at, window, x, max(4, x)
+    def __init__(self, at: MicroBatch, kind: LayerKind, x: int = 4) -> None:
+        self.at, self.kind, self.x, self.wide = at, kind, x, max(4, x)
+        window = self.window = kind.window
         config, layout = at.config, at.layout
         self.again = layout.recompute
         self.summed = layout.tp > 1
         self.gathers = self.summed and layout.tensor_sequence_parallel
-        self.traded = layout.cp > 1 and layout.cp_method == "ulysses"
-        self.turned = config.positions == "rope" or config.query_key_norm
+        self.exchanged = layout.cp > 1 and layout.cp_method == "ulysses"
+        self.rotated = kind.rotates or config.query_key_norm
         self.cuda = at.device == "cuda" and not at.ring
         """Whether it is PyTorch's kernels that attend: their backward reads what their forward gave."""
         self.repeated = at.repeats(window)
@@ -90,12 +91,12 @@ class CompiledBlock:
             yield f"attention.{name}.gradient", ((at.rows, many, at.tokens, size), "wide")
         for name in ("attention.output.input", "attention.output.input.gradient"):
             yield name, ((at.rows, at.tokens, heads * size), "x")
-        if self.traded:
+        if self.exchanged:
             copies = max(1, at.layout.cp // kv_heads)
             heads, kv_heads, length = heads // at.layout.cp, kv_heads * copies // at.layout.cp, at.whole
-            for name in ("attention.trading", "attention.traded", "attention.traded.gradient"):
+            for name in ("attention.exchanging", "attention.exchanged", "attention.exchanged.gradient"):
                 yield name, ((at.rows, heads + 2 * kv_heads, length, size), "x")
-            yield "attention.trading.gradient", ((at.rows, heads + 2 * kv_heads, length, size), "x")
+            yield "attention.exchanging.gradient", ((at.rows, heads + 2 * kv_heads, length, size), "x")
         for name in ("attention.core", "attention.core.gradient"):
             yield name, ((at.rows, heads, length, size), "x")
         lines = -(-length // 32) * 32 if self.cuda and (at.dense_mask(self.window) or not at.narrow) else length
@@ -135,19 +136,19 @@ class CompiledBlock:
             core = ["attention.output.input", "attention.log_sum"] if self.at.ring else []
             return ["attention.qkv.output", *core, f"attention.output.{added}", "mlp.up.output"]
         found = ["attention.qkv.input"] if self.gathers else []
-        if self.traded:
-            found += ["attention.traded", *(["attention.qkv.output"] if self.at.config.query_key_norm else [])]
+        if self.exchanged:
+            found += ["attention.exchanged", *(["attention.qkv.output"] if self.at.config.query_key_norm else [])]
         else:
             found.append("attention.qkv.output")
         found += ["attention.output.input", *(["attention.log_sum"] if self.at.ring or self.cuda else [])]
-        found += ["attention.core"] if self.cuda and self.traded else []  # what its kernels' backward reads
+        found += ["attention.core"] if self.cuda and self.exchanged else []  # what its kernels' backward reads
         found += [f"attention.output.{added}", *(["mlp.up.input"] if self.gathers else []), "mlp.up.output"]
         if self.again == "none":
             return found
         inputs = ["attention.qkv.input", "mlp.up.input"]
         scales = ["attention_norm.scale", "mlp_norm.scale"]
-        turned = ["attention.query", "attention.key"] if self.turned and not self.traded else []
-        return [*dict.fromkeys([*scales, *inputs, *turned, *found, "mlp.down.input"])]
+        rotated = ["attention.query", "attention.key"] if self.rotated and not self.exchanged else []
+        return [*dict.fromkeys([*scales, *inputs, *rotated, *found, "mlp.down.input"])]
 
     def gradients(self) -> tuple[str, ...]:
         """Return the names of the output gradients that the block's backward receives."""
@@ -219,13 +220,13 @@ class CompiledBlock:
         """Yield the forward's kernels between the QKV product and the output product: rotary positions, all-to-alls,
         attention."""
         given = "attention.qkv.output"
-        if self.turned:
-            yield self._turned()
+        if self.rotated:
+            yield self._rotated()
             given += ", attention.query, attention.key"
-        if self.traded:
-            yield self._kernel(given, "attention.trading")
-            yield self._operator("attention.trading", "attention.traded")
-            given = "attention.traded"
+        if self.exchanged:
+            yield self._kernel(given, "attention.exchanging")
+            yield self._operator("attention.exchanging", "attention.exchanged")
+            given = "attention.exchanged"
         yield from self._attended(given)
 
     def _attended(self, given: str) -> Iterator[Kernel]:
@@ -235,13 +236,13 @@ class CompiledBlock:
             yield self._kernel(given, self.made)
             given += f", {self.made}"
         more = ", attention.log_sum" if self.at.ring or self.cuda else ""
-        if self.traded:
+        if self.exchanged:
             yield self._operator(given, f"attention.core{more}")
             yield self._operator("attention.core", "attention.output.input")
         else:
             yield self._operator(given, f"attention.output.input{more}")
 
-    def _turned(self, twice: bool = False) -> Kernel:
+    def _rotated(self, twice: bool = False) -> Kernel:
         """Return the kernel that applies rotary positions or norms to queries and keys; for narrow types it also writes
         wide (at least float32) copies. twice: it also writes copies for attention that is recomputed, separate from
         those for attention's backward."""
@@ -254,10 +255,10 @@ class CompiledBlock:
         return self._kernel("attention.qkv.output", ", ".join(made))
 
     @property
-    def _turned_apart(self) -> bool:
+    def _rotated_apart(self) -> bool:
         """True if recomputed attention reads rotated queries and keys of its own, not those of attention's backward:
         for types narrower than float32, on CPU and without all-to-alls."""
-        return self.x < self.wide and not self.traded and not self.cuda
+        return self.x < self.wide and not self.exchanged and not self.cuda
 
     def backward(self) -> Iterator[Kernel]:
         """Yield the kernels of the block's backward in inductor's order, recomputed ones included."""
@@ -314,9 +315,9 @@ class CompiledBlock:
             yield self._operator("gradient between", given)
         yield self._kernel(given, "attention.output.input.gradient")
         recomputed = "attention.output.input" not in kept
-        turns = self.turned and "attention.query" not in kept and "attention.traded" not in kept
+        turns = self.rotated and "attention.query" not in kept and "attention.exchanged" not in kept
         if turns:
-            yield self._turned(twice=recomputed and self._turned_apart)
+            yield self._rotated(twice=recomputed and self._rotated_apart)
         yield from self._core_backward(kept, recomputed)
         made = "attention.qkv.output.gradient"
         normed = yield from self._product_gradient(made, "attention.qkv.input", "attention_norm")
@@ -344,9 +345,9 @@ class CompiledBlock:
     def _core_again(self) -> Iterator[Kernel]:
         """Yield the kernels that recompute attention's output in the backward, for the weight gradient of the output
         product."""
-        again = ".again" if self._turned_apart else ""
-        turned = f", attention.query{again}, attention.key{again}" if self.turned else ""
-        yield from self._attended("attention.traded" if self.traded else f"attention.qkv.output{turned}")
+        again = ".again" if self._rotated_apart else ""
+        rotated = f", attention.query{again}, attention.key{again}" if self.rotated else ""
+        yield from self._attended("attention.exchanged" if self.exchanged else f"attention.qkv.output{rotated}")
 
     def _core_backward(self, kept: set[str], recomputed: bool) -> Iterator[Kernel]:
         """Yield the kernels of the backward from the output product's input to the QKV product's output. kept: names of
@@ -354,16 +355,16 @@ class CompiledBlock:
         at = self.at
         reads = "attention.output.input.gradient, attention.qkv.output"
         heads, kv_heads = at.heads, at.kv_heads
-        if self.turned:
+        if self.rotated:
             reads += ", attention.query, attention.key"
-        if self.traded:
+        if self.exchanged:
             copies = max(1, at.layout.cp // kv_heads)
             heads, kv_heads = heads // at.layout.cp, kv_heads * copies // at.layout.cp
-            if "attention.traded" not in kept:
-                yield self._kernel(reads.partition(", ")[2], "attention.trading")
-                yield self._operator("attention.trading", "attention.traded")
+            if "attention.exchanged" not in kept:
+                yield self._kernel(reads.partition(", ")[2], "attention.exchanging")
+                yield self._operator("attention.exchanging", "attention.exchanged")
             yield self._operator("attention.output.input.gradient", "attention.core.gradient")
-            reads = "attention.core.gradient, attention.traded"
+            reads = "attention.core.gradient, attention.exchanged"
         if self.cuda:
             if recomputed:
                 yield from self._attended(reads.partition(", ")[2])
@@ -376,14 +377,14 @@ class CompiledBlock:
             yield Kernel("attention", tuple(reads.split(", ")), (), inside=inside)
             yield self._operator(f"{reads}, attention.output.input, attention.log_sum", parts)
         else:
-            tiles = () if self.cuda else tiled_backward(at, heads, kv_heads, self.window, self.x, self.wide)
+            tiles = () if self.cuda else tiled_backward(at, heads, kv_heads, self.kind, self.x, self.wide)
             yield self._operator(reads, parts, tuple(tiles))
         made = "attention.qkv.output.gradient"
-        if self.traded:
-            yield self._kernel(parts, "attention.traded.gradient")
-            yield self._operator("attention.traded.gradient", "attention.trading.gradient")
-            yield self._kernel("attention.trading.gradient", made)
-        elif self.turned:  # back in the type of sums; norms of queries and keys need it once more
+        if self.exchanged:
+            yield self._kernel(parts, "attention.exchanged.gradient")
+            yield self._operator("attention.exchanged.gradient", "attention.exchanging.gradient")
+            yield self._kernel("attention.exchanging.gradient", made)
+        elif self.rotated:  # back in the type of sums; norms of queries and keys need it once more
             yield self._kernel("gradient of queries", f"attention.query.gradient, {made}")
             yield self._kernel("gradient of keys", "attention.key.gradient")
             yield self._kernel("gradient of values", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory.compiled_blocks import CompiledBlock
 from meshwright.planner.memory.compiled_encoder import CompiledEncoderBlock
@@ -19,12 +19,13 @@ def block_of(at: MicroBatch, layer: int, x: int = 4) -> CompiledBlock:
     at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
     element.
     """
+    kind = layer_kind(at.config, layer)
     if at.config.encoder:
-        return CompiledEncoderBlock(at, None, x)
+        return CompiledEncoderBlock(at, kind, x)
     made = CompiledBlock
-    if at.config.has_experts(layer):
+    if kind.mixed:
         made = CompiledFront if at.spread else CompiledMixture
-    return made(at, at.config.layer_window(layer), x)
+    return made(at, kind, x)
 
 
 def kept(at: MicroBatch, layer: int) -> Iterator[SavedTensor]:

@@ -159,8 +159,8 @@ class CompiledMixture(CompiledBlock):
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         if way == AT_ONCE:
             yield from self._chosen_before(kept)
-            if self.turned and not self.traded and not self._wide and "attention.query" not in kept:
-                yield self._turned()
+            if self.rotated and not self.exchanged and not self._wide and "attention.query" not in kept:
+                yield self._rotated()
                 kept.add("attention.query")
         if self.gathers:
             given = "mlp.product.gradient"
@@ -388,13 +388,13 @@ class CompiledMixture(CompiledBlock):
         over = {"mlp.input.gradient": "mlp.router.input.gradient"}
         return self._kernel(f"{reads}, mlp.experts.order{shared}", made, over=over)
 
-    def _turned(self, twice: bool = False) -> Kernel:
+    def _rotated(self, twice: bool = False) -> Kernel:
         """Return the kernel that rotates queries and keys by position. twice: with copies for recomputed attention."""
-        return super()._turned(twice and self.x < self.wide)
+        return super()._rotated(twice and self.x < self.wide)
 
     def _core_again(self) -> Iterator[Kernel]:
         """Yield the kernels that recompute attention's output in the backward."""
-        if self.x < self.wide or self.traded or not self.turned:
+        if self.x < self.wide or self.exchanged or not self.rotated:
             yield from super()._core_again()
         else:
             yield from self._attended("attention.qkv.output, attention.query, attention.key")

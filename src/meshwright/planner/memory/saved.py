@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwright.planner.cost.blocks import block, embedding, layer_kind, norm
-from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most
+from meshwright.planner.cost.blocks import block, embedding, norm
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
 from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory import compiled_blocks, compiled_layers
@@ -74,7 +74,7 @@ def _tensors(at: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled
         whole = compiled and compiled_blocks.known(at, layer)
         if not begins and (whole or recompute != "none"):
             yield SavedTensor(f"layers.{layer}.input", stream, "x")
-        key = layer if layer in at.routed else layer_kind(at, layer)
+        key = layer if layer in at.routed else layer_kind(config, layer)
         if key not in layers:
             layers[key] = list(_compiled_layer(at, layer) if whole else layer_tensors(at, layer))
         # A norm's input in the type of activations is the stage's input, saved already.

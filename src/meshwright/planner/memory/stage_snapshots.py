@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number, layer_kind
 from meshwright.planner.memory import compiled_split
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, known
 from meshwright.planner.memory.compiled_peaks import COLLECTED, backward_extras, forward_extras, spread_backward
@@ -278,7 +278,7 @@ class StageSnapshots:
             around.append(Temporary("activations", "queue of the MLP's weight gradients", of_products))
         elif unit == self.units[-1]:  # of a stage that is not the last one
             around.append(Temporary("communication", "gradient from the next stage", self.stream))
-        for name, extras in attention_backward(at, config.layer_window(number), x):
+        for name, extras in attention_backward(at, layer_kind(config, number), x):
             yield f".attention{name}", [*around, *extras]
 
     def _of(self, unit: str) -> list[Saved]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch
 from meshwright.planner.memory.attention_tiles import Heads, Lies, backward_bytes
 from meshwright.planner.memory.tensors import Saved, Temporary
 from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES
@@ -55,9 +55,10 @@ def _cut(at: MicroBatch, heads: int, kv_heads: int, length: int) -> _Tiles:
     return _Tiles(rows, together, group, queries, length, together < kv_heads or rows < at.rows)
 
 
-def attention_backward(at: MicroBatch, window: int | None, x: int) -> Iterator[tuple[str, list[Temporary]]]:
-    """Yield (snapshot name, temporary tensors) of attention's backward. at: sizes of the micro-batch; window: most
-    tokens that a query attends to, None for all; x: bytes of an activation's element."""
+def attention_backward(at: MicroBatch, kind: LayerKind, x: int) -> Iterator[tuple[str, list[Temporary]]]:
+    """Yield (snapshot name, temporary tensors) of attention's backward. at: sizes of the micro-batch; kind: of the
+    layer; x: bytes of an activation's element."""
+    window = kind.window
     wide, size = max(4, x), at.config.head_dim
     of_head = at.rows * at.tokens * size
     result = Temporary("activations", "gradient of attention's result", at.heads * of_head * x)
@@ -74,13 +75,13 @@ def attention_backward(at: MicroBatch, window: int | None, x: int) -> Iterator[t
     three = (heads + 2 * kv_heads) * of_head * x
     gradients = Temporary("activations", "gradients of queries, keys and values", three)
     tiled = at.device == "cpu" and not at.config.encoder  # an encoder's kernel is PyTorch's own
-    inside = list(tiled_backward(at, heads, kv_heads, window, x, wide)) if tiled else []
+    inside = list(tiled_backward(at, heads, kv_heads, kind, x, wide)) if tiled else []
     if at.device == "cuda":
         inside = list(fused_backward(at, heads, kv_heads, window, x))
     yield "", [result, gradients, *inside]
     if at.layout.cp > 1:  # what travels, what is sent of it and what comes, before it is put together
         yield (
-            ".tokens traded",
+            ".tokens exchanged",
             [
                 result,
                 Temporary("communication", "gradient of the result after the all-to-all", 3 * heads * of_head * x),
@@ -88,7 +89,7 @@ def attention_backward(at: MicroBatch, window: int | None, x: int) -> Iterator[t
         )
         freed = Temporary("activations", "queries, keys and values after the all-to-all, freed", -three)
         yield (
-            ".heads traded",
+            ".heads exchanged",
             [gradients, freed, Temporary("communication", "gradients after the all-to-all", 3 * three)],
         )
 
@@ -128,20 +129,20 @@ def flash_backward(at: MicroBatch, heads: int, kv_heads: int, length: int, docum
 
 
 def tiled_backward(
-    at: MicroBatch, heads: int, kv_heads: int, window: int | None, x: int, wide: int
+    at: MicroBatch, heads: int, kv_heads: int, kind: LayerKind, x: int, wide: int
 ) -> Iterator[Temporary]:
     """Yield the temporaries of tiled attention's backward on a CPU: masks, tiles, gradient sums of keys and values.
 
-    at: sizes of the micro-batch; heads, kv_heads: on this rank; window: most tokens that a query attends to, None for
-    all; x, wide: bytes of an element of inputs and sums.
+    at: sizes of the micro-batch; heads, kv_heads: on this rank; kind: of the layer; x, wide: bytes of an element of
+    inputs and sums.
     """
     cut = _cut(at, heads, kv_heads, at.whole)
     whole = Heads(
         at.rows, kv_heads, cut.rows, cut.kv_heads, cut.group, at.config.head_dim, cut.length, cut.queries
     )  # fmt: skip
-    turned = (at.config.positions == "rope" or at.config.query_key_norm) and at.layout.cp == 1
-    lies = Lies(turned, apart=at.layout.cp > 1)
-    found = backward_bytes(whole, lies, window, x, wide, at.starts, at.masked and at.starts is None)
+    rotated = (kind.rotates or at.config.query_key_norm) and at.layout.cp == 1
+    lies = Lies(rotated, apart=at.layout.cp > 1)
+    found = backward_bytes(whole, lies, kind.window, x, wide, at.starts, at.masked and at.starts is None)
     if found.masks:
         yield Temporary("workspace", "tile masks", found.masks)
     yield Temporary("workspace", "attention tiles", found.tiles)
