@@ -13,14 +13,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
+from meshwright.model import tiled_attention
 from meshwright.model.documents import Documents
+from meshwright.model.tiled_attention import Span, tiles_of
 from meshwright.model.transformer import Transformer
 from meshwright.names import FAMILIES
+from meshwright.planner.cost.attention import keys_per_tile
+from meshwright.planner.cost.blocks import block
 from meshwright.planner.cost.engines import ENGINES, Engine, engine
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import operations, total_flops
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
+from meshwright.planner.cost.step_time import step_time
+from meshwright.planner.hardware.cluster import cluster
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import PRESETS, preset
 from meshwright.spec.stages import Stage, stages_of, whole_model
@@ -83,6 +89,42 @@ def test_unfused_attention_flops_match_math_kernel(name: str, monkeypatch: pytes
     config = small(name, sliding_window=None, windowed_layers=None)
     monkeypatch.setattr("meshwright.model.axis_operations.attend", attend)
     assert halves(config, Layout(), kernel="scores") == count(config)
+
+
+@pytest.mark.parametrize("window", [None, 8, 13])
+@pytest.mark.parametrize("sequence", [16, 40])
+def test_tiles_of_attention_read_the_keys_that_the_engine_reads(sequence: int, window: int | None):
+    first_BS = Documents().first_visible_BS(sequence, window, torch.device("cpu"))
+    tiles = tiles_of(Span(slice(0, sequence), slice(0, sequence)), torch.zeros(16, 16), first_BS)
+    keys = sum((q.stop - q.start) * (k.stop - k.start) for q, k, _ in tiles) / sequence
+    assert keys_per_tile(sequence, 16, window) == keys
+
+
+def test_softcapped_attention_on_gpus_is_that_of_tiles():
+    """Two products forward and five backward, one of each in float32 (`FlopCounterMode`); no sums are saved."""
+    config = preset("gemma2-tiny")
+    shape = config.heads, 24, config.head_dim
+    q, k, v = (torch.randn(2, many, *shape[1:]) for many in (config.heads, config.kv_heads, config.kv_heads))
+    with FlopCounterMode(display=False) as forward:
+        out = tiled_attention._compute_attention(q, k, v, None, 1.0, 50.0)
+    with FlopCounterMode(display=False) as backward:
+        tiled_attention._compute_gradients(torch.ones_like(out), [q, k, v], None, 1.0, 50.0)
+    at = MicroBatch.of(config, Layout(), 2, 24, kernel="tiled", device="cuda")
+    found = [operator for operator in block(at, 1) if operator.name.startswith("attention")]
+    core = [one for operator in found for one in operator.operations if one.name in CORE]
+    assert total_flops(core, "forward") == forward.get_total_flops()
+    assert total_flops(core, "input") == backward.get_total_flops()
+    assert total_flops([one for one in core if one.kind == "float32 product"]) == forward.get_total_flops()
+    assert not any("log_sum" in each.name for operator in found for each in operator.saved)
+    assert step_of("meshwright") > 1.3 * step_of("torchtitan")
+
+
+CORE = ("attention.scores", "attention.values", "attention.gradients")
+
+
+def step_of(engine: str) -> float:
+    layout = Layout.parse("dp8 zero3 bf16 ac:full")
+    return step_time(preset("gemma-2-9b"), layout, cluster("8xh100-sxm"), 8192, 8, engine=ENGINES[engine]).seconds
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.planner.cost import elementwise
-from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, at_least
 from meshwright.planner.cost.operators import (
     FLASH_BACKWARD,
     Exchange,
@@ -20,6 +20,7 @@ from meshwright.planner.cost.operators import (
 )
 from meshwright.planner.cost.tensor_parallel import average_square, enter, leave, row_parallel
 from meshwright.spec.latent_attention import LatentAttention
+from meshwright.spec.policy import ACCELERATOR_TILE
 from meshwright.spec.work import keys_per_token
 
 _ACTIVATIONS: tuple[tuple[Phase, int], ...] = (("forward", 1), ("input", 2))
@@ -67,6 +68,8 @@ def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
         yield Operator("attention.ring", exchanges=tuple(_ring(at)))
     if at.kernel == "scores":
         yield from _unfused_core(at)
+    elif at.kernel == "tiled":
+        yield from _tiled_core(at, window)
     else:
         yield _core(at, window)
     inner = at.heads * config.value_dim
@@ -160,6 +163,45 @@ def _unfused_core(at: MicroBatch) -> Iterator[Operator]:
         yield Operator("attention.dropout", pointwise(at, "attention.dropout", scores, elementwise.SCORES_DROPOUT))
 
 
+def _tiled_core(at: MicroBatch, window: int | None) -> Iterator[Operator]:
+    """Yield softmax(c tanh(q kᵀ / c)) v of tiled attention (`model/tiled_attention.py`) on an accelerator, which writes
+    a tile's scores to memory in float32: the products of scores in float32 and of the others in the model's type, and
+    the passes over the scores. The backward computes the scores again. window: most tokens that a query attends to,
+    None for all."""
+    config, size = at.config, at.config.head_dim
+    seen = max(1, round(at.whole / at.documents))
+    tile = min(ACCELERATOR_TILE[0], seen)
+    keys = keys_per_tile(seen, tile, window)
+    lines = at.all_tokens * at.heads  # queries of all heads
+    tiles = at_least(lines * keys // ACCELERATOR_TILE[1], -(-at.tokens // tile))
+    scores = lines * keys
+    shape, flops = (lines / tiles, keys, size), 2.0 * scores * size / tiles
+    operands = (lines + at.all_tokens * at.kv_heads) * size
+    wide = at.wide * (scores + operands) / tiles
+    narrow = at.itemsize * (scores + operands) / tiles
+    both: tuple[Phase, Phase] = ("forward", "input")
+    products = [Operation("attention.scores", "float32 product", phase, flops, wide, shape, tiles) for phase in both]
+    yield Operator("attention.scores", tuple(products))
+    passes = pointwise(at, "attention.softmax", scores / tiles, elementwise.CAPPED_SOFTMAX)
+    yield Operator("attention.softmax", tuple(one._replace(count=one.count * tiles) for one in passes))
+    value = Operation("attention.values", "product", "forward", flops, narrow, shape, tiles)
+    # Of probabilities, values, queries and keys.
+    gradients = Operation("attention.gradients", "product", "input", flops, narrow, shape, 4 * tiles)
+    saved = _core(at, window)
+    yield Operator("attention.values", (value, gradients), saved.saved, saved.kept)
+
+
+def keys_per_tile(sequence: int, tile: int, window: int | None) -> float:
+    """Return the mean number of keys that tiled attention computes for a query: all that any query of its tile attends
+    to. sequence: tokens; tile: queries of a tile; window: most tokens that a query attends to, None for all."""
+    total = 0
+    for start in range(0, sequence, tile):
+        stop = min(sequence, start + tile)
+        oldest = 0 if window is None else max(0, start - window + 1)
+        total += (stop - start) * (stop - oldest)
+    return total / sequence
+
+
 def _core(at: MicroBatch, window: int | None) -> Operator:
     """Return softmax(q kᵀ) v of a flash kernel for this rank's tokens and heads; under cp its share, which ring
     attention balances. window: most tokens that a query attends to, None for all."""
@@ -182,7 +224,7 @@ def _core(at: MicroBatch, window: int | None) -> Operator:
         result = SavedTensor("attention.core", (at.rows, at.heads, at.tokens, size), "x")
         padded = (result,) if config.value_dim < size else ()  # of which the output's input is a copy
         return Operator("attention.core", operations, (log_sum, *padded), (result, log_sum))
-    if at.device == "cuda":
+    if at.device == "cuda" and not at.capped:
         return Operator("attention.core", operations, tuple(_cuda_kernel(at, heads, length, window)))
     return Operator("attention.core", operations, (log_sum,) if config.encoder else ())
 

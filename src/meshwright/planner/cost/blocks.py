@@ -140,6 +140,11 @@ def head(at: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
     if not keeps_gradient:
         product = product._replace(operations=(*product.operations, product.operations[0]._replace(phase="again")))
     yield product
+    if at.config.logit_softcap:
+        logits, of = at.all_tokens * at.vocabulary, elementwise.capped_logits(at.engine.fusion)
+        capped = pointwise(at, "head.softcap", logits, of)
+        again = () if keeps_gradient else (capped[0]._replace(phase="again"),)
+        yield Operator("head.softcap", (*capped, *again))
     yield _loss(at, at.all_tokens * at.vocabulary)._replace(exchanges=tuple(_loss_exchanges(at)))
 
 

@@ -86,6 +86,17 @@ _SOFTMAX: dict[Fusion, Traffic] = {
     "compiled": Traffic(MemoryAccess(1, 2), MemoryAccess(1, 3)),
 }
 
+# Of a tile's scores in float32 (tiled_attention.py): cap, its derivative, softmax, cast; the backward has them again,
+# then the softmax's derivative, its product with the cap's, and a cast. Masks, of the tile's last keys, are left out.
+CAPPED_SOFTMAX = Traffic(MemoryAccess(7, 1, 13), MemoryAccess(10, 6, 16))
+
+# Of logits (loss.py): cap; its derivative, and the product with it, which join the gradient's kernel when compiled.
+_CAPPED_LOGITS: dict[Fusion, Traffic] = {
+    "eager": Traffic(MemoryAccess(3, 6), MemoryAccess(5, 3, 8)),
+    "kernels": Traffic(MemoryAccess(3, 6), MemoryAccess(5, 3, 8)),
+    "compiled": Traffic(MemoryAccess(3, 6), _NONE),
+}
+
 # An operand of a product in fp8: its largest value is looked for (scales of the same step, as NVIDIA's recipes and
 # torchao have them), and it is written twice, since the products of the backward need it
 # transposed; a fused kernel does both at once.
@@ -146,3 +157,9 @@ def softmax(fusion: Fusion) -> Traffic:
     """Return the memory traffic of the softmax per attention score. fusion: "eager" (one kernel per operation),
     "kernels" (hand-fused) or "compiled" (torch.compile)."""
     return _SOFTMAX[fusion]
+
+
+def capped_logits(fusion: Fusion) -> Traffic:
+    """Return the memory traffic of the softcap of logits per logit. fusion: "eager" (one kernel per operation),
+    "kernels" (hand-fused) or "compiled" (torch.compile)."""
+    return _CAPPED_LOGITS[fusion]

@@ -15,7 +15,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage, even_stages, stages_of
 
 Fusion = Literal["eager", "kernels", "compiled"]
-AttentionKernel = Literal["scores", "flash-1", "flash-2", "flash-3"]
+AttentionKernel = Literal["scores", "tiled", "flash-1", "flash-2", "flash-3"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,8 @@ class MeasuredRates:
         if one.kind == "product":
             assert one.shape is not None
             return one.count * (self._products(_FORMS[one.phase]).at(*_linear(one)) + self.start)
+        if one.kind == "float32 product":
+            return None
         if one.kind == "attention":
             return self._attention(one)
         name = one.name.rpartition(".")[2] + (BACKWARD if one.phase == "input" else "")

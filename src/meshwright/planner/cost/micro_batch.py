@@ -223,11 +223,17 @@ class MicroBatch:
         return self.masked or (window is not None and window < self.whole)
 
     @property
+    def capped(self) -> bool:
+        """True if a GPU computes attention tile by tile, as the scores have a softcap (`model/tiled_attention.py`)."""
+        softcap = self.config.attention_softcap is not None
+        return softcap and self.device == "cuda" and self.engine.name == "meshwright"
+
+    @property
     def flash(self) -> bool:
         """True if flash attention supports the queries (`model/varlen_attention.py`): on GPUs, for narrow types and
         head sizes that are multiples of 8 up to 256."""
         size = self.config.head_dim
-        return self.device == "cuda" and self.narrow and size % 8 == 0 and size <= 256
+        return self.device == "cuda" and not self.capped and self.narrow and size % 8 == 0 and size <= 256
 
     def varlen(self, window: int | None) -> bool:
         """Return True if attention runs in variable-length kernels, which need no mask (`model/varlen_attention.py`):
@@ -238,12 +244,12 @@ class MicroBatch:
     def dense_mask(self, window: int | None) -> bool:
         """Return True if CUDA attention reads a mask of all pairs of tokens. window: most tokens that a query attends
         to, None for all."""
-        return self.limited(window) and not self.varlen(window)
+        return self.limited(window) and not self.varlen(window) and not self.capped
 
     def repeats(self, window: int | None) -> bool:
         """Return True if keys and values are copied for every query head, as the CUDA kernel does not support grouped
         queries. window: most tokens that a query attends to, None for all."""
-        if self.device != "cuda" or self.ring or self.config.encoder:
+        if self.device != "cuda" or self.ring or self.config.encoder or self.capped:
             return False
         return self.grouped and (self.dense_mask(window) or not self.narrow)
 

@@ -15,7 +15,7 @@ from meshwright.planner.cost.operators import Operation, Operator
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.stages import Stage
 
-_CORE = ("attention.scores", "attention.values", "attention.softmax")
+_CORE = ("attention.scores", "attention.values", "attention.softmax", "attention.gradients")
 
 
 def operations(at: MicroBatch, stage: Stage, *, at_once: bool = True) -> list[Operation]:

@@ -33,7 +33,7 @@ AS_ADDED = np.ones(len(MICRO_BATCH_PARTS))
 
 _PART = {part: number for number, part in enumerate(MICRO_BATCH_PARTS)}
 _PHASE = {"forward": 0, "again": 1, "input": 1, "weight": 2}
-_CORE = ("attention.core", "attention.scores", "attention.values")
+_CORE = ("attention.core", "attention.scores", "attention.softmax", "attention.values", "attention.gradients")
 
 
 def layer_kinds(config: ModelConfig, stage: Stage) -> Counter[LayerKind]:
@@ -68,7 +68,7 @@ def micro_batch_of(problem: Problem, candidates: Sequence[Candidate], **options:
     sizes: dict[str, Any] = {"rows": np.array([one.rows for one in candidates]), "responses": int(problem.pairs)} | axes
     return MicroBatch(
         problem.config, layouts[0], whole=problem.sequence, dtype=DTYPES[problem.precision], engine=problem.engine,
-        kernel=attention_kernel(problem.engine, problem.cluster), documents=problem.documents,
+        kernel=attention_kernel(problem.engine, problem.cluster, problem.config), documents=problem.documents,
         eight_bit=problem.precision == "fp8", **(sizes | options),
     )  # fmt: skip
 

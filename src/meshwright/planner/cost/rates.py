@@ -21,6 +21,7 @@ from meshwright.planner.cost.operators import Collective, Operation, in_eight_bi
 from meshwright.planner.hardware.cluster import Cluster, Link
 from meshwright.planner.hardware.devices import Device, architecture_share
 from meshwright.program.durations import Floats
+from meshwright.spec.config import ModelConfig
 
 Sizes = TypeVar("Sizes", float, Floats)
 
@@ -35,8 +36,14 @@ def constants() -> Mapping[str, Any]:
     return tomllib.loads(resources.files("meshwright.planner.cost").joinpath("rates.toml").read_text(encoding="utf-8"))
 
 
-def attention_kernel(engine: Engine, cluster: Cluster) -> AttentionKernel:
-    """Return the attention kernel that a training engine uses on a cluster's devices, such as "flash-2"."""
+def attention_kernel(engine: Engine, cluster: Cluster, config: ModelConfig) -> AttentionKernel:
+    """Return the attention kernel that a training engine uses for a model on a cluster's devices, such as "flash-2".
+
+    The engine `meshwright` computes scores with a softcap in plain torch, tile by tile (`model/tiled_attention.py`), as
+    do its other scores on a CPU, whose whole kernel `probe` times.
+    """
+    if config.attention_softcap is not None and engine.name == "meshwright" and cluster.kind != "cpu":
+        return "tiled"
     if engine.hopper_attention is None or cluster.device.architecture in BEFORE_HOPPER:
         return engine.attention
     return engine.hopper_attention
@@ -49,6 +56,7 @@ class Rates:
     Attributes:
         peak: Sustained peak FLOP/s.
         product: FLOP/s that large matrix products reach.
+        float32: FLOP/s that large matrix products in float32 reach.
         wide_peak, wide_product: The same for the operations that fp8 training computes in 16 bits, such as attention;
             in other precisions equal to those.
         memory: Achieved memory bandwidth in bytes a second.
@@ -59,6 +67,7 @@ class Rates:
 
     peak: float
     product: float
+    float32: float
     wide_peak: float
     wide_product: float
     memory: float
@@ -85,12 +94,14 @@ class Rates:
         sustained = products["sustained"]
         sustained = sustained.get(architecture_family(device.architecture), sustained["other"])
         peak, wide_peak = (sustained * cluster.peak(each) for each in (precision, wide))
+        single = peak if precision == "tf32" else sustained * (device.peak("fp32") or cluster.peak(wide))
         if not device.memory_bandwidth:
             raise UserError(f"{device.name}: its memory bandwidth is unknown")
         own = MeasuredRates.of(cluster.measured, precision, fusion == "eager")
         return cls(
             peak,
             peak * share_of_peak(device, precision),
+            single * share_of_peak(device, "fp32"),
             wide_peak,
             wide_peak * share_of_peak(device, wide),
             memory["efficiency"] * device.memory_bandwidth if own is None else own.memory,
@@ -110,6 +121,8 @@ class Rates:
         if one.kind == "product":
             rate = self.product if in_eight_bits(one.name) else self.wide_product
             return one.count * (self.product_launch + np.hypot(one.flops / rate, moving))
+        if one.kind == "float32 product":
+            return one.count * (self.product_launch + np.hypot(one.flops / self.float32, moving))
         if one.kind == "attention":
             share = attention_rates(kernel, self.architecture)[one.phase == "input"]
             if one.name.endswith(".ring"):

@@ -185,7 +185,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
         ):  # fmt: skip
             yield _line(category, f"{kind} {category}", numel * size / (ranks if layout.zero >= sharded else 1))
     rows = problem.batch // (layout.dp * layout.micro_batches)
-    flash = attention_kernel(engine, problem.cluster) != "scores"
+    flash = attention_kernel(engine, problem.cluster, problem.config) != "scores"
     whose = engine.name if engine.name in PUBLISHED else "megatron"
     waiting, _ = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     flying = float(waiting[:, pp_rank].max())

@@ -144,6 +144,8 @@ def _shared_by_layers(at: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
         return
     length = at.tokens if at.ring else at.whole
     for window in sorted({config.layer_window(layer) or 0 for layer in stage.layers}):
+        if at.capped:  # the host reads the bounds
+            continue
         limited = 0 < window < at.whole
         name = f"attention.cu_seqlens.{window or 'all'}"
         if at.device == "cuda" and at.ring:  # other bounds are on the host

@@ -74,9 +74,9 @@ def attention_backward(at: MicroBatch, kind: LayerKind, x: int) -> Iterator[tupl
         kv_heads = heads
     three = (heads + 2 * kv_heads) * of_head * x
     gradients = Temporary("activations", "gradients of queries, keys and values", three)
-    tiled = at.device == "cpu" and not at.config.encoder  # an encoder's kernel is PyTorch's own
+    tiled = (at.device == "cpu" and not at.config.encoder) or at.capped  # an encoder's kernel is PyTorch's own
     inside = list(tiled_backward(at, heads, kv_heads, kind, x, wide)) if tiled else []
-    if at.device == "cuda":
+    if at.device == "cuda" and not at.capped:
         inside = list(fused_backward(at, heads, kv_heads, window, x))
     yield "", [result, gradients, *inside]
     if at.layout.cp > 1:  # what travels, what is sent of it and what comes, before it is put together
@@ -131,7 +131,7 @@ def flash_backward(at: MicroBatch, heads: int, kv_heads: int, length: int, docum
 def tiled_backward(
     at: MicroBatch, heads: int, kv_heads: int, kind: LayerKind, x: int, wide: int
 ) -> Iterator[Temporary]:
-    """Yield the temporaries of tiled attention's backward on a CPU: masks, tiles, gradient sums of keys and values.
+    """Yield the temporaries of tiled attention's backward: masks, tiles, gradient sums of keys and values.
 
     at: sizes of the micro-batch; heads, kv_heads: on this rank; kind: of the layer; x, wide: bytes of an element of
     inputs and sums.

@@ -60,7 +60,7 @@ class Row:
 def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
     """Return the operations of one micro-batch on pipeline rank `pp_rank`, with their predicted cost, longest first."""
     rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
-    kernel = attention_kernel(problem.engine, problem.cluster)
+    kernel = attention_kernel(problem.engine, problem.cluster, problem.config)
     rows = problem.batch // (layout.dp * layout.micro_batches)
     longer = problem.cluster.time_factor * in_place(problem.cluster, problem.precision, problem.engine)[_COMPUTE]
     at = MicroBatch.of(
@@ -97,7 +97,7 @@ def _row(name: str, phase: str, each: list[tuple[Operation, float]], whole: floa
     flops, moved = (sum(getattr(one, of) * one.count for one, _ in each) for of in ("flops", "bytes"))
     seconds = sum(took for _, took in each)
     first = each[0][0]
-    starts = count * (rates.product_launch if first.kind in ("product", "attention") else rates.memory_launch)
+    starts = count * (rates.product_launch if first.kind in ("product", "float32 product", "attention") else rates.memory_launch)
     parts = {"compute": flops / rates.product, "memory": moved / rates.memory, "start": starts}
     bound = max(parts, key=lambda part: parts[part])
     return Row(name, phase, count, first.shape or (), flops, moved, seconds, seconds / whole, bound)
