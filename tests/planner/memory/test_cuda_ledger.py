@@ -10,6 +10,7 @@ from meshwright.layout import Layout
 from tests.conftest import exhaustive
 from tests.planner.memory.cuda_cases import CudaStep, Measured, NoCompiler, measured
 
+CAPPED = {"layers": 2, "vocabulary": 4096, "windowed_layers": None, "sliding_window": None}
 TWO, FOUR = {"layers": 2}, {"layers": 4}
 CASES = [
     CudaStep("llama-1b", "ac:selective bf16", 8, 4096, TWO, saved=True),
@@ -29,6 +30,7 @@ MORE = [
     CudaStep("mistral-7b-v0.1", "cp4 bf16", 2, 16384, TWO, documents=3, rank=1, saved=True),
     CudaStep("llama-1b", "cp2 fp32", 2, 4096, TWO, documents=4, saved=True),
     CudaStep("mixtral-8x7b-v0.1", "dp4 ep2:etp2 ac:selective bf16", 8, 4096, TWO, saved=True),
+    CudaStep("gemma-2-2b", "bf16", 2, 4096, CAPPED, saved=True),
 ]
 
 

@@ -40,7 +40,7 @@ SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4
         *(Step(SMALL_HEAD, "dp1", 4, length) for length in (192, 272)),  # not a multiple of a tile (128 queries)
         Step(SMALL_HEAD, "dp1", 4, 256, dtype="bfloat16", starts=((0, 128),) * 4),
         Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL), Step(WINDOWED, "dp1", 4, 256, starts=UNEQUAL),
-        Step(SMALL_HEAD, "dp1", 4, 256, pairs=True),
+        Step(SMALL_HEAD, "dp1", 4, 256, pairs=True), Step(preset("gemma2-tiny"), "dp1", 4, 256, dtype="bfloat16"),
     ],
     ids=lambda step: f"{step.config.family} {step.layout} {step.dtype} {step.optimizer} {step.sequence}"
     f"{' pairs' * step.pairs}{' documents' * (step.starts is not None)}",

@@ -45,10 +45,12 @@ class Heads(NamedTuple):
 
 class Lies(NamedTuple):
     """Memory layout of attention's input tensors. rotated: queries and keys are copies in head-major order (rotary
-    positions or query-key norms made them). apart: only the queries are copies, whose rows are not contiguous."""
+    positions or query-key norms made them). apart: only the queries are copies, whose rows are not contiguous. capped:
+    scores have a softcap, whose derivative is kept beside them."""
 
     rotated: bool
     apart: bool = False
+    capped: bool = False
 
 
 class Tile(NamedTuple):
@@ -204,15 +206,20 @@ class _Loop:
                 q=0 if head_after_head and whole else columns * x,
                 d_out=0 if together and heads.group == 1 else columns * x,
             )
-            self._passing(columns * wide + scores * wide)
-            self._passing(2 * scores * wide)
+            capped = self.lies.capped
+            self._passing(columns * wide + (4 if capped else 1) * scores * wide)
+            slope = scores * wide if capped else 0
+            self._passing(2 * scores * wide + slope)
             if x < wide:
-                self._passing(scores * (wide + x))
+                self._passing(scores * (wide + x) + slope)
+            self._name("slope", slope)
             self._name("p", scores * x)
             of_keys = rows * kv_heads * tile.keys * heads.size * (x if x == wide else x + wide)
             self._passing(of_keys)
             self._give(dp=scores * x)
             self._give(ds=scores * x)
+            if capped:
+                self._passing(scores * (wide + x if x < wide else wide))
             self._give(dq=columns * x)
             self._passing(of_keys)
         if x < wide:

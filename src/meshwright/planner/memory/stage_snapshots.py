@@ -269,9 +269,13 @@ class StageSnapshots:
                 yield ".mlp", [*around, extra, Temporary("workspace", "weight gradient", product)]
         if config.norm == "rmsnorm" and not (split or after):
             sums = Temporary("workspace", "gradients inside a norm", 4 * (self.stream // x) * self.wide)
-            yield ".mlp_norm", [gradient._replace(bytes=self.stream), *self._used([f"{unit}.mlp."]), sums]
+            yield (
+                ".mlp_norm",
+                [gradient._replace(bytes=self.stream), *self._used([f"{unit}.mlp.", f"{unit}.mlp_post_norm."]), sums],
+            )
         # Everything of the MLP is freed when attention's turn comes, but for what weight gradients wait for.
-        gone = [f"{unit}.mlp.", f"{unit}.mlp_norm.", *([] if at.ring or split else [f"{unit}.attention.output."])]
+        gone = [f"{unit}.{each}." for each in ("mlp", "mlp_norm", "mlp_post_norm", "attention_post_norm")]
+        gone += [] if at.ring or split else [f"{unit}.attention.output."]
         around = [gradient, *self._used([*gone, *([f"{unit}.attention_norm."] if after else [])])]
         if split:
             of_products = queued_bytes(at, self._of(unit), number, x, attention=False)

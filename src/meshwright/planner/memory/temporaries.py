@@ -141,7 +141,7 @@ def tiled_backward(
         at.rows, kv_heads, cut.rows, cut.kv_heads, cut.group, at.config.head_dim, cut.length, cut.queries
     )  # fmt: skip
     rotated = (kind.rotates or at.config.query_key_norm) and at.layout.cp == 1
-    lies = Lies(rotated, apart=at.layout.cp > 1)
+    lies = Lies(rotated, at.layout.cp > 1, at.config.attention_softcap is not None)
     found = backward_bytes(whole, lies, kind.window, x, wide, at.starts, at.masked and at.starts is None)
     if found.masks:
         yield Temporary("workspace", "tile masks", found.masks)

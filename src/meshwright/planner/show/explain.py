@@ -97,7 +97,9 @@ def _row(name: str, phase: str, each: list[tuple[Operation, float]], whole: floa
     flops, moved = (sum(getattr(one, of) * one.count for one, _ in each) for of in ("flops", "bytes"))
     seconds = sum(took for _, took in each)
     first = each[0][0]
-    starts = count * (rates.product_launch if first.kind in ("product", "float32 product", "attention") else rates.memory_launch)
+    starts = count * (
+        rates.product_launch if first.kind in ("product", "float32 product", "attention") else rates.memory_launch
+    )
     parts = {"compute": flops / rates.product, "memory": moved / rates.memory, "start": starts}
     bound = max(parts, key=lambda part: parts[part])
     return Row(name, phase, count, first.shape or (), flops, moved, seconds, seconds / whole, bound)
