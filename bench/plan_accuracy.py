@@ -161,9 +161,9 @@ def held_out(everything: dict[str, Predictions]) -> Bounded:
     found: Bounded = {}
     tables: dict[str, plan_bounds.Table] = {}
     for source, pairs in everything.items():
-        whose = project(source)
+        whose = project(pairs[0][0])
         if whose not in tables:
-            others = [pair for other, each in everything.items() if project(other) != whose for pair in each]
+            others = [pair for each in everything.values() for pair in each if project(pair[0]) != whose]
             tables[whose] = plan_bounds.table(others)
         found[source] = [tables[whose].bounds(request(one, step)) for one, step in pairs]
     return found
@@ -193,7 +193,7 @@ def by_kind(everything: dict[str, Predictions], left_out: Bounded) -> dict[str, 
     return {
         name: {
             "runs": len(pairs),
-            "projects": len({project(one.source) for one, _ in pairs}),
+            "projects": len({project(one) for one, _ in pairs}),
             "mean_error": round(statistics.mean(abs(step.seconds / one.seconds - 1) for one, step in pairs), 4),
         }
         | coverage(pairs, bounds)
@@ -205,11 +205,11 @@ def sweeps(everything: dict[str, Predictions]) -> list[dict[str, Any]]:
     """Of each model on one cluster at one batch, of which `LEAST_OF_A_SWEEP` layouts or more were measured: the fastest
     of them, the one that is predicted fastest, and how much longer that one took."""
     alike: dict[tuple[Any, ...], Predictions] = defaultdict(list)
-    for source, pairs in everything.items():
+    for pairs in everything.values():
         for one, step in pairs:
             if one.layouts[0].world_size > 1 and one.engine.fusion != "compiled":
                 setting = one.config, one.cluster.device.name, one.cluster.devices, one.sequence, one.batch
-                alike[project(source), one.engine.name, *setting].append((one, step))
+                alike[project(one), *setting].append((one, step))
     found = []
     for pairs in alike.values():
         if len({str(one.layouts[0]) for one, _ in pairs}) < LEAST_OF_A_SWEEP:

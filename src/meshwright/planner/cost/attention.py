@@ -168,7 +168,7 @@ def _tiled_core(at: MicroBatch, window: int | None) -> Iterator[Operator]:
     a tile's scores to memory in float32: the products of scores in float32 and of the others in the model's type, and
     the passes over the scores. The backward computes the scores again. window: most tokens that a query attends to,
     None for all."""
-    config, size = at.config, at.config.head_dim
+    size = at.config.head_dim
     seen = max(1, round(at.whole / at.documents))
     tile = min(ACCELERATOR_TILE[0], seen)
     keys = keys_per_tile(seen, tile, window)

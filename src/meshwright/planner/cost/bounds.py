@@ -2,9 +2,12 @@
 request is from all of them.
 
 A kind is dense or with experts, an architecture of devices, and a width (fp8 or 16 and 32 bits). `bounds.toml` has for
-each the quantiles of measured over predicted seconds (a split conformal predictor, whose residuals are those of
-published runs; every source weighs the same), and what its runs were. `bench/plan_accuracy.py` writes the file, and
-tests it: of every project by the runs of the others.
+each the quantiles of measured over predicted seconds of published runs (every source weighs the same), and what its
+runs were. `bench/plan_accuracy.py` writes the file, and tests it: of every project by the runs of the others.
+
+The quantiles guarantee no coverage, as those of a conformal predictor would: the rates were fitted to most of these
+runs, and the share that the quantiles leave outside was chosen by the coverage that came out. No published run has the
+engine `meshwright`: its bounds also span this repository's own measurements (`EngineRuns`).
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class Kind:
     Attributes:
         experts, architecture, eight_bit: Of a request; None where runs of all are together.
         low, high: Factors on predicted seconds, between which measured ones are.
-        runs, projects: How many runs, of how many projects.
+        runs, projects: How many runs, of how many projects: an organisation with one engine.
         limits: The largest of its runs in each of `LIMITS`, or the smallest.
     """
 
@@ -91,6 +94,15 @@ class Kind:
         return ", ".join(filter(None, words)) or "all"
 
 
+class EngineRuns(NamedTuple):
+    """Measurements of an engine that no published run has. low, high: the least and the most measured over predicted
+    seconds; runs: their number."""
+
+    low: float
+    high: float
+    runs: int
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Factors on predicted seconds of a step between which measured ones are expected.
@@ -99,8 +111,8 @@ class Bounds:
         low, high: The factors.
         kind: The published runs that they are from, None where `probe` has measured the machine, and on CPUs.
         outside: Lines that say in what a request is outside of those runs, for which the factors are wider.
-        engine_published: True if any published run had the request's engine. The factors are as wide without: engines
-            left out are predicted as well as others.
+        engine_published: True if any published run had the request's engine.
+        engine_runs: Number of further measurements of the engine, which the factors span too.
     """
 
     low: float
@@ -108,23 +120,27 @@ class Bounds:
     kind: Kind | None = None
     outside: tuple[str, ...] = ()
     engine_published: bool = False
+    engine_runs: int = 0
 
     def document(self) -> dict[str, Any]:
         """Return the JSON entry `bounds` of `plan --json`; empty without kind."""
         if self.kind is None:
             return {}
         known = {"kind": self.kind.name, "runs": self.kind.runs, "projects": self.kind.projects}
-        return {"bounds": known | {"engine_published": self.engine_published, "outside": list(self.outside)}}
+        engine = {"engine_published": self.engine_published, "engine_runs": self.engine_runs}
+        return {"bounds": known | engine | {"outside": list(self.outside)}}
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     """Kinds of published runs, the narrowest first, and the engines that any of the runs had; `widen`: share by which
-    the bounds (as logarithms) widen for each limit that is doubled, and for a kind without runs."""
+    the bounds (as logarithms) widen for each limit that is doubled, and for a kind without runs; `own`: runs of engines
+    that were measured here."""
 
     kinds: tuple[Kind, ...]
     engines: frozenset[str]
     widen: float
+    own: Mapping[str, EngineRuns] = field(default_factory=dict)
 
     def bounds(self, one: Request) -> Bounds:
         """Return the bounds of a request."""
@@ -139,11 +155,13 @@ class Table:
         for name, sign in LIMITS.items():
             value, limit = getattr(one, name), kind.limits[name]
             if sign * value > sign * limit:
-                wider += self.widen * max(1.0, abs(math.log2(value / limit)))
+                wider += self.widen * abs(math.log2(value / limit))
                 most = "most" if sign > 0 else "least"
                 outside.append(f"{_number(value)} {_UNITS[name]}; published runs have {_number(limit)} at {most}")
         low, high = (factor**wider for factor in (kind.low, kind.high))
-        return Bounds(low, high, kind, tuple(outside), one.engine in self.engines)
+        own = self.own.get(one.engine, EngineRuns(low, high, 0))
+        low, high = min(low, own.low), max(high, own.high)
+        return Bounds(low, high, kind, tuple(outside), one.engine in self.engines, own.runs)
 
 
 def _number(value: float) -> str:
@@ -173,7 +191,8 @@ def parse(table: Mapping[str, Any]) -> Table:
         )
         for each in table["kinds"]
     ]
-    return Table(tuple(kinds), frozenset(table["engines"]), table["widen"])
+    own = {name: EngineRuns(**each) for name, each in table.get("own", {}).items()}
+    return Table(tuple(kinds), frozenset(table["engines"]), table["widen"], own)
 
 
 def bounds_of(cluster: Cluster, one: Request) -> Bounds:

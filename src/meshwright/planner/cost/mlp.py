@@ -168,8 +168,8 @@ def _dispatch(at: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operat
 
 
 def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
-    """Yield the way of the experts' results back to their tokens, weighted and summed: a reduce-scatter over etp and an
-    all-to-all over ep where experts are expert-parallel."""
+    """Yield the operators that return the experts' results to their tokens, weighted and summed: a
+    reduce-scatter over etp and an all-to-all over ep where experts are expert-parallel."""
     config, layout, hidden = at.config, at.layout, at.config.hidden
     full, repeated = layout.recompute == "full", layout.recompute != "none"
     rows = at.copies * hidden * at.itemsize

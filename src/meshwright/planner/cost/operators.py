@@ -27,9 +27,10 @@ et al. 2022, arXiv:2205.14135, algorithm 4)."""
 class Operation(NamedTuple):
     """A kernel of an operator in one phase, called `count` times; the numbers are of one call.
 
-    name: such as "attention.qkv". kind: product (matrix product), float32 product (whatever the model's type), attention (a
-    flash kernel), elementwise, lookup or loss. flops: of matrix products alone, 2 per multiply-add. bytes: read and written. shape: M, N, K of a product; of
-    a flash kernel the queries, the keys that each sees on average and a head's size; None for others.
+    name: such as "attention.qkv". kind: product (matrix product), float32 product (one in float32, whatever the model's
+    type), attention (a flash kernel), elementwise, lookup or loss. flops: of matrix products alone, 2 per multiply-add.
+    bytes: read and written. shape: M, N, K of a product; of a flash kernel the queries, the keys that each sees on
+    average and a head's size; None for others.
     """
 
     name: str

@@ -52,7 +52,7 @@ class CompiledBlock:
         self.exchanged = layout.cp > 1 and layout.cp_method == "ulysses"
         self.rotated = kind.rotates or config.query_key_norm
         self.cuda = at.device == "cuda" and not at.ring
-        """Whether it is PyTorch's kernels that attend: their backward reads what their forward gave."""
+        """True if PyTorch's CUDA kernels compute attention: their backward reads what their forward returned."""
         self.repeated = at.repeats(window)
         """Whether keys and values are repeated for every query head."""
         limited = self.cuda and at.dense_mask(window)
