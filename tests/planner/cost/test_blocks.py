@@ -14,7 +14,7 @@ from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.data_calls import Work
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import operations, total_flops
-from meshwright.planner.cost.operators import Exchange, Linear, Operator, SavedTensor, linear
+from meshwright.planner.cost.operators import CollectiveCall, Linear, Operator, SavedTensor, linear
 from meshwright.planner.cost.piece_times import PieceTimes
 from meshwright.planner.cost.step_time import Step
 from meshwright.planner.cost.traffic import predicted_traffic
@@ -61,7 +61,7 @@ def test_operator_added_to_a_layer_is_in_every_figure(monkeypatch: pytest.Monkey
         size = at.all_tokens * at.config.heads * at.itemsize
         yield linear(
             at, "mlp.head_gate", Linear(at.all_tokens, at.heads, at.config.hidden), saved=(gate,),
-            exchanges=(Exchange("tensor", "tp", "all-gather", (("mlp.head_gate", size),)),),
+            collectives=(CollectiveCall("tensor", "tp", "all-gather", (("mlp.head_gate", size),)),),
         )  # fmt: skip
 
     monkeypatch.setattr(blocks, "feed_forward", gated)

@@ -60,11 +60,11 @@ def here(what: Measured | None = None, devices: int = 2) -> Cluster:
 def test_product_time_is_that_of_measured_shape_and_form():
     rates, (tokens, out, inner) = Rates.of(here(), "fp32"), SHAPE
     shapes = {
-        "forward": (tokens, out, inner), "again": (tokens, out, inner), "input": (tokens, inner, out),
+        "forward": (tokens, out, inner), "recompute": (tokens, out, inner), "input": (tokens, inner, out),
         "weight": (out, inner, tokens),
     }  # fmt: skip
     start = (10e-6 - 2 * 2e-6) / 2
-    for phase, seconds in (("forward", 3e-3), ("again", 3e-3), ("input", 5e-3), ("weight", 7e-3)):
+    for phase, seconds in (("forward", 3e-3), ("recompute", 3e-3), ("input", 5e-3), ("weight", 7e-3)):
         one = Operation("mlp.up", "product", phase, 1.0, 1.0, shapes[phase], 3.0)  # type: ignore[arg-type]
         assert rates.seconds(one) == pytest.approx(3 * (seconds + start))
 

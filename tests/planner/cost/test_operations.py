@@ -257,7 +257,7 @@ def test_torchtitan_selective_recomputes_every_second_product():
         MicroBatch.of(config, layout, 1, 1024, engine=ENGINES["torchtitan"]),
         Stage(1, range(1, 2), first=False, last=False),
     )
-    again = [one for one in found if one.phase == "again"]
+    again = [one for one in found if one.phase == "recompute"]
     products = sum(one.flops * one.count for one in again if one.kind == "product")
     assert products == 2 * 1024 * (4096 * 1024 + 4096 * 4096 + 4096 * 14336)
     assert not any(one.kind == "attention" for one in again) and any(one.name == "norm" for one in again)

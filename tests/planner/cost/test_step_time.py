@@ -57,7 +57,7 @@ def test_components_add_up_to_the_step(layout: str):
     assert set(found.breakdown) == set(PARTS)
     assert all(seconds >= 0 for seconds in found.breakdown.values())
     assert sum(found.breakdown.values()) == pytest.approx(found.seconds)
-    assert found.low < found.seconds < found.high and found.high / found.low <= 1.4
+    assert found.low < found.seconds < found.high and found.high / found.low <= 1.7
     axes = Layout.parse(layout)
     for part, there in (("tensor", axes.tp > 1), ("context", axes.cp > 1), ("bubble", axes.pp > 1), ("expert", False)):
         assert (found.breakdown[part] > 0) == there, part

@@ -8,7 +8,7 @@ from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, at_least
 from meshwright.planner.cost.operators import (
     FLASH_BACKWARD,
-    Exchange,
+    CollectiveCall,
     Linear,
     Operation,
     Operator,
@@ -44,7 +44,7 @@ def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
     else:
         yield linear(
             at, "attention.qkv", Linear(at.all_tokens, at.qkv_width, config.hidden, bias=config.qkv_bias), saved=saved,
-            kept=(fused,), exchanges=tuple(enter(at, "attention.input")),
+            kept=(fused,), collectives=tuple(enter(at, "attention.input")),
         )  # fmt: skip
     yield Operator("attention.join", pointwise(at, "attention.join", at.all_tokens * at.qkv_width, elementwise.JOINED))
     elements = at.all_tokens * (at.heads + at.kv_heads) * size
@@ -52,7 +52,7 @@ def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
         yield Operator(
             "attention.norms", pointwise(at, "attention.norms", elements, elementwise.norm("rmsnorm", fusion)),
             tuple(_query_key_norms(at)), kept=_mean_squares(at),
-            exchanges=tuple(average_square(at)) * 2 if config.projection_norm else (),
+            collectives=tuple(average_square(at)) * 2 if config.projection_norm else (),
             parameters=(at.heads + at.kv_heads if config.projection_norm else 2) * size,
         )  # fmt: skip
     if kind.rotates:
@@ -65,7 +65,7 @@ def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
         value = (SavedTensor("attention.value", key.shape, "x"),) if config.latent else ()  # padded
         yield Operator("attention.rotated", saved=((query,) if repeated else (query, key)) + value)
     if at.ring:
-        yield Operator("attention.ring", exchanges=tuple(_ring(at)))
+        yield Operator("attention.ring", collectives=tuple(_ring(at)))
     if at.kernel == "scores":
         yield from _unfused_core(at)
     elif at.kernel == "tiled":
@@ -76,7 +76,7 @@ def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
     yield linear(
         at, "attention.output", Linear(at.all_tokens, config.hidden, inner, bias=config.output_bias),
         saved=(SavedTensor("attention.output.input", (*tokens, inner), "x"),),
-        kept=row_parallel(at, "attention.output"), exchanges=tuple(leave(at, "attention.output")),
+        kept=row_parallel(at, "attention.output"), collectives=tuple(leave(at, "attention.output")),
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def _latent_projections(at: MicroBatch, latent: LatentAttention) -> Iterator[Ope
         yield linear(
             at, f"attention.{name}", Linear(at.all_tokens, outputs, inputs),
             saved=(saved, output) if first and not at.narrow else (saved,), kept=(output,),
-            exchanges=tuple(enter(at, "attention.input")) if first else (),
+            collectives=tuple(enter(at, "attention.input")) if first else (),
         )  # fmt: skip
 
 
@@ -129,14 +129,14 @@ def _all_to_all(at: MicroBatch) -> Iterator[Operator]:
     one = at.all_tokens * at.config.head_dim * at.itemsize
     again = at.layout.recompute != "none"
     sent = {"attention.heads": at.heads + 2 * at.kv_heads * at.key_value_copies, "attention.tokens": at.heads}
-    exchanges = []
+    calls = []
     for site, heads in sent.items():
-        exchanges.append(Exchange("context", "cp", "all-to-all", ((site, heads * one),), "forward", 1, again))
-        exchanges.append(Exchange("context", "cp", "all-to-all", ((f"{site}.backward", heads * one),), "input"))
+        calls.append(CollectiveCall("context", "cp", "all-to-all", ((site, heads * one),), "forward", 1, again))
+        calls.append(CollectiveCall("context", "cp", "all-to-all", ((f"{site}.backward", heads * one),), "input"))
     heads, kv_heads = _kernel_heads(at)
     shape = at.rows, heads + 2 * kv_heads, at.whole, at.config.head_dim
     exchanged = SavedTensor("attention.exchanged", shape, "x")
-    yield Operator("attention.all_to_all", saved=(exchanged,), exchanges=tuple(exchanges))
+    yield Operator("attention.all_to_all", saved=(exchanged,), collectives=tuple(calls))
 
 
 def _kernel_heads(at: MicroBatch) -> tuple[Number, Number]:
@@ -229,16 +229,16 @@ def _core(at: MicroBatch, window: int | None) -> Operator:
     return Operator("attention.core", operations, (log_sum,) if config.encoder else ())
 
 
-def _ring(at: MicroBatch) -> Iterator[Exchange]:
+def _ring(at: MicroBatch) -> Iterator[CollectiveCall]:
     """Yield the messages of ring attention, which overlap the attention of the KV block before: keys and values, in the
     backward with their gradients, of which the last go home."""
     one = 2 * at.kv_heads * at.all_tokens * at.config.head_dim
     blocks, gradients = one * at.itemsize, one * at.wide
     back = ("attention.ring.backward", blocks), ("attention.ring.gradients", gradients)
     sent, again = (("attention.ring", blocks),), at.layout.recompute == "full"
-    yield Exchange("context", "ring", "send", sent, "forward", at.cp - 1, again, "attention")
-    yield Exchange("context", "ring", "send", back, "input", at.cp - 1, overlaps="attention")
-    yield Exchange("context", "ring", "send", back[1:], "input")
+    yield CollectiveCall("context", "ring", "send", sent, "forward", at.cp - 1, again, "attention")
+    yield CollectiveCall("context", "ring", "send", back, "input", at.cp - 1, overlaps="attention")
+    yield CollectiveCall("context", "ring", "send", back[1:], "input")
 
 
 def _cuda_kernel(at: MicroBatch, heads: Number, length: Number, window: int | None) -> Iterator[SavedTensor]:

@@ -9,7 +9,7 @@ from meshwright.planner.cost.attention import attention
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.cost.mlp import feed_forward, mixture
 from meshwright.planner.cost.operators import (
-    Exchange,
+    CollectiveCall,
     Linear,
     Operation,
     Operator,
@@ -101,7 +101,7 @@ def embedding(at: MicroBatch) -> Iterator[Operator]:
             Operation("embedding", "lookup", "forward", 0.0, 2.0 * size * looked_up),
             Operation("embedding", "lookup", "input", 0.0, 1.0 * back),
         ),
-        tuple(saved), exchanges=tuple(leave(at, "embedding", in_block=False)), parameters=table,
+        tuple(saved), collectives=tuple(leave(at, "embedding", in_block=False)), parameters=table,
     )  # fmt: skip
     stream, added = at.rows * at.slice * hidden, elementwise.residual("eager")
     if config.embedding_factor != 1:
@@ -135,17 +135,17 @@ def head(at: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
         yield Operator("head.scale", pointwise(at, "head.scale", stream, elementwise.SCALED))
     product = linear(
         at, "head", Linear(at.all_tokens, at.vocabulary, at.config.hidden),
-        exchanges=tuple(enter(at, "head.input", in_block=False)),
+        collectives=tuple(enter(at, "head.input", in_block=False)),
     )  # fmt: skip
     if not keeps_gradient:
-        product = product._replace(operations=(*product.operations, product.operations[0]._replace(phase="again")))
+        product = product._replace(operations=(*product.operations, product.operations[0]._replace(phase="recompute")))
     yield product
     if at.config.logit_softcap:
         logits, of = at.all_tokens * at.vocabulary, elementwise.capped_logits(at.engine.fusion)
         capped = pointwise(at, "head.softcap", logits, of)
-        again = () if keeps_gradient else (capped[0]._replace(phase="again"),)
+        again = () if keeps_gradient else (capped[0]._replace(phase="recompute"),)
         yield Operator("head.softcap", (*capped, *again))
-    yield _loss(at, at.all_tokens * at.vocabulary)._replace(exchanges=tuple(_loss_exchanges(at)))
+    yield _loss(at, at.all_tokens * at.vocabulary)._replace(collectives=tuple(_loss_collectives(at)))
 
 
 def _loss(at: MicroBatch, logits: Number) -> Operator:
@@ -155,15 +155,15 @@ def _loss(at: MicroBatch, logits: Number) -> Operator:
     return Operator("loss", tuple(Operation("loss", "loss", phase, 0.0, moved) for phase in both))
 
 
-def _loss_exchanges(at: MicroBatch) -> Iterator[Exchange]:
+def _loss_collectives(at: MicroBatch) -> Iterator[CollectiveCall]:
     """Yield the all-reduces of a vocabulary-parallel loss: the highest logit, the sum of exponentials and the target's
     logit of each token; and the loss of responses with preferences over cp."""
     if at.layout.tp > 1:
         for site in ("loss.target_logit", "loss.maximum", "loss.sum"):
-            yield Exchange("tensor", "tp", "all-reduce", ((site, at.all_tokens * at.wide),))
+            yield CollectiveCall("tensor", "tp", "all-reduce", ((site, at.all_tokens * at.wide),))
     if at.responses and at.layout.cp > 1:
         size = 8 * at.rows * at.responses
-        yield Exchange("context", "cp", "all-reduce", (("loss.responses", size),), timed=False)
+        yield CollectiveCall("context", "cp", "all-reduce", (("loss.responses", size),), timed=False)
 
 
 def encoder_head(at: MicroBatch) -> Iterator[Operator]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import block, embedding, head
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
-from meshwright.planner.cost.operators import Exchange, Operator, Phase
+from meshwright.planner.cost.operators import CollectiveCall, Operator, Phase
 from meshwright.planner.cost.rates import Group
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.spec.config import ModelConfig
@@ -19,9 +19,9 @@ from meshwright.spec.stages import Stage
 
 
 class Call(NamedTuple):
-    """`count` equal calls of an exchange in one phase: "forward", "again" (recomputed) or "input" (gradients)."""
+    """`count` equal calls of a collective call in one phase: "forward", "recompute" or "input" (gradients)."""
 
-    exchange: Exchange
+    collective: CollectiveCall
     phase: Phase
     count: Number
 
@@ -29,11 +29,11 @@ class Call(NamedTuple):
 def timed_calls(operators: Iterable[Operator]) -> Iterator[Call]:
     """Yield the collective calls of operators that take time; recomputed ones apart."""
     for operator in operators:
-        for one in operator.exchanges:
+        for one in operator.collectives:
             if one.timed:
                 yield Call(one, one.phase, one.count)
                 if one.again:
-                    yield Call(one, "again", one.count)
+                    yield Call(one, "recompute", one.count)
 
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:

@@ -32,7 +32,7 @@ that: results are merged for each query and piece of keys (parallel/context.py).
 
 BACKWARD = "-backward"
 
-_FORMS = {"forward": "forward", "again": "forward", "input": "input-gradient", "weight": "weight-gradient"}
+_FORMS = {"forward": "forward", "recompute": "forward", "input": "input-gradient", "weight": "weight-gradient"}
 _CALLED = {"send": "send-receive"}
 
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, Routed
-from meshwright.planner.cost.operators import Exchange, Linear, Operator, SavedTensor, linear, pointwise
+from meshwright.planner.cost.operators import CollectiveCall, Linear, Operator, SavedTensor, linear, pointwise
 from meshwright.planner.cost.tensor_parallel import enter, hidden_bytes, leave, row_parallel
 
 
 def feed_forward(at: MicroBatch) -> Iterator[Operator]:
     """Yield the operators of a dense MLP."""
-    yield Operator("mlp.input", exchanges=tuple(enter(at, "mlp.input")))
+    yield Operator("mlp.input", collectives=tuple(enter(at, "mlp.input")))
     yield from _perceptron(at, "mlp", at.config.intermediate // at.tp, row_parallel(at, "mlp.down"))
-    yield Operator("mlp.output", exchanges=tuple(leave(at, "mlp.output")))
+    yield Operator("mlp.output", collectives=tuple(leave(at, "mlp.output")))
 
 
 def _perceptron(
@@ -58,7 +58,7 @@ def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
     width, hidden = at.expert_width, config.hidden
     meets = layout.tp > 1 and (not at.spread or config.shared_intermediate > 0)  # else only dispatch and combine
     if meets:
-        yield Operator("mlp.input", exchanges=tuple(enter(at, "mlp.input")))
+        yield Operator("mlp.input", collectives=tuple(enter(at, "mlp.input")))
     yield from _router(at)
     yield Operator("mlp.copies", pointwise(at, "mlp.copies", at.copies * hidden, elementwise.COPIES))
     if at.spread:
@@ -89,7 +89,7 @@ def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
         yield from _shared_expert(at)
     if meets:
         output = SavedTensor("mlp.output", (at.rows, at.slice, hidden), "x")
-        yield Operator("mlp.output", kept=(output,), exchanges=tuple(leave(at, "mlp.output")))
+        yield Operator("mlp.output", kept=(output,), collectives=tuple(leave(at, "mlp.output")))
 
 
 def _router(at: MicroBatch) -> Iterator[Operator]:
@@ -125,20 +125,20 @@ def _router(at: MicroBatch) -> Iterator[Operator]:
 def _balance(at: MicroBatch) -> Operator:
     """Return the load-balancing loss and the update of the router's biases."""
     config, layout = at.config, at.layout
-    saved, kept, exchanges = [], [], []
+    saved, kept, calls = [], [], []
     shape = at.rows, config.experts
     if config.router_loss:
         saved.append(SavedTensor("mlp.router.load", shape, "wide"))
         axes = ["cp"] * (layout.cp > 1) + ["tp"] * (at.spread and layout.tp > 1)
         kept = [SavedTensor(f"mlp.router.load.{number}", shape, "wide") for number in range(len(axes))]
         again, load = layout.recompute == "full", 4 * at.rows * config.experts
-        exchanges = [
-            Exchange("expert", axis, "all-reduce", ((f"router.load.{axis}", load),), again=again, timed=False)
+        calls = [
+            CollectiveCall("expert", axis, "all-reduce", ((f"router.load.{axis}", load),), again=again, timed=False)
             for axis in axes
         ]
     if config.router_bias:
         saved.append(SavedTensor("mlp.router.above_mean", (config.experts,), "wide"))
-    return Operator("mlp.balance", (), tuple(saved), tuple(kept), tuple(exchanges))
+    return Operator("mlp.balance", (), tuple(saved), tuple(kept), tuple(calls))
 
 
 def _dispatch(at: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operator]:
@@ -152,7 +152,7 @@ def _dispatch(at: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operat
     )
     kept = (SavedTensor("mlp.experts.dispatched", (load.arrived, hidden), "x"),) if at.layout.ep > 1 else ()
     counts = 8 * (config.experts // at.ep + 1), 8 * (config.experts + 1)
-    exchanges = [
+    calls = [
         *_both("ep", "all-to-all", "experts.dispatch", rows, full),
         *_both("etp", "all-gather", "experts.gather", rows * at.etp, full),
         # The time model leaves out what selective recompute gathers again.
@@ -162,9 +162,9 @@ def _dispatch(at: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operat
     ]
     if not at.layout.tensor_sequence_parallel and at.layout.tp > 1:
         back = (("experts.input.backward", hidden_bytes(at)),)
-        exchanges.append(Exchange("expert", "tp", "all-gather", back, "input"))
+        calls.append(CollectiveCall("expert", "tp", "all-gather", back, "input"))
     of = pointwise(at, "mlp.exchange", arriving * hidden, elementwise.EXCHANGED)
-    yield Operator("mlp.exchange", of, saved, kept, tuple(exchanges))
+    yield Operator("mlp.exchange", of, saved, kept, tuple(calls))
 
 
 def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
@@ -178,35 +178,35 @@ def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
         SavedTensor("mlp.experts.order", (at.copies,), "index"),
         SavedTensor("mlp.experts.output", (at.routed_tokens, config.experts_per_token, hidden), "x"),
     )
-    kept, exchanges = [], []
+    kept, calls = [], []
     if layout.ep > 1:
         kept.append(SavedTensor("mlp.experts.combined", (at.copies, hidden), "x"))
     if layout.etp > 1:
         kept.append(SavedTensor("mlp.experts.sum", (load.arrived, hidden), "x"))
     if at.spread:
-        exchanges += _both("etp", "reduce-scatter", "experts.sum", rows * at.etp, full)
-        exchanges += _both("ep", "all-to-all", "experts.combine", rows, full)
+        calls += _both("etp", "reduce-scatter", "experts.sum", rows * at.etp, full)
+        calls += _both("ep", "all-to-all", "experts.combine", rows, full)
         if not layout.tensor_sequence_parallel and layout.tp > 1:
             size = hidden_bytes(at)
-            exchanges.append(Exchange("expert", "tp", "all-gather", (("experts.output", size),)))
+            calls.append(CollectiveCall("expert", "tp", "all-gather", (("experts.output", size),)))
             if repeated and config.shared_intermediate:  # else a recomputed block stops before its last gather
-                exchanges.append(Exchange("expert", "tp", "all-gather", (("experts.output", size),), timed=False))
-    yield Operator("mlp.combine", (), saved, tuple(kept), tuple(exchanges))
+                calls.append(CollectiveCall("expert", "tp", "all-gather", (("experts.output", size),), timed=False))
+    yield Operator("mlp.combine", (), saved, tuple(kept), tuple(calls))
 
 
-def _both(axis: str, operation: str, site: str, size: Number, again: bool) -> list[Exchange]:
+def _both(axis: str, operation: str, site: str, size: Number, again: bool) -> list[CollectiveCall]:
     """Return the collective of a call site in the forward and its counterpart in the backward. size: bytes of the full
     vector; again: it is recomputed."""
     opposite = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(operation, operation)
     return [
-        Exchange("expert", axis, operation, ((site, size),), "forward", 1, again),  # type: ignore[arg-type]
-        Exchange("expert", axis, opposite, ((f"{site}.backward", size),), "input"),  # type: ignore[arg-type]
+        CollectiveCall("expert", axis, operation, ((site, size),), "forward", 1, again),  # type: ignore[arg-type]
+        CollectiveCall("expert", axis, opposite, ((f"{site}.backward", size),), "input"),  # type: ignore[arg-type]
     ]
 
 
-def _untimed(axis: str, site: str, size: Number, count: Number) -> Exchange:
+def _untimed(axis: str, site: str, size: Number, count: Number) -> CollectiveCall:
     """Return messages that the time model leaves out. size, count: bytes of each, and number."""
-    return Exchange("expert", axis, "send", ((site, size),), "forward", count, timed=False)
+    return CollectiveCall("expert", axis, "send", ((site, size),), "forward", count, timed=False)
 
 
 def _shared_expert(at: MicroBatch) -> Iterator[Operator]:

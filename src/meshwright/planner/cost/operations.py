@@ -56,7 +56,7 @@ def computed(operators: Iterable[Operator]) -> list[Operation]:
 
 
 def total_flops(found: list[Operation], *phases: str) -> Number:
-    """Return the total FLOPs of operations. phases: only those of "forward", "again" (recomputed), "input" and "weight"
+    """Return the total FLOPs of operations. phases: only those of "forward", "recompute", "input" and "weight"
     (gradients) that are given; all if none is."""
     return sum(one.flops * one.count for one in found if not phases or one.phase in phases)
 
@@ -86,7 +86,7 @@ def _recomputed(at: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator
                 share = _every_second_product(at).get(one.name)
                 wanted = share is not None
         if wanted:
-            yield one._replace(phase="again", flops=share * one.flops, bytes=share * one.bytes)
+            yield one._replace(phase="recompute", flops=share * one.flops, bytes=share * one.bytes)
 
 
 def _every_second_product(at: MicroBatch) -> dict[str, Number]:

@@ -14,7 +14,7 @@ from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.elementwise import Traffic
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
 
-Phase = Literal["forward", "again", "input", "weight"]
+Phase = Literal["forward", "recompute", "input", "weight"]
 """Forward; recomputed forward; gradients of inputs; gradients of weights."""
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
@@ -51,7 +51,7 @@ class SavedTensor(NamedTuple):
     kind: str
 
 
-class Exchange(NamedTuple):
+class CollectiveCall(NamedTuple):
     """Equal collective calls of an operator in one phase.
 
     Attributes:
@@ -91,7 +91,7 @@ class Operator(NamedTuple):
         operations: Its kernels, in forward and backward, without recomputation.
         saved: Tensors that its forward saves for the backward if nothing is recomputed.
         kept: Tensors that its forward saves under selective recompute.
-        exchanges: Its collective calls.
+        collectives: Its collective calls.
         parameters: Number of its dense parameters on this rank.
         expert_parameters: Number of its expert-parallel parameters on this rank.
     """
@@ -100,7 +100,7 @@ class Operator(NamedTuple):
     operations: tuple[Operation, ...] = ()
     saved: tuple[SavedTensor, ...] = ()
     kept: tuple[SavedTensor, ...] = ()
-    exchanges: tuple[Exchange, ...] = ()
+    collectives: tuple[CollectiveCall, ...] = ()
     parameters: Number = 0
     expert_parameters: Number = 0
 

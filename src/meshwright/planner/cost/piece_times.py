@@ -15,7 +15,7 @@ from meshwright.planner.cost.communication import Call, ParameterCounts, count_p
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, layer_kind, structure
 from meshwright.planner.cost.operations import computed, layer_operations
-from meshwright.planner.cost.operators import Exchange, Operation
+from meshwright.planner.cost.operators import CollectiveCall, Operation
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
 from meshwright.planner.problem import Candidate, Problem
@@ -32,7 +32,7 @@ AS_ADDED = np.ones(len(MICRO_BATCH_PARTS))
 """Each part takes as long as its operations take alone."""
 
 _PART = {part: number for number, part in enumerate(MICRO_BATCH_PARTS)}
-_PHASE = {"forward": 0, "again": 1, "input": 1, "weight": 2}
+_PHASE = {"forward": 0, "recompute": 1, "input": 1, "weight": 2}
 _CORE = ("attention.core", "attention.scores", "attention.softmax", "attention.values", "attention.gradients")
 
 
@@ -217,15 +217,15 @@ class _Pricing(NamedTuple):
                 products[one.phase] = products[one.phase] + taken
         hidden: dict[tuple[str, str], Any] = defaultdict(float)
         sliced: dict[tuple[str, str], Any] = defaultdict(float)
-        for exchange, phase, count in calls:
-            taken = count * self.groups.seconds(exchange.operation, exchange.axis, self.sent(exchange))
+        for collective, phase, count in calls:
+            taken = count * self.groups.seconds(collective.operation, collective.axis, self.sent(collective))
             issued[_PHASE[phase]] += count
-            if exchange.overlaps is None:
-                found[_PHASE[phase], _PART[exchange.part]] += taken
-            elif exchange.overlaps == "product":
-                sliced[phase, exchange.part] = sliced[phase, exchange.part] + taken
+            if collective.overlaps is None:
+                found[_PHASE[phase], _PART[collective.part]] += taken
+            elif collective.overlaps == "product":
+                sliced[phase, collective.part] = sliced[phase, collective.part] + taken
             else:
-                key = "weight" if exchange.overlaps == "weight" else phase, exchange.part
+                key = "weight" if collective.overlaps == "weight" else phase, collective.part
                 hidden[key] = hidden[key] + taken
         for (name, part), taken in sliced.items():
             # In as many slices as ranks: the first that is gathered, or the last that is reduced, is exposed.
@@ -245,9 +245,9 @@ class _Pricing(NamedTuple):
                 found[phases.start, 0] += np.maximum(0.0, waited)
         return np.moveaxis(found, -1, 0)
 
-    def sent(self, exchange: Exchange) -> Any:
-        """Return the bytes of an exchange: of tokens on their way to experts each only once to a node, if the engine
-        sends them so."""
-        if exchange.operation != "all-to-all" or exchange.axis != "ep" or not self.at.engine.dispatches_by_node:
-            return exchange.size
-        return exchange.size * self.groups.distinct_places("ep", self.at.config.experts_per_token)
+    def sent(self, collective: CollectiveCall) -> Any:
+        """Return the bytes of a collective call: of tokens on their way to experts each only once to a node, if the
+        engine sends them so."""
+        if collective.operation != "all-to-all" or collective.axis != "ep" or not self.at.engine.dispatches_by_node:
+            return collective.size
+        return collective.size * self.groups.distinct_places("ep", self.at.config.experts_per_token)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
-from meshwright.planner.cost.operators import Exchange, SavedTensor
+from meshwright.planner.cost.operators import CollectiveCall, SavedTensor
 
 
 def hidden_bytes(at: MicroBatch) -> Number:
@@ -15,7 +15,7 @@ def hidden_bytes(at: MicroBatch) -> Number:
     return at.all_tokens * at.config.hidden * at.itemsize
 
 
-def enter(at: MicroBatch, site: str, in_block: bool = True) -> Iterator[Exchange]:
+def enter(at: MicroBatch, site: str, in_block: bool = True) -> Iterator[CollectiveCall]:
     """Yield the collectives before a column-parallel product: with sequence parallelism its input is all-gathered and
     the input's gradient reduce-scattered; else only the gradient is all-reduced.
 
@@ -27,16 +27,16 @@ def enter(at: MicroBatch, site: str, in_block: bool = True) -> Iterator[Exchange
     forward, back = ((site, hidden_bytes(at)),), ((f"{site}.backward", hidden_bytes(at)),)
     behind: Literal["weight"] | None = "weight" if at.engine.overlaps_tensor else None
     if not at.layout.tensor_sequence_parallel:
-        yield Exchange("tensor", "tp", "all-reduce", back, "input", overlaps=behind)
+        yield CollectiveCall("tensor", "tp", "all-reduce", back, "input", overlaps=behind)
         return
     # Engines that recompute only the attention core keep what was gathered.
     recompute = at.layout.recompute
     again = in_block and (recompute == "full" or (recompute == "selective" and at.engine.selective != "core"))
-    yield Exchange("tensor", "tp", "all-gather", forward, "forward", 1, again, _sliced(at, in_block))
-    yield Exchange("tensor", "tp", "reduce-scatter", back, "input", overlaps=behind)
+    yield CollectiveCall("tensor", "tp", "all-gather", forward, "forward", 1, again, _sliced(at, in_block))
+    yield CollectiveCall("tensor", "tp", "reduce-scatter", back, "input", overlaps=behind)
 
 
-def leave(at: MicroBatch, site: str, in_block: bool = True) -> Iterator[Exchange]:
+def leave(at: MicroBatch, site: str, in_block: bool = True) -> Iterator[CollectiveCall]:
     """Yield the collectives after a row-parallel product: its result is reduce-scattered and the result's gradient
     all-gathered with sequence parallelism; else only the result is all-reduced. Arguments: as of `enter`.
 
@@ -49,21 +49,21 @@ def leave(at: MicroBatch, site: str, in_block: bool = True) -> Iterator[Exchange
     last = site != "attention.output" and not at.config.post_norms
     again = in_block and at.layout.recompute == "full" and not (last and at.engine.stops_early)
     if not at.layout.tensor_sequence_parallel:
-        yield Exchange("tensor", "tp", "all-reduce", forward, "forward", 1, again)
+        yield CollectiveCall("tensor", "tp", "all-reduce", forward, "forward", 1, again)
         return
     sliced = _sliced(at, in_block)
-    yield Exchange("tensor", "tp", "reduce-scatter", forward, "forward", 1, again, sliced)
-    yield Exchange("tensor", "tp", "all-gather", back, "input", overlaps=sliced)
+    yield CollectiveCall("tensor", "tp", "reduce-scatter", forward, "forward", 1, again, sliced)
+    yield CollectiveCall("tensor", "tp", "all-gather", back, "input", overlaps=sliced)
 
 
-def average_square(at: MicroBatch) -> Iterator[Exchange]:
+def average_square(at: MicroBatch) -> Iterator[CollectiveCall]:
     """Yield the all-reduces of a norm over a dimension that tp ranks hold in parts: of the mean square of each token,
     and of its gradient."""
     if at.layout.tp == 1:
         return
     site, size = "norm.mean_square", at.all_tokens * at.wide
-    yield Exchange("tensor", "tp", "all-reduce", ((site, size),), "forward", 1, at.layout.recompute == "full")
-    yield Exchange("tensor", "tp", "all-reduce", ((f"{site}.backward", size),), "input")
+    yield CollectiveCall("tensor", "tp", "all-reduce", ((site, size),), "forward", 1, at.layout.recompute == "full")
+    yield CollectiveCall("tensor", "tp", "all-reduce", ((f"{site}.backward", size),), "input")
 
 
 def _sliced(at: MicroBatch, in_block: bool) -> Literal["product"] | None:

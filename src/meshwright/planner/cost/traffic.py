@@ -15,7 +15,7 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import block, embedding, head
 from meshwright.planner.cost.data_calls import AXES_OF, DataCalls, Work, by_axis, by_site
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operators import Exchange
+from meshwright.planner.cost.operators import CollectiveCall
 from meshwright.planner.cost.tensor_parallel import hidden_bytes
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.transfers import with_transfers
@@ -116,11 +116,11 @@ class _Step(DataCalls):
         first, last = embedding(at) if stage.first else (), head(at, True) if stage.last else ()
         frozen = self.sites_before_adapter(stage)
         for operator in (*first, *layers, *last):
-            for one in operator.exchanges:
+            for one in operator.collectives:
                 for site, size in one.sites:
                     skipped = min(one.count, frozen[site])
                     frozen[site] -= skipped
-                    self.exchange(one, site, size, count * (one.count - skipped) * (1 + one.again))
+                    self.collective(one, site, size, count * (one.count - skipped) * (1 + one.again))
         self.adapter_norms(stage, count)
         if self.config.router_loss and not self.work.responses and any(map(self.config.has_experts, stage.layers)):
             # Of responses with preferences every rank counts the targets itself.
@@ -157,7 +157,7 @@ class _Step(DataCalls):
         size, repeated = self.config.hidden * self.micro_batch.wide, self.layout.recompute == "full"
         self.all_reduce("adapter.norms", "tp", self.layout.tp, size, count * layers * (1 + repeated))
 
-    def exchange(self, one: Exchange, site: str, size: int, times: int) -> None:
+    def collective(self, one: CollectiveCall, site: str, size: int, times: int) -> None:
         """Count the bytes sent by `times` calls of an operator's collective. site: label of the call; size: bytes of
         the full vector."""
         axis = "cp" if one.axis == "ring" else one.axis

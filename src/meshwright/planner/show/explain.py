@@ -25,7 +25,7 @@ class Row:
 
     Attributes:
         name: Such as "attention.qkv".
-        phase: "forward", "again" (recomputed), "input" or "weight" (gradients).
+        phase: "forward", "recompute", "input" or "weight" (gradients).
         count: Number of its calls.
         shape: M, N, K of a matrix product; empty for elementwise work.
         flops, bytes, seconds: Of all calls together.
