@@ -25,6 +25,7 @@ from meshwright.planner.cost.rates import (
 )
 from meshwright.planner.hardware.cluster import Cluster, Link
 from meshwright.planner.hardware.devices import find_device
+from meshwright.spec.presets import preset
 
 
 def of(name: str, devices: int = 8, across: float = 25e9) -> Cluster:
@@ -129,11 +130,18 @@ def test_in_switch_reduction_helps_all_reduce_from_five_ranks_on():
     assert bus("all-reduce", 4) == pytest.approx(bus("all-gather", 4), rel=0.1)
 
 
-def test_attention_kernel_depends_on_engine_and_device():
-    megatron = ENGINES["megatron"]
-    assert attention_kernel(megatron, of("a100-80")) == "scores"
-    assert attention_kernel(megatron, of("h100-sxm")) == "flash-3"
-    assert attention_kernel(ENGINES["meshwright"], of("h100-sxm")) == "flash-2"
+def test_attention_kernel_depends_on_engine_device_and_model():
+    megatron, ours, llama, gemma = (
+        ENGINES["megatron"],
+        ENGINES["meshwright"],
+        preset("llama-3-8b"),
+        preset("gemma-2-9b"),
+    )
+    assert attention_kernel(megatron, of("a100-80"), llama) == "scores"
+    assert attention_kernel(megatron, of("h100-sxm"), gemma) == attention_kernel(megatron, of("h100-sxm"), llama)
+    assert attention_kernel(megatron, of("h100-sxm"), llama) == "flash-3"
+    assert attention_kernel(ours, of("h100-sxm"), llama) == "flash-2"
+    assert attention_kernel(ours, of("h100-sxm"), gemma) == "tiled"
 
 
 def test_missing_precision_of_device_is_refused():
