@@ -87,7 +87,7 @@ def test_parquet_column_with_inconsistent_metadata_does_not_end_the_process(tmp_
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [(b"te8t", "no column b'te8t'"), (b"te\xf8t", "can't decode byte 0xf8")],
+    [(b"te8t", 'row group 1 has "te8t" .* in place of the column "text"'), (b"te\xf8t", "not a complete .* byte 0xf8")],
     ids=["other", "no text"],
 )
 def test_parquet_column_chunk_with_another_name_is_refused(name: bytes, reason: str, tmp_path: Path):
@@ -95,7 +95,7 @@ def test_parquet_column_chunk_with_another_name_is_refused(name: bytes, reason: 
     parquet.write_table(arrow.table({"text": ["a"]}), stream)
     before, _, after = stream.getvalue().rpartition(b"\x18\x04text")  # the column is named in the schema before
     assert b"\x18\x04text" in before
-    with pytest.raises(UserError, match=f"not a complete Parquet file .*{reason}"):
+    with pytest.raises(UserError, match=reason):
         PARSERS["data, parquet"].read(before + b"\x18\x04" + name + after, tmp_path)
 
 

@@ -35,6 +35,8 @@ def different(recipe: Path, key: str) -> Recipe:
         "ring",
         "chat",
         "next-token",
+        "datatrove",
+        "resiliparse",
     ]
     for value in numbers + words:
         try:
@@ -67,7 +69,15 @@ def test_every_key_may_change_on_resume_or_is_refused(tiny_recipe: Path):
     # These contradict the tiny recipe unless something else changes too.
     needs_more = {"model.preset", "model.from", "model.load_weights", "train.momentum", "train.decay", "data.sources"}
     of_records = ("record_keys", "message_keys", "record_roles", "thinking", "template", "train_on", "pack", "too_long")
-    needs_more |= {"train.preference_margin", *(f"data.{key}" for key in of_records)}
+    of_objectives = (
+        "preference_beta",
+        "preference_margin",
+        "preference_smoothing",
+        "desirable_weight",
+        "undesirable_weight",
+    )
+    needs_more |= {*(f"train.{key}" for key in of_objectives), *(f"data.{key}" for key in of_records)}
+    needs_more |= {key for key in SCHEMA.keys if key.startswith("adapter.")}  # they need a base model
     tables = {key.rpartition(".")[0] for key in SCHEMA.keys} - {""}
     for key in SCHEMA.keys.keys() - tables - needs_more:
         new = different(tiny_recipe, key)
