@@ -141,3 +141,15 @@ def test_refusal_to_resume_names_file_or_override(tiny_recipe: Path):
         check_resume_differences(old, load_recipe(tiny_recipe, ["train.steps=9"]))
     with pytest.raises(UserError, match='^override "model.hidden=64": model.hidden was 32'):
         check_resume_differences(old, load_recipe(tiny_recipe, ["model.hidden=8", "model.hidden=64"]))
+
+
+def test_adapter_of_a_run_may_not_change(tiny_recipe: Path, tmp_path: Path):
+    tables = load_recipe(tiny_recipe).to_tables()
+    tables["model"] = {"from": str(tmp_path)}
+
+    def load(**adapter: object) -> Recipe:
+        return Recipe.from_tables({**tables, "adapter": {"kind": "lora", "rank": 8, **adapter}})
+
+    for key, value in (("kind", "dora"), ("rank", 4), ("alpha", 3), ("targets", ["q_proj"]), ("base", "nf4")):
+        with pytest.raises(UserError, match=f"adapter.{key} was .* may not change: the saved tensors are those of the"):
+            check_resume_differences(load(), load(**{key: value}))
