@@ -40,7 +40,8 @@ HELD_BACK = ("MaxText", "PaxML", "Kubernetes", "Llama 3", "NVIDIA/NeMo docs")
 
 
 def predicted(one: Run) -> StepTime:
-    """Of the layout that the planner finds fastest, where the run's own is not known to the last letter."""
+    """Return the predicted step time of a run; where its layout is published only in part, that of the fastest layout
+    that agrees with it."""
 
     def priced(layout: Layout, simulate: bool) -> StepTime:
         refuse(layout, one.config, one.batch, one.sequence, one.cluster.devices, planning=True)
@@ -134,7 +135,7 @@ def priced(path: Path, verbose: bool) -> tuple[dict[str, Predictions], list[str]
 
 
 def figures(found: dict[str, Predictions], refused: list[str], left_out: Bounded) -> dict[str, Any]:
-    """Of each source and of all together."""
+    """Return the errors and coverage of each source, and of all sources together."""
     runs_ = sum(map(len, found.values()))
     sources = {source: report(pairs) | coverage(pairs, left_out[source]) for source, pairs in found.items()}
     return (
@@ -145,7 +146,8 @@ def figures(found: dict[str, Predictions], refused: list[str], left_out: Bounded
 
 
 def summary(found: dict[str, Predictions], left_out: Bounded) -> dict[str, Any]:
-    """Of several sources: mean error of runs and of sources (the mean of their mean errors), and bounds that hold."""
+    """Return the mean error over runs and over sources (mean of their mean errors), and the share of runs within
+    bounds."""
     errors = [[abs(step.seconds / one.seconds - 1) for one, step in pairs] for pairs in found.values()]
     pairs = [pair for pairs in found.values() for pair in pairs]
     return {
@@ -157,7 +159,7 @@ def summary(found: dict[str, Predictions], left_out: Bounded) -> dict[str, Any]:
 
 
 def held_out(everything: dict[str, Predictions]) -> Bounded:
-    """Of each source the bounds of its runs that the other projects' runs alone give."""
+    """Return, by source, the bounds of its runs computed from the runs of other projects alone."""
     found: Bounded = {}
     tables: dict[str, plan_bounds.Table] = {}
     for source, pairs in everything.items():
@@ -181,7 +183,7 @@ def coverage(pairs: Predictions, bounds: list[Bounds]) -> dict[str, Any]:
 
 
 def by_kind(everything: dict[str, Predictions], left_out: Bounded) -> dict[str, Any]:
-    """Of dense models and mixtures, by architecture and precision: the mean error, and held-out bounds."""
+    """Return mean error and held-out bounds by kind of run: dense model or mixture, architecture and precision."""
     kinds: dict[str, tuple[Predictions, list[Bounds]]] = defaultdict(lambda: ([], []))
     for source, pairs in everything.items():
         for (one, step), bounds in zip(pairs, left_out[source], strict=True):
@@ -202,8 +204,8 @@ def by_kind(everything: dict[str, Predictions], left_out: Bounded) -> dict[str, 
 
 
 def sweeps(everything: dict[str, Predictions]) -> list[dict[str, Any]]:
-    """Of each model on one cluster at one batch, of which `LEAST_OF_A_SWEEP` layouts or more were measured: the fastest
-    of them, the one that is predicted fastest, and how much longer that one took."""
+    """Return, for each model, cluster and batch with at least `LEAST_OF_A_SWEEP` measured layouts, the fastest layout,
+    the one predicted to be fastest, and by which fraction that one took longer."""
     alike: dict[tuple[Any, ...], Predictions] = defaultdict(list)
     for pairs in everything.values():
         for one, step in pairs:
@@ -241,7 +243,7 @@ def _predicted(pair: tuple[Run, StepTime]) -> float:
 
 
 def memory(path: Path) -> dict[str, Any]:
-    """Of each source the mean error and the bias of what the allocator holds, by the planner: peak and slack."""
+    """Return, by source, mean error and bias of the predicted allocator peak (peak and slack)."""
     errors: dict[str, list[float]] = defaultdict(list)
     for one in runs(path, (MEMORY,)):
         if isinstance(one, tuple):

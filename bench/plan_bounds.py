@@ -25,8 +25,8 @@ WIDEN = 0.25
 LEAST_PROJECTS, LEAST_RUNS = 3, 15
 ASKED = ("experts", "architecture", "eight_bit")
 TOGETHER = (ASKED, ("experts", "eight_bit"), ("experts",), ())
-"""What runs of a kind have in common, the narrowest kinds first. Of the last two there is always one: mixtures stay
-together for as long as too few projects have published any."""
+"""Sets of properties that define kinds of runs, the narrowest kinds first. Each run belongs to one of the last two:
+mixtures form one kind as long as too few projects have published any."""
 ORGANISATIONS = {
     "NVIDIA": ("NVIDIA", "docs.nvidia.com", "MaxText", "PaxML", "Megatron", "Reducing Activation"),
     "Meta": ("pytorch", "Llama 3"),

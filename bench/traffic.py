@@ -115,7 +115,7 @@ def order(ranks: list[Connection], steps: int) -> list[tuple[dict[str, int], dic
 
 
 def crosses(layout: Layout, axis: str, rank: int, per_host: int) -> bool:
-    """Whether the ranks of an axis are one on each host: then all that is sent over it leaves the host."""
+    """Return True if each rank of an axis is on a host of its own, so that all its messages leave the host."""
     name = axis.partition("[")[0].partition("/")[0]
     group = next(group for group in layout.groups(name) if rank in group)
     return len(group) == 2 and group[0] // per_host != group[1] // per_host

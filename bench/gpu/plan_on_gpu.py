@@ -44,7 +44,7 @@ CASES = [
     ("bf16", True), ("ac:selective bf16", True),
 ]  # fmt: skip
 LIMITS = {False: 0.03, True: 0.05}
-"""Of a peak's relative error, by whether blocks are compiled."""
+"""Largest accepted relative error of the peak; keys: True for compiled blocks."""
 WARM, STEPS = 4, 12
 
 

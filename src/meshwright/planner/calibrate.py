@@ -21,7 +21,7 @@ from meshwright.toml import format_toml, format_toml_value, parse_toml
 from meshwright.untrusted import read_file, read_json
 
 RESULT, METRICS = "result.json", "metrics.jsonl"
-"""Of a run's directory."""
+"""Names of files in a run directory."""
 
 LEAST_PEAK = 2**28
 """Bytes: a run that needs less says nothing about the share of memory that is not explained."""

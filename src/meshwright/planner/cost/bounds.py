@@ -26,8 +26,8 @@ from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.problem import Problem
 
 LIMITS = {"devices": 1, "sequence": 1, "context": 1, "seconds": -1}
-"""Of a kind's runs the largest (1) or smallest (-1) of each: devices, tokens of a sequence, devices that share one,
-step seconds."""
+"""Properties of runs whose largest (1) or smallest (-1) value limits the known ground of a kind: devices, tokens of a
+sequence, devices that share one (cp), step seconds."""
 _UNITS = {"devices": "devices", "sequence": "tokens a sequence", "context": "devices a sequence", "seconds": "s a step"}
 
 

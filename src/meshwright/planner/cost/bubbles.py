@@ -16,7 +16,7 @@ SPLIT_SCHEDULES = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb"
 """Weight gradients wait until there is nothing else to do."""
 
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
-"""Of a rank's two stages the second is as far from the end as the first from the start."""
+"""Schedules in which rank r holds stages r and 2 p - 1 - r of the 2 p stages (p ranks)."""
 
 
 def places_of(schedule: str, ranks: int, chunks: int) -> list[list[int]]:

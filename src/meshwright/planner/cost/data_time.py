@@ -20,8 +20,8 @@ NARROW_OPTIMIZER_BYTES = {"adamw": 20.0, "adam": 20.0, "sgd": 12.0, "momentum": 
 """The same where everything is bf16."""
 
 SHARES = (("data", "shard", "replica"), ("expert_data", "expert_shard", "expert_replica"))
-"""Of dense parameters and of experts that lie apart: over whom gradients are summed, over whom ZeRO shards, and who
-holds the same shard."""
+"""Mesh axes of dense and of expert-parallel parameters: those over which gradients are summed, over which ZeRO shards,
+and whose ranks hold the same shard."""
 
 
 def level_in_time(zero: int, ranks: int, engine: Engine) -> int:

@@ -24,7 +24,7 @@ caches."""
 
 SCORE_BYTES = 4
 HEAD_SIZES = (32, 128)
-"""Of the attention that is measured; for others its time lies on the line through these."""
+"""Head sizes at which attention is measured; the time of other sizes is interpolated linearly."""
 
 RING_PIECES = (32, 128)
 """Tokens of the pieces of rings that are measured. What a score costs in a ring lies on a line over the inverse of

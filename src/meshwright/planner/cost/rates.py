@@ -27,7 +27,7 @@ Sizes = TypeVar("Sizes", float, Floats)
 
 BEFORE_HOPPER = ("Volta", "Ampere", "Ada", "Turing", "Pascal")
 _ATTENTION = {"Hopper": ("-hopper", ""), "Blackwell": ("-blackwell", "-hopper", "")}
-"""Of the rates of flash kernels, which are an architecture's: the first that there is."""
+"""Suffixes of the flash kernels' rates for an architecture, in order of preference; the first known rate counts."""
 
 
 @cache

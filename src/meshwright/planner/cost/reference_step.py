@@ -25,7 +25,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.refuse import refuse
 
 LEAST, MOST = 0.5, 20.0
-"""Of a factor: what is beyond is noise."""
+"""Smallest and largest factor that is believed; others are measurement noise."""
 
 
 class ReferenceModel(NamedTuple):

@@ -38,7 +38,7 @@ FIELDS = (
     *("inside_latency_seconds", "across_latency_seconds", "measured", "calibration"),
 )
 DEVICE_FIELDS = ("like", "name", "memory_bytes", "memory_gb_per_second", "peaks", "power_watts")
-"""Of a device that a cluster file describes itself; `like`: a catalogue's, whose figures hold where it gives none."""
+"""Keys of a device that a cluster file describes itself; `like`: catalogue device whose figures are the defaults."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from meshwright.errors import UserError
 from meshwright.threads import count_available_cores
 
 VERSION = 3
-"""Of the files' form, and of what is measured: files of other versions are measured again."""
+"""Version of the profile files' format and of the measurements; a machine with a file of another version is measured
+again."""
 
 LOCK_SECONDS = 120.0
 """How long a start waits for another that measures, which may have been stopped."""

@@ -54,7 +54,7 @@ class CompiledBlock:
         self.cuda = at.device == "cuda" and not at.ring
         """True if PyTorch's CUDA kernels compute attention: their backward reads what their forward returned."""
         self.repeated = at.repeats(window)
-        """Whether keys and values are repeated for every query head."""
+        """True if keys and values are repeated for every query head."""
         limited = self.cuda and at.dense_mask(window)
         self.made = ", ".join([*(REPEATED if self.repeated else ()), *(["attention.mask"] if limited else [])])
         """What is made for PyTorch's kernels alone."""

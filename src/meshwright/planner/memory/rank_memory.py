@@ -33,7 +33,8 @@ CONTRACT = ("parameters", "gradients", "optimizer", "activations", "workspace")
 """The parts of the peak in an answer; communication and logits are part of the workspace there."""
 
 SLACK = 0.05
-"""Of the peak, on CUDA: memory that the allocator reserves beyond it, by fragmentation (3 to 7% as others report)."""
+"""Memory that CUDA's allocator reserves beyond the peak because of fragmentation, as a fraction of the peak (published
+figures: 3 to 7%)."""
 
 
 def slack(cluster: Cluster) -> float:

@@ -24,7 +24,7 @@ MOST_ASKED = 8
 """Layouts of which the ledger is asked: by closed forms, which err by 8% in the middle, those that need the least."""
 
 MOST_DOUBLINGS = 6
-"""Of the devices, after the fewest that could do."""
+"""How often the search for a sufficient cluster doubles the number of devices, from the smallest plausible number."""
 
 
 @dataclass(frozen=True, slots=True)

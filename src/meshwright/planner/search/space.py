@@ -18,13 +18,13 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.refuse import refuse
 
 MOST_ROWS = 16
-"""Of a micro-batch: beyond that products are as fast as they get, and there are only fewer micro-batches."""
+"""Largest number of sequences in a micro-batch that the search tries: more do not make matrix products faster."""
 
 LEAST_TOKENS = 512
-"""Of a row, on a rank of cp: with fewer, messages take longer than attention."""
+"""Smallest number of tokens of a sequence on a cp rank: with fewer, messages take longer than attention."""
 
 CHUNKS = (2, 3, 4, 5, 6, 8)
-"""Of interleaved schedules: stages a rank."""
+"""Stages per rank that the search tries for interleaved schedules."""
 
 
 class Pipe(NamedTuple):

@@ -23,12 +23,12 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
 
 CONTEXT_BYTES = 2**30
-"""Of each GPU: CUDA context, loaded kernels, workspaces of cuBLAS and NCCL, rounding by the allocator. Estimated; the
-first two take 0.74 GiB on an H100 (`bench/results/gpu_serving.json`)."""
+"""Bytes of each GPU for CUDA context, loaded kernels, workspaces of cuBLAS and NCCL and rounding by the allocator.
+Estimated; the first two take 0.74 GiB on an H100 (`bench/results/gpu_serving.json`)."""
 SECTION = 256
 """Keys of a section of the context, whose attention is one partial result."""
 SCRATCH_BYTES = 64 * 2**20
-"""Of the partial results of one launch, if one tile needs no more; more tiles take several launches."""
+"""Bytes of the partial results of one kernel launch, unless one tile needs more; more tiles take several launches."""
 DECODE_ROWS, PREFILL_ROWS = 16, 64
 """Query rows of a tile of attention; batch-invariant answers have those of decoding throughout."""
 SPLIT_COLUMNS = 2 * 256 * 64

@@ -27,7 +27,7 @@ LEAST_WORDS = 16
 """Characters that words need beside a table; with fewer, they go below it."""
 
 LEAST_PART = 1e-6
-"""Of a step: parts that take less are nothing but rounding."""
+"""Smallest fraction of a step's time that is shown as a part: less is rounding error."""
 
 
 def headline(problem: Problem, model: str) -> str:
