@@ -139,7 +139,7 @@ def split_disk_runs(
             return
         for line in range(start // columns.width, -(-stop // columns.width)):
             low, high = max(start, line * columns.width), min(stop, (line + 1) * columns.width)
-            yield line * (columns.of - columns.width) + columns.start + low, values[low - start : high - start]
+            yield line * (columns.total - columns.width) + columns.start + low, values[low - start : high - start]
         return
     outputs, inputs = entry.model_shape
     leftmost = 0

@@ -177,7 +177,7 @@ def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
             if kind != "master" and entry.kept is not None:
                 continue  # frozen
             found = by_name.get(entry.name, [])
-            width = next((part.columns.of for part in found if part.columns), entry.numel)
+            width = next((part.columns.total for part in found if part.columns), entry.numel)
             column = 0  # column ranges are adjacent, and within each the element ranges are
             for columns in sorted({part.columns or Columns(0, width, width) for part in found}):
                 assert columns.start == column, f"{kind} of {entry.name}: columns {column} to {columns.start}"
@@ -247,8 +247,8 @@ def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int
     can be treated as a matrix with a single column."""
     if a == b:
         return (0, 1), (0, 1)
-    of = (a or b or Columns(0, 1, 1)).of
-    (first_a, end_a, _), (first_b, end_b, _) = a or (0, of, of), b or (0, of, of)
+    total = (a or b or Columns(0, 1, 1)).total
+    (first_a, end_a, _), (first_b, end_b, _) = a or (0, total, total), b or (0, total, total)
     return (first_a, end_a - first_a), (first_b, end_b - first_b)
 
 

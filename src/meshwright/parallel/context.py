@@ -207,7 +207,8 @@ def _compute_gradients(
 
 
 def _empty_results(q_BNCD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return uninitialised results of the operators, for tracing."""
+    """Return an uninitialised output [B, N, C, D] and log-sum-exp [B, N, C] for queries `q_BNCD`: fake implementation
+    of the ring attention operators, for torch.compile. `rest`: ignored."""
     return empty_bsnd(q_BNCD), q_BNCD.new_empty(q_BNCD.shape[:-1], dtype=at_least_float32(q_BNCD.dtype))
 
 
@@ -238,7 +239,7 @@ def _attend_by_flash(
     lengths: torch.Tensor | None, numbers: list[float], key: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ring attention by flash kernels (see `_compute_ring_attention`). `cu_seqlens`, `lengths`: fields
-    of the mask; `numbers`: its window, and the scale of the scores."""
+    of the `VarlenMask`; `numbers`: [its window in tokens, scale of the scores]."""
     mask = VarlenMask(cu_seqlens, lengths, int(numbers[0]))
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, partial(ring_spans.attend_by_flash, mask, numbers[1]))
 

@@ -154,7 +154,7 @@ def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
             part = bits[begin : begin + _CHUNK_ELEMENTS].to(torch.int64)
             places = torch.arange(len(part), device=part.device, dtype=torch.int64) + (item.start + begin)
             if (columns := item.columns) is not None:  # positions in the unsharded matrix
-                places = places // columns.width * columns.of + columns.start + places % columns.width
+                places = places // columns.width * columns.total + columns.start + places % columns.width
             total += ((part + 1) * ((places + name) * _ODD | 1)).sum()
     collectives.all_reduce(total, mesh.world, WEIGHTS_SITE)
     return f"{int(total) % (1 << 64):016x}"

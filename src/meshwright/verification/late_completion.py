@@ -94,12 +94,12 @@ class LateCompletion:
 
     def transfer(self, messages: Sequence[Message], axis: Axis) -> list[Posted]:
         """Post point-to-point messages, each of which completes late."""
-        copies = [torch.empty_like(m.tensor) if m.arrives else m.tensor.clone() for m in messages]
+        copies = [torch.empty_like(m.tensor) if m.is_receive else m.tensor.clone() for m in messages]
         copied = [replace(m, tensor=copy) for m, copy in zip(messages, copies, strict=True)]
         posted = self._originals["transfer"](copied, axis)
         found = []
         for m, copy, one in zip(messages, copies, posted, strict=True):
-            results, sent = ([(m.tensor, copy)], []) if m.arrives else ([], [m.tensor])
+            results, sent = ([(m.tensor, copy)], []) if m.is_receive else ([], [m.tensor])
             found.append(
                 self._post(partial(_identity, one), results, sent, name=f"{m.site} ({m.name} over {axis.name})")
             )

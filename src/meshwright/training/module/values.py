@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.comm.collectives import all_reduce, broadcast
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.flat_buffers import TensorSlice
-from meshwright.parallel.module.table import kept_values
+from meshwright.parallel.module.table import list_untrained_tensors
 
 START_SITE = "module.start"
 CHANGED_SITE = "module.buffers.changed"
@@ -87,7 +87,7 @@ class KeptValues:
 
     def nbytes(self) -> int:
         """Return the size of all buffers and frozen parameters in bytes."""
-        return sum(value.nbytes for value in kept_values(self._module, saved=False).values())
+        return sum(value.nbytes for value in list_untrained_tensors(self._module, saved=False).values())
 
     def slices(self, owned: bool) -> list[TensorSlice]:
         """Return all buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank
@@ -95,7 +95,7 @@ class KeptValues:
         if owned and self._mesh.rank:
             return []
         slices = []
-        for name, value in kept_values(self._module, saved=True).items():
+        for name, value in list_untrained_tensors(self._module, saved=True).items():
             assert value.is_contiguous(), name
             slices.append(TensorSlice("master", name, 0, value.numel(), value.detach().reshape(-1)))
         return slices
