@@ -27,7 +27,7 @@ from meshwright.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
-    block_count,
+    count_blocks,
     distribute_hashing,
     hash_blocks,
     hash_file,
@@ -243,7 +243,7 @@ class Save:
                     whole[name] = sha256
                 blocks.setdefault(name, {}).update({int(index): digest for index, digest in found.items()})
         records = {
-            name: FileRecord(size, whole[name], tuple(blocks[name][index] for index in range(block_count(size))))
+            name: FileRecord(size, whole[name], tuple(blocks[name][index] for index in range(count_blocks(size))))
             for name, size in sizes.items()
         }
         for name in (*self.target.small_files, catalogue.STATE, slices.INDEX):
@@ -258,20 +258,20 @@ class Save:
         self._writing = self.markers.marker_name(what)
         self.markers.mark(what, content)
 
-    def _wait_for(self, there: Callable[[], set[int]], all_of_them: Iterable[int], what: str) -> None:
-        """Wait for other ranks: poll `there()`, which returns a set of ranks, until the set contains all ranks in
-        `all_of_them`. Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled or failed
-        on another rank. what: verb phrase for the time-out message "rank 3 has not ...", such as "written its part"."""
+    def _wait_for(self, list_done: Callable[[], set[int]], ranks: Iterable[int], action: str) -> None:
+        """Wait for other ranks: poll `list_done()`, which returns the ranks that have done an action, until they
+        include all of `ranks`. Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled or
+        failed on another rank. action: participle for the message "rank 3 has not ...", such as "written its part"."""
         deadline = time.monotonic() + self.target.options.timeout_seconds
         pause = 0.002
-        while missing := set(all_of_them) - there():
+        while missing := set(ranks) - list_done():
             self._check_cancelled()
             if (failure := self._find_other_failure()) is not None:
                 raise SaveCancelled(failure)
             if time.monotonic() > deadline:
                 others = f" (nor have {len(missing) - 1} others)" if len(missing) > 1 else ""
                 raise SaveFailed(
-                    f"checkpoint of step {self.step} aborted: rank {min(missing)} has not {what} after "
+                    f"checkpoint of step {self.step} aborted: rank {min(missing)} has not {action} after "
                     f"{self.target.options.timeout_seconds:.0f} s{others}; {self._describe_newest()}"
                 )
             self.cancelled.wait(pause)
@@ -369,7 +369,7 @@ class Save:
 
     def _describe_newest(self) -> str:
         """Return a clause for error messages that names the newest intact checkpoint or says that there is none."""
-        newest = catalogue.newest(self.target.directory)
+        newest = catalogue.find_newest(self.target.directory)
         return f"the newest intact checkpoint is {newest.name}" if newest else "there is no intact checkpoint yet"
 
     def _format_unexplained(self, rank: int) -> str:

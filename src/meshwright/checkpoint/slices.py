@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.files import to_json_bytes
-from meshwright.checkpoint.manifest import Damaged
+from meshwright.checkpoint.manifest import DamagedCheckpoint
 from meshwright.checkpoint.model_files import ITEM_BYTES
 from meshwright.parallel.flat_buffers import Columns
 from meshwright.spec.parameters import ParameterTable
@@ -129,12 +129,12 @@ def serialize_index(slices: Iterable[Slice]) -> bytes:
 
 def read_index(path: Path) -> list[Slice]:
     """Load the index of the training state in the checkpoint directory `path`; return the locations of all slices.
-    Raises `Damaged`."""
+    Raises `DamagedCheckpoint`."""
     try:
         files = read_json(path / INDEX, "checkpoint_bytes")["files"]
         return [_parse_slice(file, *row) for file, rows in files.items() for row in rows]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{INDEX} cannot be read: {error}") from None
+        raise DamagedCheckpoint(f"{INDEX} cannot be read: {error}") from None
 
 
 def _parse_slice(
@@ -155,12 +155,12 @@ def _parse_slice(
 
 
 def check_bounds(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
-    """Raise `Damaged` if one of `slices` ends beyond the end of its file. sizes: bytes by file name."""
+    """Raise `DamagedCheckpoint` if one of `slices` ends beyond the end of its file. sizes: bytes by file name."""
     for part in slices:
         if part.file not in sizes:
-            raise Damaged(f"{part.file[:80]} is not in the manifest")
+            raise DamagedCheckpoint(f"{part.file[:80]} is not in the manifest")
         if part.offset + (part.stop - part.start) * ITEM_BYTES[part.code] > sizes[part.file]:
-            raise Damaged(f"{INDEX} has a slice beyond the {sizes[part.file]} bytes of {part.file}")
+            raise DamagedCheckpoint(f"{INDEX} has a slice beyond the {sizes[part.file]} bytes of {part.file}")
 
 
 def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
@@ -198,7 +198,7 @@ def plan_reads(
     """Plan the reads from files that fetch the wanted elements; return file name -> reads.
 
     slices: what the files hold. wanted: for each destination, the slice to fill: (kind, name, start, stop, columns),
-    with the meanings of `Slice`. Raises `Damaged` if an element is in no file.
+    with the meanings of `Slice`. Raises `DamagedCheckpoint` if an element is in no file.
     """
     by_entry: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):
@@ -225,7 +225,9 @@ def plan_reads(
                         found += common
                         reads.setdefault(part.file, []).append(read)
         if found != stop - start:
-            raise Damaged(f"it holds {found} of the {stop - start} elements of {kind} of {name} from {start} to {stop}")
+            raise DamagedCheckpoint(
+                f"it holds {found} of the {stop - start} elements of {kind} of {name} from {start} to {stop}"
+            )
     return reads
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import errors, limits
-from meshwright.checkpoint import newest
+from meshwright.checkpoint import find_newest
 from meshwright.errors import MeshwrightError, RankLost, Terminated, UserError
 from meshwright.flight_recorder.rank_report import Snapshot, read_process_state, write_hang_report
 from meshwright.flight_recorder.verdict import RankState, describe_position
@@ -365,7 +365,7 @@ class _Attempt:
         """Return text on the checkpoint from which the same command, run again, resumes."""
         if not self.spec.trains:
             return "nothing was written: the same command starts from the beginning"
-        checkpoint = newest(self.directory.checkpoints)
+        checkpoint = find_newest(self.directory.checkpoints)
         if checkpoint is None:
             return "there is no checkpoint yet: the same command starts from the beginning"
         return f"the same command resumes from {checkpoint.name}"

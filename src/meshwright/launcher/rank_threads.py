@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint import newest
+from meshwright.checkpoint import find_newest
 from meshwright.data.tokenizers.tokenizer import find_least_vocabulary
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -99,7 +99,7 @@ def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float |
 def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
     """Read `state.json` (training state) of the newest checkpoint in the recipe's run directory, and return its
     content; None if there is no checkpoint."""
-    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
     return None if checkpoint is None else checkpoint.state()
 
 

@@ -364,5 +364,5 @@ def _with_threads(recipe: Recipe, threads: int | None) -> Recipe:
 def _checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
     """Return {"checkpoint": path of the newest checkpoint, "best_checkpoint": path of the one with the lowest
     validation loss}; None for a missing one."""
-    newest, best = checkpointer.newest(), checkpointer.best()
+    newest, best = checkpointer.find_newest(), checkpointer.find_best()
     return {"checkpoint": str(newest.path) if newest else None, "best_checkpoint": str(best.path) if best else None}

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.checkpoint import newest
+from meshwright.checkpoint import find_newest
 from meshwright.errors import MeshwrightError, Terminated, UserError
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
@@ -114,7 +114,7 @@ def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> Non
     """Measure and store the machine speeds and process memory that a run's predictions need, except those that an
     earlier start stored; do nothing if the run has no steps left. threads: per rank. log: called with each line for the
     user."""
-    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None or checkpoint.step < recipe.train.steps:
         layout, device = recipe.parsed_layout, recipe.run.device
         measure_first_start(layout, device, threads, log, compiled=recipe.train.compile)

@@ -289,7 +289,7 @@ class Run:
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
             self._wait_for_save()  # an earlier save may still be in progress
-            newest = self.checkpointer.newest()
+            newest = self.checkpointer.find_newest()
             count = f"{self.trainer.skipped_in_a_row} steps in a row" if limit else "a step"
             raise CheckFailed(
                 f"{count}, the last of them step {self.trainer.steps_done}, had a loss or gradient that is not finite, "

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.checkpoint import Checkpointer, newest
+from meshwright.checkpoint import Checkpointer, find_newest
 from meshwright.checkpoint.checkpointer import CheckpointContents
 from meshwright.checkpoint.files import to_json_bytes
 from meshwright.comm.mesh import Mesh
@@ -80,7 +80,7 @@ class ModuleRun(Run):
 def check_module_resume(recipe: ModuleRecipe, samples: int) -> None:
     """Raise `UserError` if the recipe cannot resume the newest checkpoint in its run directory: a recipe key that must
     not change, or the number of samples, differs. samples: number of training samples now."""
-    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None:
         return
     state = checkpoint.state()
