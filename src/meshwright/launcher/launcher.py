@@ -126,7 +126,7 @@ class _Attempt:
                     self.ranks.append(self._start(number, self.spec.method or f"file://{meeting}/ranks"))
                 self.directory.write_ranks([rank.process.pid for rank in self.ranks])
                 self._watch()
-                return self._result()
+                return self._collect_result()
             finally:
                 self._end_all()
 
@@ -271,7 +271,7 @@ class _Attempt:
 
     # --- how it ended
 
-    def _result(self) -> dict[str, Any]:
+    def _collect_result(self) -> dict[str, Any]:
         """Return rank 0's result (JSON dict) if all ranks finished. Otherwise raise the error of the rank that failed
         first or made the others fail."""
         if all(rank.finished for rank in self.ranks):

@@ -12,7 +12,7 @@ from meshwright.checkpoint import find_checkpoint
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_inputs import Conversation
 from meshwright.errors import UserError
-from meshwright.launcher.device import one_device, refuse_device_of_layout
+from meshwright.launcher.device import choose_single_device, refuse_device_of_layout
 from meshwright.layout import Layout
 from meshwright.limits import limit_error, shorten_repr
 from meshwright.names import check_options
@@ -231,7 +231,7 @@ def load(
     prepare_process()  # before torch is loaded
     refuse_device_of_layout(device, layout)
     name = parse_dtype(None if dtype is None else str(dtype).removeprefix("torch."))
-    device = one_device(device)
+    device = choose_single_device(device)
     directory = find_checkpoint(path, log)
     config = config_from_path(directory)
     reading = serving_layout("" if layout is None else str(layout), config)

@@ -23,7 +23,7 @@ from meshwright.comm.handle import Handle
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.transport import Message
 from meshwright.errors import UserError
-from meshwright.kernels.build import supported_instruction_sets
+from meshwright.kernels.build import list_supported_instruction_sets
 from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE, PLAIN_TORCH
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.pipeline import Kind
@@ -198,7 +198,7 @@ def build_engine(plan: RankPlan, mesh: Mesh) -> Engine:
     """Load this rank's part of a model and return its engine: a `PipelineEngine` if pp > 1. plan: settings of the
     ranks. mesh: mesh of this rank. Raises UserError if the checkpoint is damaged or of an encoder, or if the kernels
     cannot be built or this processor lacks the plan's instruction set."""
-    chosen, supported = plan.instruction_set, supported_instruction_sets()
+    chosen, supported = plan.instruction_set, list_supported_instruction_sets()
     if chosen not in (None, PLAIN_TORCH, *supported):
         raise UserError(
             f"rank {mesh.rank} on {socket.gethostname()} runs {', '.join(supported) or 'none of the kernels'}, but the "

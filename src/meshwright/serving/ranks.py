@@ -53,7 +53,7 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
     where = rendezvous.read_place()
     store = rendezvous.connect_to_store(where, JOIN_SECONDS)
     device = _set_device(agree_on_device(device, where, store))
-    rendezvous.initialise(where, store, device, JOIN_SECONDS)
+    rendezvous.initialise_process_group(where, store, device, JOIN_SECONDS)
     shared = [plan]
     dist.broadcast_object_list(shared)
     assert shared[0] is not None

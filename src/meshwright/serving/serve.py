@@ -24,7 +24,7 @@ from meshwright.errors import Terminated, UserError
 from meshwright.kernels.choice import prepare_kernels
 from meshwright.launcher import rendezvous
 from meshwright.launcher.daemon_thread import run_in_daemon_thread
-from meshwright.launcher.device import devices_of_ranks
+from meshwright.launcher.device import choose_rank_devices
 from meshwright.launcher.host_memory import HostMemory
 from meshwright.launcher.signals import StopSignals
 from meshwright.layout import Layout
@@ -240,7 +240,7 @@ def _check_model(
     budget, sequences = options.get("token_budget") or Steps().tokens, options.get("max_sequences")
     steps = Steps(budget, min(Steps().sequences, budget) if sequences is None else sequences)
     memory, longest = options.get("memory"), options.get("max_length")
-    gpus = devices_of_ranks(options.get("device", "auto"), reading.world_size // hosts)
+    gpus = choose_rank_devices(options.get("device", "auto"), reading.world_size // hosts)
     if gpus and memory is None:
         memory = str(DEFAULT_FRACTION)
     machines = (gpus or [HostMemory.read()]) * hosts  # those of one job have the same memory
@@ -280,7 +280,7 @@ def _make_replicas(model: _Settings, directory: str, options: ServeOptions, log:
     given: dict[str, Any] = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
     limits = QueueLimits(**{name: value for name, value in given.items() if value is not None})
     starter, host = (
-        (LocalStarter(), "") if place is None else (JoinedStarter(), rendezvous.host_and_port(place.method)[0])
+        (LocalStarter(), "") if place is None else (JoinedStarter(), rendezvous.parse_host_and_port(place.method)[0])
     )
     return Replicas(plan, starter, limits=limits, host=host, log=log)
 

@@ -14,7 +14,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import sent_between
 from meshwright.data import PreparedData, prepare
 from meshwright.errors import CheckFailed, Terminated, UserError
-from meshwright.launcher.rank_threads import thread_change_note
+from meshwright.launcher.rank_threads import format_thread_change
 from meshwright.launcher.stopping import StopRequest
 from meshwright.layout import Layout
 from meshwright.monitoring.comparison import Prediction
@@ -263,7 +263,7 @@ class Run:
         which are printed before the first step."""
         self.trainer.restore(state)
         self.saved_state = state
-        lines = (self._schedule_change_note(state), thread_change_note(state.get("threads"), self.trainer.threads))
+        lines = (self._schedule_change_note(state), format_thread_change(state.get("threads"), self.trainer.threads))
         self._resume_notes = [line for line in lines if line is not None]
         return checkpoint.name
 
