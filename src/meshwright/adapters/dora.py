@@ -22,7 +22,7 @@ class WeightDecomposed(LowRank):
     and `magnitude`, the m of all adapted output features.
 
     rows, inputs, rank, scale, options: as in `LowRank`. tensor: communication of tensor parallelism for a row-parallel
-    layer, whose ranks each hold some columns of W'; None: the rows are whole."""
+    layer, whose ranks each hold some columns of W'; None: this rank holds all columns."""
 
     def __init__(
         self,

@@ -48,8 +48,7 @@ def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: 
 
 
 class OutputHead(NamedTuple):
-    """Weight and bias of the output head and how to compute with them; with tensor parallelism, this rank's slice of
-    the vocabulary.
+    """Weight, bias and loss settings of the output head; with tensor parallelism, of this rank's vocabulary slice.
 
     `weight_VH`, `bias_V`: weight and bias of the V token IDs that start at `first_token`. `tensor`: communication over
     tp. `widest`: largest V of any tp rank (default: this rank's V). `compile_backend`: torch.compile backend that fuses

@@ -48,8 +48,8 @@ class Tile(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How attention scores are computed from products of queries and keys: c tanh(scale q kᵀ / c) for a softcap c > 0
-    (Gemma 2: arXiv:2408.00118, section 2), scale q kᵀ for a softcap of 0."""
+    """Scale and softcap of attention scores: scores are c tanh(scale q kᵀ / c) for a softcap c > 0 (Gemma 2:
+    arXiv:2408.00118, section 2), scale q kᵀ for a softcap of 0."""
 
     scale: float
     softcap: float = 0.0
@@ -126,8 +126,8 @@ def _compute_gradients(
 def _compute_probabilities(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, how: Scores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the softmax of a tile's scores, in the dtype of `q_PXD`, and the derivative of their softcap; arguments as
-    those of `compute_scores`. The scores are freed."""
+    """Return the softmax of a tile's attention scores, [P, X, L], in the dtype of `q_PXD`, and the derivative of their
+    softcap at each score (None without softcap). Arguments are those of `compute_scores`."""
     scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, how)
     p_PXL = torch.softmax(scores_PXL, dim=-1)
     del scores_PXL  # before a copy in another dtype

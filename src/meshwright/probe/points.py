@@ -153,7 +153,7 @@ class ReferenceKernel:
         self._processor = device.type == "cpu"
 
     def seconds(self) -> float:
-        """Time the product now; return the median of three calls in seconds. On other devices than CPUs, return 1.0."""
+        """Time the product now; return the median of three calls in seconds (1.0 on other devices than CPUs)."""
         if not self._processor:
             return 1.0
         with torch.no_grad():
@@ -248,7 +248,7 @@ def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> fl
 
 
 class _SeededBackward(torch.autograd.Function):
-    """Scalar whose gradient with respect to a tensor is a given one."""
+    """Autograd function that returns a scalar whose backward gives its first input a chosen gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -264,8 +264,8 @@ class _SeededBackward(torch.autograd.Function):
 
 
 def start_backward(out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a scalar whose `backward()` gives `out` the gradient `gradient`, as `out.backward(gradient)` would. That
-    makes torch import sympy, which takes half a second."""
+    """Return a scalar whose `backward()` gives `out` the gradient `gradient`: a replacement for
+    `out.backward(gradient)`, which makes torch import sympy (half a second)."""
     found: torch.Tensor = _SeededBackward.apply(out, gradient)
     return found
 

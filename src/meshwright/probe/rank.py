@@ -276,6 +276,7 @@ def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, 
     operations = 200  # enough that the fixed cost of a backward pass is negligible
 
     def differentiated() -> None:
+        """Run a chain of `operations` multiplications and its backward pass."""
         y = leaf
         for _ in range(operations):
             y = y * x
