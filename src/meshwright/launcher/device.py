@@ -97,7 +97,7 @@ def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> No
 
 
 def choose_device(wanted: str, local_rank: int) -> str:
-    """Return the device of a rank, "cpu" or "cuda:N" with N its local rank. wanted: "auto", "cpu" or "cuda".
+    """Return the device of a rank, "cpu" or "cuda:N" with N = `local_rank`. wanted: "auto", "cpu" or "cuda".
     `UserError` if there is no such device."""
     if wanted == "cpu":
         return "cpu"

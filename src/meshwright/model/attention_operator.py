@@ -29,21 +29,23 @@ def attention_operator(
     of_gradients.register_fake(lambda d_out, saved, *_: tuple(empty_bsnd(each) for each in saved[:3]))
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save tensors and mask for backward (`setup_context` of torch.library.register_autograd)."""
+        """Save queries, keys, values and mask (`inputs`), and `output` if `forward` returns a tuple, for backward:
+        `setup_context` of torch.library.register_autograd."""
         ctx.mask = inputs[3:]
         ctx.save_for_backward(*inputs[:3], *(output if isinstance(output, tuple) else ()))
         ctx.set_materialize_grads(False)
 
     def formula(ctx: Any, d_out_BNSD: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of all inputs (`backward` of torch.library.register_autograd)."""
+        """Return the gradients of queries, keys and values, and None for the mask, given the output gradient:
+        `backward` of torch.library.register_autograd."""
         return *of_gradients(d_out_BNSD, list(ctx.saved_tensors), *ctx.mask), *(None for _ in ctx.mask)
 
     registered.register_autograd(formula, setup_context=save)
 
 
 def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
-    """View `x_BNSD` as [B, K, G, S, D]: query heads grouped by the key-value head that they read. `k_BKSD`: tensor from
-    whose shape K is taken."""
+    """View `x_BNSD` [B, N, S, D], a tensor of N query heads, as [B, K, G, S, D]: query heads grouped by the key-value
+    head that they read, G for each of K. `k_BKSD`: tensor from whose shape K is taken."""
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 

@@ -22,9 +22,10 @@ class AttentionCache(Protocol):
     def attend(
         self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor | None
     ) -> torch.Tensor:
-        """Store the keys and values of S new tokens of each sequence in the cache of layer number `layer`. Return the
-        causal attention [B, N, S, D] of the new queries (N heads of size D) to the cached and the new tokens, within
-        the layer's sliding window. `v_BKSD` None: the keys are the values too, stored once (latent attention)."""
+        """Store the keys and values (K heads) of S new tokens of each of B sequences in the cache of layer number
+        `layer`. Return the causal attention [B, N, S, D] of the new queries (N heads of size D) to the cached and the
+        new tokens, within the layer's sliding window. `v_BKSD` None: the keys are the values too, stored once (latent
+        attention)."""
 
     def advance(self, tokens: int) -> None:
         """Add `tokens`, the number of new tokens of each sequence, to `length`, the number of cached tokens. Called

@@ -54,9 +54,10 @@ def visibility(
 def attend(
     q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: Visible, scores: Scores | None = None
 ) -> torch.Tensor:
-    """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D]. The S queries belong to the last S of the C
-    tokens whose keys and values are given. `visible`: mask from `visibility` or a KV cache; None: causal if S = C, all
-    keys visible if S < C. `scores`: scale of the scores instead of 1 / √D, and their softcap; None: neither."""
+    """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D], for N query heads of size D and K key-value
+    heads. The S queries of a sequence belong to the last S of the C tokens whose keys and values are given. `visible`:
+    mask from `visibility` or a KV cache; None: causal if S = C, all keys visible if S < C. `scores`: scale of the
+    scores instead of 1 / √D, and their softcap; None: neither."""
     scores = scores or Scores(q_BNSD.shape[-1] ** -0.5)
     if isinstance(visible, VarlenMask):
         return varlen_attention(q_BNSD, k_BKCD, v_BKCD, visible, scores.scale)

@@ -127,7 +127,8 @@ def _compute_probabilities(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, how: Scores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the softmax of a tile's attention scores, [P, X, L], in the dtype of `q_PXD`, and the derivative of their
-    softcap at each score (None without softcap). Arguments are those of `compute_scores`."""
+    softcap at each score (None without softcap). P: sequences x KV heads; X: queries x query heads per KV head; L: keys
+    of `tile`. `wide_k_PSD`, `shape`, `how`: as in `compute_scores`."""
     scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, how)
     p_PXL = torch.softmax(scores_PXL, dim=-1)
     del scores_PXL  # before a copy in another dtype

@@ -91,8 +91,9 @@ def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size
 def varlen_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: VarlenMask, scale: float | None = None
 ) -> torch.Tensor:
-    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], stored in memory as [B, S, N, D], of tokens that
-    see only their document and window; query head n reads key-value head n // (N / K). `scale`: None: 1 / √D."""
+    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], stored in memory as [B, S, N, D]; each token
+    attends only within its document and the sliding window (`mask`). Query head n of N reads key-value head n // (N /
+    K). `scale`: None: 1 / √D."""
     return torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, *mask, scale)[0]  # type: ignore[no-any-return]
 
 
@@ -146,8 +147,9 @@ def _compute_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, cu_seqlens: torch.Tensor | None,
     lengths: torch.Tensor | None, window: int, scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute variable-length attention without autograd; return the output [B, N, S, D] and each query's log-sum-exp,
-    float32 [B, N, S]. The last four arguments are the fields of `VarlenMask` and the scale of the scores."""
+    """Compute causal attention within documents by flash kernels, without autograd; return the output [B, N, S, D] and
+    each query's log-sum-exp, float32 [B, N, S]. `cu_seqlens`, `lengths`, `window`: fields of the `VarlenMask`; `scale`:
+    of the scores (None: 1 / √D)."""
     return flash_forward(q_BNSD, k_BKSD, v_BKSD, _causal_call(q_BNSD, cu_seqlens, lengths, window, scale))
 
 
@@ -156,7 +158,8 @@ def _compute_gradients(
     lengths: torch.Tensor | None, window: int, scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values, in their shapes. `d_out_BNSD`: gradient of the output;
-    `saved`: queries, keys, values, output and log-sum-exps. The last four arguments are those of the forward."""
+    `saved`: queries, keys, values, output and log-sum-exps; `cu_seqlens`, `lengths`, `window`, `scale`: those of the
+    forward."""
     return flash_backward(d_out_BNSD, saved, _causal_call(d_out_BNSD, cu_seqlens, lengths, window, scale))
 
 

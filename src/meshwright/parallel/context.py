@@ -219,8 +219,9 @@ def _attend_by_tiles(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str,
     scale: float, softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by tiles (see `_compute_ring_attention`, `ring_spans.attend_by_tiles`). `scale`,
-    `softcap`: fields of `Scores`."""
+    """Compute ring attention by tiles: forward of the operator `ring_attention`. Return the output [B, N, C, D] and
+    each query's log-sum-exp [B, N, C] for this rank's C tokens of B sequences. `first_BC`: index in the sequence of the
+    first key that each query attends to (None: 0); `key`: `Axis.key` of cp; `scale`, `softcap`: of the scores."""
     attend_span = partial(ring_spans.attend_by_tiles, first_BC, Scores(scale, softcap))
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span)
 
@@ -229,7 +230,9 @@ def _differentiate_by_tiles(
     d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], first_BC: torch.Tensor | None, key: str, scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values by tiles (see `_compute_gradients`)."""
+    """Return the gradients of queries, keys and values by tiles: backward of the operator `ring_attention`.
+    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `first_BC`, `key`, `scale`,
+    `softcap`: arguments of the forward."""
     add_span = partial(ring_spans.add_by_tiles, first_BC, Scores(scale, softcap))
     return _compute_gradients(d_out_BNCD, saved, key, add_span)
 
@@ -238,8 +241,9 @@ def _attend_by_flash(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, cu_seqlens: torch.Tensor | None,
     lengths: torch.Tensor | None, numbers: list[float], key: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by flash kernels (see `_compute_ring_attention`). `cu_seqlens`, `lengths`: fields
-    of the `VarlenMask`; `numbers`: [its window in tokens, scale of the scores]."""
+    """Compute ring attention by flash kernels: forward of the operator `flash_ring_attention`. Return the output [B, N,
+    C, D] and each query's log-sum-exp [B, N, C] for this rank's C tokens of B sequences. `cu_seqlens`, `lengths`:
+    fields of the `VarlenMask`; `numbers`: [its window in tokens, scale of the scores]; `key`: `Axis.key` of cp."""
     mask = VarlenMask(cu_seqlens, lengths, int(numbers[0]))
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, partial(ring_spans.attend_by_flash, mask, numbers[1]))
 
@@ -248,8 +252,9 @@ def _differentiate_by_flash(
     d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], cu_seqlens: torch.Tensor | None,
     lengths: torch.Tensor | None, numbers: list[float], key: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values by flash kernels (see `_compute_gradients`). `cu_seqlens`,
-    `lengths`, `numbers`: as in the forward."""
+    """Return the gradients of queries, keys and values by flash kernels: backward of the operator
+    `flash_ring_attention`. `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps;
+    `cu_seqlens`, `lengths`, `numbers`, `key`: arguments of the forward."""
     mask = VarlenMask(cu_seqlens, lengths, int(numbers[0]))
     return _compute_gradients(d_out_BNCD, saved, key, partial(ring_spans.add_by_flash, mask, numbers[1]))
 

@@ -90,7 +90,8 @@ def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Functio
     and recompute those of all others in backward."""
 
     def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-        """Selective-checkpoint policy: save the results of `operators`, recompute all else."""
+        """Policy of PyTorch's selective activation checkpointing: return "must save" if `operator` is one of those to
+        save, else "prefer recompute"."""
         return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
 
     return _checkpoint_always(function, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
@@ -136,6 +137,6 @@ def compute_once(compute: Callable[[], T]) -> T:
 
 
 def _drop_in_place_warning(record: logging.LogRecord) -> bool:
-    """Return False for torch's warning about in-place operations in checkpointed regions, so that it is not logged (a
-    logging filter): transformer blocks have no such operations."""
+    """Logging filter: return False, so that `record` is not logged, for torch's warning about in-place operations in
+    checkpointed regions; transformer blocks have none."""
     return "Detected that context_fn is passed" not in record.getMessage()

@@ -83,7 +83,7 @@ class ForwardBackward:
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
-            """Store the log-probabilities of a micro-batch and return a zero loss (an `Objective`)."""
+            """Store the log-probabilities of a micro-batch (by index) and return a loss of zero."""
             found[micro_batch] = log_probabilities_BD
             return log_probabilities_BD.new_zeros(())
 

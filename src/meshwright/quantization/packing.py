@@ -25,7 +25,7 @@ _NF4 = (
 @functools.cache
 def _nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return NF4's 16 quantization levels (arXiv:2305.14314, appendix E), [16], and the midpoints between them, by
-    which values are rounded, [15]; float32."""
+    which values are rounded, [15]; float32, on `device`."""
     values = torch.tensor(_NF4, dtype=torch.float32, device=device)
     return values, (values[:-1] + values[1:]) / 2
 
