@@ -47,7 +47,8 @@ class KernelsUnavailable(Exception):
 
 @contextmanager
 def _reporting_errors() -> Iterator[None]:
-    """Convert the errors of a failing compiler and of an unusable cache directory to KernelsUnavailable."""
+    """Context manager that converts errors of a failing compiler and of an unusable cache directory to
+    KernelsUnavailable."""
     try:
         yield
     except subprocess.CalledProcessError as error:

@@ -170,7 +170,7 @@ class _Attempt:
                     break
                 if deadline is None and any(map(self._ended_abnormally, self.ranks)):
                     deadline = time.monotonic() + SETTLE_SECONDS
-                    if any(rank.lost_another for rank in self.ranks):
+                    if any(rank.blames_another_rank for rank in self.ranks):
                         self._take_snapshot()  # before the ranks that it waited for continue
                 if deadline is not None and time.monotonic() >= deadline:
                     break
@@ -286,7 +286,7 @@ class _Attempt:
             self._raise_stopped(died, reported)
         # A killed process is a cause; an aborted one may be the backend's reaction to another rank.
         killed = [rank for rank in died if rank.signal not in (None, signal.SIGABRT)]
-        own_errors = [rank for rank in reported if not rank.lost_another]
+        own_errors = [rank for rank in reported if not rank.blames_another_rank]
         if own_errors and not killed:
             self._raise_reported(own_errors[0])
         line = self._describe_loss(killed or died, reported)
@@ -324,7 +324,7 @@ class _Attempt:
         """If the launcher received SIGTERM or SIGINT, raise `Terminated` or `KeyboardInterrupt`, unless a rank reported
         another error. died: ranks that ended without a report; reported: ranks that reported an error."""
         for rank in reported:
-            if not died and rank.error != "Terminated" and not rank.lost_another:
+            if not died and rank.error != "Terminated" and not rank.blames_another_rank:
                 self._raise_reported(rank)
         saved = [rank.report["message"] for rank in reported if rank.report and rank.error == "Terminated"]
         early = " before a checkpoint was due" if self.spec.trains else ""

@@ -23,8 +23,9 @@ attention), or one entry for each pair of tokens."""
 
 
 def choose_mask_form(device: torch.device, dtype: torch.dtype, head_size: int, capped: bool) -> MaskForm:
-    """Return the form of mask that the attention kernel for queries of `dtype` and `head_size` on `device` takes.
-    `capped`: True if the scores have a softcap, which tiled attention alone computes."""
+    """Return the form of mask that the attention kernel for queries of `dtype` and `head_size` on `device` takes:
+    "boolean", "varlen" (`VarlenMask`) or "first" (index of the first visible key). `capped`: True if the scores have a
+    softcap, which tiled attention alone computes."""
     if capped or device.type == "cpu":
         return "first"
     return "varlen" if supports_flash_attention(device, dtype, head_size) else "boolean"

@@ -141,8 +141,8 @@ def add_by_tiles(
 
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
-    """Reshape a per-query tensor [sequences, heads, G, X] to [sequences x heads, G x X, 1], the order of
-    `flatten_heads`. G: query heads per key-value head; X: queries."""
+    """Reshape a tensor with one number per query, [sequences, KV heads, G, X], to [sequences x KV heads, G x X, 1], to
+    broadcast it against a tile's scores. G: query heads per KV head; X: queries."""
     return flatten_heads(x[..., None])
 
 

@@ -146,9 +146,9 @@ def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) 
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Divide `loss`, the loss of this rank's micro-batches, by the number of ranks that compute the same value, so that
-    the sum over all ranks is the loss of the step. These are the tp ranks and, for a preference loss (`of_pairs`), the
-    cp ranks."""
+    """Divide `loss`, the loss of this rank's micro-batches, by the number of ranks of `mesh` that compute the same
+    value, so that the sum over all ranks is the loss of the step. These are the tp ranks and, for a preference loss
+    (`of_pairs`), the cp ranks too."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 
