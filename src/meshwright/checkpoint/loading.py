@@ -23,7 +23,7 @@ from meshwright.checkpoint.manifest import BLOCK_BYTES, DamagedCheckpoint, FileR
 from meshwright.checkpoint.model_files import DTYPE_CODES
 from meshwright.checkpoint.slices import (
     MatrixRange,
-    Read,
+    PlannedRead,
     check_bounds,
     intersect_ranges,
     list_kinds,
@@ -49,7 +49,7 @@ class _BlockTask:
 
     file: str
     block: int
-    copies: Sequence[tuple[Read, int, int, int]]
+    copies: Sequence[tuple[PlannedRead, int, int, int]]
 
 
 def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int) -> None:

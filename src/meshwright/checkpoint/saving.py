@@ -35,7 +35,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.model_files import DTYPE_CODES, make_safetensors_header, write_slice
 from meshwright.checkpoint.save_markers import SaveMarkers
 from meshwright.checkpoint.settings import SaveTarget
-from meshwright.checkpoint.slices import Slice, slice_file_name, slice_tensor_name
+from meshwright.checkpoint.slices import StoredSlice, slice_file_name, slice_tensor_name
 from meshwright.checkpoint.snapshot import Snapshot
 from meshwright.collectives.quantities import format_bytes
 from meshwright.errors import error_reason
@@ -125,7 +125,7 @@ class Save:
         self._mark("written", [dataclasses.astuple(part) for part in own])
         self._wait_for(lambda: self.markers.ranks_with("written"), set(range(self.target.ranks)), "written its part")
 
-    def _write_slices(self) -> list[Slice]:
+    def _write_slices(self) -> list[StoredSlice]:
         """Write this rank's file of master weights and optimizer state; return the position of each slice in the
         file."""
         file = slice_file_name(self.target.rank, self.target.ranks)
@@ -143,7 +143,7 @@ class Save:
                 position += len(data)
             os.fsync(descriptor)
         return [
-            Slice(item.kind, item.name, item.start, item.stop, code, file, offsets[name], item.columns)
+            StoredSlice(item.kind, item.name, item.start, item.stop, code, file, offsets[name], item.columns)
             for item, code, name in zip(slices, codes, names, strict=True)
         ]
 
@@ -207,7 +207,7 @@ class Save:
             self._wait_for_outcome()
             return
         everything = [
-            Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
+            StoredSlice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
             for rank in range(target.ranks)
             for kind, name, start, stop, code, file, offset, columns in self.markers.read("written", rank)
         ]

@@ -69,7 +69,7 @@ AddSpan = Callable[[Gradients, SavedQueries, torch.Tensor, Span], None]
 """Computation of the gradients of a span over a KV block, added in place."""
 
 
-def merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
+def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
     """Merge two attention results of the same queries over different keys, in place into the first: `out`, `log_sum`
     (output and log-sum-exp). `more`, `log_sum_more`: the second result. The merged output is the mean of both outputs,
     weighted by the exponentials of their log-sum-exps."""
