@@ -43,7 +43,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class CostInputs:
-    """CostInputs of a closed form (formula of an algorithm's time): ranks, vector size, links and options.
+    """Inputs of a closed form (formula of an algorithm's time): ranks, vector size, links and options.
 
     size: bytes of the vector. link, inner: links between and inside nodes (or leaf switches), equal in a uniform
     network. segments, groups (ranks per node), dims (sides of the grid): the algorithm's options. cables: True if
@@ -292,8 +292,7 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form (function from `CostInputs` to seconds) of a mesh algorithm that runs one axis after
-    another.
+    """Return the closed form (function from `CostInputs` to seconds) of a mesh algorithm, one axis after another.
 
     phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have no
     `dims`. turns: True if part i of the vector begins with axis i; False if all of it begins with axis 0.
