@@ -19,7 +19,7 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.files import replace_file
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.comm.watched_calls import settle_calls, watch_calls
+from meshwright.comm.timed_calls import settle_calls, time_calls
 from meshwright.errors import error_reason
 from meshwright.monitoring.clock import StepClock
 from meshwright.monitoring.profile_trace import (
@@ -142,8 +142,8 @@ class _ProfileRecording:
         self._annotations = ExitStack()  # annotation of the current phase of the step
         self._marked = self._begun = 0
         self._zero, self._offset = _compare_clocks(mesh)
-        self._watch = watch_calls(mesh.communicator)
-        self.calls = self._watch.__enter__()
+        self._timer = time_calls(mesh.communicator)
+        self.calls = self._timer.__enter__()
         trainer.clock.listener = self._on_clock_mark
         trainer.passes.watched = lambda compute: _NamedCompute(compute, self._compute_step)
         if operators:
@@ -175,7 +175,7 @@ class _ProfileRecording:
             torch.cuda.synchronize(self._mesh.device)
         if self.operators is not None:
             self.operators.stop()
-        self._watch.__exit__(None, None, None)
+        self._timer.__exit__(None, None, None)
 
     def rank_steps(self) -> RankSteps:
         """Return the intervals and collective calls recorded on this rank."""
