@@ -102,9 +102,9 @@ class Objective(Protocol):
         log-probabilities). policy: the model being trained; start: run directory, resumed state and log. Collective."""
 
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
-        """Compute what the loss needs of all samples of a step, or of a validation, before their forward passes.
-        policy: the model being trained; split: "train" or "validation"; passes: this rank's micro-batches of each
-        forward pass, as arrays of sequence indices. Collective."""
+        """Compute, before the forward passes of a step or a validation, those inputs of the loss that depend on all its
+        samples, such as KTO's KL estimate. policy: the model being trained; split: "train" or "validation"; passes:
+        this rank's micro-batches of each forward pass, as arrays of sequence indices. Collective."""
 
     def state(self) -> dict[str, Any]:
         """Return the objective's entries of a checkpoint's `state.json`: checksums that identify its inputs."""

@@ -73,8 +73,8 @@ class Responses:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Reference log-probabilities of all splits. splits: by name, "train" and "validation". made_of: what they were
-    computed from: checksums of data and weights, and the precision."""
+    """Reference log-probabilities of all data splits. splits: by name, "train" and "validation". made_of: identity of
+    their inputs: checksums of data and weights, and the precision."""
 
     splits: Mapping[str, Responses]
     made_of: Mapping[str, str]

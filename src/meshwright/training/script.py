@@ -90,7 +90,7 @@ def run_script(
     its last `fit` on rank 0; an empty dict if it made no such call.
 
     arguments: of the script. directory: run directory, locked while the script runs. restarts: maximum number of
-    restarts after a rank was lost. aside: True to write the script's standard output to standard error. Raises the
+    restarts after a rank was lost. aside: True to redirect the script's standard output to standard error. Raises the
     ranks' exceptions (`UserError`, `ScriptFailed` ...), `RankLost` when a rank died, `Terminated` after SIGTERM."""
     description = {"script": str(path.resolve()), "arguments": arguments}
     command = (sys.executable, "-P", "-m", "meshwright.training.script")

@@ -187,8 +187,8 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
 
 
 def _check_emulated(recipe: Recipe, has_programs: bool) -> None:
-    """Raise `UserError` if the recipe uses what emulated ranks, threads of one process, lack. has_programs: True if
-    collective programs replace the backend's calls."""
+    """Raise `UserError` if the recipe uses a feature that emulated ranks (threads of one process) do not support.
+    has_programs: True if collective programs replace the backend's calls."""
     if has_programs:
         raise UserError("[collectives] is not emulated: a rank runs collective programs on a thread of their own")
     if recipe.train.profile:

@@ -158,8 +158,8 @@ def _add_term(counter: FaultCounter, original: FaultyFunction, *arguments: Any) 
 
 
 def _never_skip_step(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Buggy stand-in for `Trainer._agree` (`original`): marks the outcome of a non-finite step as finite, so that the
-    step is not skipped. `counter` counts the changed outcomes."""
+    """Buggy stand-in for `Trainer._read_outcome` (`original`): marks the outcome of a non-finite step as finite, so
+    that the step is not skipped. `counter` counts the changed outcomes."""
     verdict = original(*arguments)
     verdict.finite = verdict.finite or counter.record_if(True)
     return verdict
@@ -347,7 +347,7 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     "weight decay applied to norms and biases": LocalFaultSpec(FsdpUnit, "__init__", _make_decay_fault(1 << 40)),
     "learning rate off by one step": LocalFaultSpec(trainer, "learning_rate", _use_next_learning_rate),
     "loss normalized by one target too many": LocalFaultSpec(LanguageModelTask, "count_terms", _add_term),
-    "non-finite step not skipped": LocalFaultSpec(Trainer, "_agree", _never_skip_step),
+    "non-finite step not skipped": LocalFaultSpec(Trainer, "_read_outcome", _never_skip_step),
     "AdamW without bias correction": LocalFaultSpec(optimizer, "adamw", _omit_bias_correction),
     "AdamW with betas swapped": LocalFaultSpec(
         optimizer, "adamw", _make_option_fault(lambda right: {"beta1": right["beta2"], "beta2": right["beta1"]})

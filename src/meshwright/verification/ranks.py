@@ -151,10 +151,10 @@ class _RecordingTrainer(Trainer):
 
     gradients: list[TensorSlice]
 
-    def _agree(self, values: torch.Tensor) -> StepOutcome:
-        """Return the step's outcome as `Trainer._agree` does, and store a copy of the gradients, divided by the loss
-        scale, in `self.gradients`. values: all-reduced results of the step."""
-        verdict = super()._agree(values)
+    def _read_outcome(self, values: torch.Tensor) -> StepOutcome:
+        """Return the step's outcome as `Trainer._read_outcome` does, and store a copy of the gradients, divided by the
+        loss scale, in `self.gradients`. values: all-reduced results of the step."""
+        verdict = super()._read_outcome(values)
         unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
         self.gradients = self.parallel.slices_like("gradient", unscaled, owned=False)
         return verdict

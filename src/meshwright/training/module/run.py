@@ -121,7 +121,8 @@ def _make_config_json(module: nn.Module) -> bytes:
 
 
 def check_spec(spec: ModuleSpec, recipe: ModuleRecipe) -> None:
-    """Raise `UserError` for arguments of `fit` that are wrong or do not fit the recipe, before the module is built."""
+    """Validate the arguments of `fit` by themselves and against the recipe, before the module is built. `UserError` for
+    the first that is wrong."""
     check_samples(spec.data, "data")
     if spec.validation is not None:
         check_samples(spec.validation, "validation")

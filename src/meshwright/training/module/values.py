@@ -29,12 +29,13 @@ def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
                 value.copy_(whole)
 
 
-class KeptValues:
+class UntrainedTensors:
     """Buffers and frozen parameters of a user's module on this rank, which the optimizer does not update. Buffers that
-    steps change (running statistics) are synchronized over the ranks."""
+    training steps change (batch-norm statistics) are synchronized over ranks after each step. Lives as long as the
+    run."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        """Start with no buffer known to change."""
+        """Register the module's buffers and frozen parameters; no buffer is known to change yet."""
         self._module, self._mesh = module, mesh
         self._before: dict[str, torch.Tensor] = {}
         self.changing: set[str] = set()
@@ -106,8 +107,7 @@ class KeptValues:
 
     def _synchronize(self, values: list[torch.Tensor], real: bool) -> None:
         """Make the buffers `values` equal on all data-parallel ranks, in place. real: True for floating-point buffers,
-        which are replaced by their mean over ranks; False for integer buffers, which get rank 0's values.
-        Collective."""
+        which are averaged over ranks; False for integer buffers, which rank 0 broadcasts. Collective."""
         data = self._mesh.data
         if not values or data.size == 1:
             return
