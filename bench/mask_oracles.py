@@ -255,7 +255,7 @@ def compare(name: str, source: str, kinds: Sequence[str], results: dict[str, Any
     """
     with tempfile.TemporaryDirectory() as folder:
         ends = write_tokenizer(Path(folder), source)
-        encoder, peers = ExampleEncoder.of_directory(Path(folder)), {}
+        encoder, peers = ExampleEncoder.from_directory(Path(folder)), {}
         for peer in kinds:
             result = results.setdefault(peer, {"records": Counter(), "runs": Counter(), "unexplained": []})
             try:

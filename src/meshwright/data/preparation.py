@@ -321,7 +321,7 @@ class _Preparation:
         encoder = (
             TextEncoder(tokenizer)
             if self.template is None
-            else ExampleEncoder.of_directory(self.directory / "tokenizer", self.template[1])
+            else ExampleEncoder.from_directory(self.directory / "tokenizer", self.template[1])
         )
         packer = ShardWriter(
             self.directory / split,

@@ -72,7 +72,7 @@ class PreparedData:
         return (
             None
             if self.recipe.records == "text"
-            else ExampleEncoder.of_directory(self.tokenizer_directory).find_turn_end()
+            else ExampleEncoder.from_directory(self.tokenizer_directory).find_turn_end()
         )
 
     def split(self, name: str) -> PackedDataset:

@@ -50,6 +50,7 @@ class TextStream:
     """
 
     def __init__(self, outputs: Iterator[Output], answer: Answer) -> None:
+        """Start with no output read; arguments: see the class."""
         self.generation = answer.generation
         self._pieces = filter(None, map(answer.add, outputs))
 
@@ -73,9 +74,10 @@ class Model:
     """
 
     def __init__(self, directory: Path, config: ModelConfig, run: RunRequests, layout: Layout | None = None) -> None:
+        """Load tokenizer and chat template of `directory`; arguments and attributes: see the class."""
         self.directory, self.layout = directory, layout
         self._run, self._positions = run, config.max_positions
-        self._prompts = Prompts.of_directory(directory, config, config.max_positions)
+        self._prompts = Prompts.from_directory(directory, config, config.max_positions)
         self._numbers = itertools.count()
 
     @overload
@@ -144,7 +146,7 @@ class Model:
         Raises UserError for an invalid prompt or option."""
         chosen: dict[str, Any] = dict(options)
         chat, ignore_eos = chosen.pop("chat", False), chosen.pop("ignore_eos", False)
-        wanted, n, stop = chosen.pop("max_tokens", 256), chosen.pop("n", 1), StopRule.of(chosen.pop("stop", ()))
+        wanted, n, stop = chosen.pop("max_tokens", 256), chosen.pop("n", 1), StopRule.parse(chosen.pop("stop", ()))
         for name, count in (("max_tokens", wanted), ("n", n)):
             if not isinstance(count, int) or count < 1:
                 raise UserError(f"{name} {count}: should be 1 or more")

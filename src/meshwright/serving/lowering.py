@@ -1,8 +1,8 @@
-"""Lowers a model to the kernels' operations: walks the modules of a stage, packs their weights, allocates buffers.
+"""Lowering of a pipeline stage to the operations of the compiled CPU kernels: walks the modules, packs their weights,
+allocates buffers.
 
 Shapes: T tokens of the budget, R rows of logits, H hidden, N query heads, K key-value heads, D head size, F width of an
-MLP, V vocabulary, P ranks of tp.
-"""
+MLP, V vocabulary, P ranks of tp."""
 
 from __future__ import annotations
 
@@ -70,6 +70,8 @@ class Lowering:
     """
 
     def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
+        """Read and pack the weights, allocate all buffers and build the list of operations; arguments: see the
+        class."""
         self.config, self._stage = weights.config, weights.stage
         self._kernels, self._weights, self._dtype, self._limits = kernels, weights, dtype, limits
         self._split = not mesh.tp.trivial
@@ -98,7 +100,7 @@ class Lowering:
         for rotation in self.config.rotations(self._stage.layers):
             tables = RotaryTable(rotation, torch.float32).up_to(limits.max_length, torch.device("cpu"))
             tables = pad_pairs(tables, self.config.head_dim)
-            cosine, sine = (self._keep(table[: limits.max_length].numpy()) for table in tables)
+            cosine, sine = (self._copy_weight(table[: limits.max_length].numpy()) for table in tables)
             self._rotations[rotation] = cosine, sine
         self.states = self._get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
@@ -129,14 +131,14 @@ class Lowering:
         """Append to `ops` the lookup of token and position embeddings. Return the packed embedding matrix if this stage
         also has a tied output head, else None."""
         packed = self._pack(self._model.embedding) if self._stage.last and self.config.tied else None
-        table = packed or self._keep(self._read_shard("embedding.weight", self._dtype == "bfloat16"))
+        table = packed or self._copy_weight(self._read_shard("embedding.weight", self._dtype == "bfloat16"))
         self.ops.append(op.Embed(self.states, table, first=self._first_token))
         self._sum_over_ranks(self.states)
         if (factor := self.config.embedding_factor) != 1:
             factor = torch.tensor(factor, dtype=getattr(torch, self._dtype)).item()  # as the model rounds it
             self.ops.append(op.Scale(self.states, self.states, factor))
         if self._model.positions is not None:
-            positions = self._keep(self._read_shard("positions.weight", self._dtype == "bfloat16"))
+            positions = self._copy_weight(self._read_shard("positions.weight", self._dtype == "bfloat16"))
             self.ops.append(op.Embed(self.states, positions, ids="positions", accumulate=True))
         return packed
 
@@ -309,14 +311,15 @@ class Lowering:
         """Return the parameter named `leaf` ("weight", "bias") of `module`, a norm or linear layer, as a new float32
         array; that of a norm with its centre added."""
         name = f"{self._names[id(module)]}.{leaf}"
-        values = self._keep(self._order_features(name, self._read_shard(name, bfloat16=False)))
+        values = self._copy_weight(self._order_features(name, self._read_shard(name, bfloat16=False)))
         if isinstance(module, modules.RMSNorm):
             values += np.float32(module.centre)
         return values
 
     def _order_features(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the rows `values` of the parameter `name` with the features of queries and keys in the order of
-        half-rotations (`half_rotation_order`); other parameters are returned as they are."""
+        """Return the weight rows `values` of the parameter `name` with the features of queries and keys permuted to the
+        order of half-rotations (`half_rotation_order`), for RoPE in the kernels; other parameters are returned as they
+        are."""
         if self._order is None or not any(part in name for part in (".qkv.", ".query_norm.", ".key_norm.")):
             return values
         ordered, size = values.copy(), self.config.head_dim
@@ -337,9 +340,9 @@ class Lowering:
             return self._weights.read(name, torch.bfloat16).view(torch.uint16).numpy()
         return self._weights.read(name, torch.float32).numpy()
 
-    def _keep(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a copy of the array `values`, which the next read of a parameter overwrites, and count its bytes as
-        `weights`."""
+    def _copy_weight(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return a copy of the weight array `values`, a view that the next read of a parameter overwrites, and count
+        its bytes as `weights`."""
         self.nbytes["weights"] += values.nbytes
         return values.copy()
 

@@ -29,6 +29,7 @@ class NativeRunner:
     """
 
     def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
+        """Lower the stage to kernel operations and load them into the library; arguments: see the class."""
         self.config, self.instruction_set, self.version = weights.config, kernels.instruction_set, kernels.version
         lowered = Lowering(kernels, weights, mesh, dtype, limits)
         self._ops, self._segments, self._memory = lowered.ops, lowered.segments, lowered.nbytes

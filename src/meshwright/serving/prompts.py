@@ -1,4 +1,4 @@
-"""Prompts of a served model: text, token IDs and conversations to tokens, and tokens back to text. Free of torch."""
+"""Prompts of a served model: conversion of text and conversations to token IDs and back. Free of torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Prompts:
         start: ID of the start (BOS) token put before a text; None if the model has none.
         ends: IDs of the end tokens, which end a text.
         vocabulary: Number of token IDs of the model, which are 0 to `vocabulary - 1`.
-        max_length: Most tokens of a prompt and its answer together.
+        max_length: Maximum number of tokens of a prompt and its answer together.
         chat_ends: `ends`, and the token that ends an assistant turn in the chat template.
         chat_template: Jinja source of the chat template, or None.
     """
@@ -46,6 +46,8 @@ class Prompts:
         self, tokenizer: Tokenizer, *, start: int | None = None, ends: Iterable[int] = (), vocabulary: int,
         max_length: int, directory: Path | None = None,
     ) -> None:  # fmt: skip
+        """Wrap a tokenizer. start, ends, vocabulary, max_length: the attributes of the same names. directory: Hugging
+        Face directory of the tokenizer, None: no special tokens or chat template."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
@@ -63,9 +65,10 @@ class Prompts:
         self.chat_ends = self.ends if turn_end is None else self.ends | {turn_end}
 
     @classmethod
-    def of_directory(cls, directory: Path, config: ModelConfig, max_length: int) -> Prompts:
+    def from_directory(cls, directory: Path, config: ModelConfig, max_length: int) -> Prompts:
         """Load tokenizer and chat template from a Hugging Face directory. config: configuration of the model.
-        max_length: most tokens of prompt and answer. Raises UserError if the tokenizer is missing or damaged."""
+        max_length: maximum number of tokens of prompt and answer. Raises UserError if the tokenizer is missing or
+        damaged."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{directory} has no tokenizer.json, which is needed to tokenize prompts")
@@ -184,7 +187,7 @@ def read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
 def _load_chat(directory: Path | None) -> ExampleEncoder | None:
     """Return the encoder of conversations of a Hugging Face directory; None if it has no valid chat template."""
     try:
-        return None if directory is None else ExampleEncoder.of_directory(directory, "the model's chat template")
+        return None if directory is None else ExampleEncoder.from_directory(directory, "the model's chat template")
     except UserError:
         return None
 
@@ -194,6 +197,7 @@ class _TokenBytes(dict[int, bytes]):
     access."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        """Create an empty dictionary for `tokenizer`."""
         self._tokenizer = tokenizer
         self._added = tokenizer.get_added_tokens_decoder()
         decoder: Any = parse_json(tokenizer.to_str()).get("decoder") or {}

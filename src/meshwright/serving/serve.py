@@ -1,4 +1,4 @@
-"""`meshwright.serve`: checks, starts the ranks of a checkpoint, and serves them over HTTP until a signal. Free of
+"""`meshwright.serve`: check a checkpoint and the options, start its ranks, and serve over HTTP until a signal. Free of
 torch."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.launcher.signals import StopSignals
 from meshwright.layout import Layout
 from meshwright.names import check_options
 from meshwright.planner.serving.ledger import ServingLedger, bill_text, parse_dtype
-from meshwright.serving.memory import DEFAULT_FRACTION, Steps, make_step_limits, plan_memory
+from meshwright.serving.memory import DEFAULT_FRACTION, StepSettings, make_step_limits, plan_memory
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.waiting_line import QueueLimits
@@ -56,20 +56,21 @@ class ServeOptions(TypedDict, total=False):
         dtype: Dtype of parameters and KV cache, such as `"bf16"`; default `"float32"`.
         memory: Fraction of the memory of this machine or its cgroup (`"0.9"`), or a size (`"12GiB"`); default 0.9, with
             a bounded KV pool.
-        max_length: Most tokens of a prompt and its answer; default: the model's positions, or fewer if they do not fit.
-        max_sequences: Most sequences of a step; default 64, or `token_budget` if that is less.
-        token_budget: Most tokens of a step; default 512.
+        max_length: Maximum number of tokens of a prompt and its answer; default: the model's positions, or fewer if
+            they do not fit.
+        max_sequences: Maximum number of sequences of a step; default 64, or `token_budget` if that is less.
+        token_budget: Maximum number of tokens of a step; default 512.
         host: Address to listen on; default `"127.0.0.1"`.
         port: Port to listen on, 0 for any free one; default 8000.
         served_model_name: Name of the model in the API; default: that of the directory.
         api_key_file: File of API keys, one per line, one of which each request must have; default: none is needed.
         cors_origins: Origins whose web pages may call the API, `"*"` for all; default: none.
-        queue_requests: Most requests that wait; default 512.
-        queue_seconds: Most predicted seconds that a request waits; default 120.
+        queue_requests: Maximum number of requests that wait; default 512.
+        queue_seconds: Maximum predicted seconds that a request waits; default 120.
         threads: Kernel threads of each rank; default: the machine's cores divided by its ranks.
-        step_seconds: Most seconds of a step, above which the replica counts as lost; default 60. Ten times a step's
+        step_seconds: Maximum seconds of a step, above which the replica counts as lost; default 60. Ten times a step's
             predicted time, if that is longer.
-        drain_seconds: Most seconds that unfinished requests get after a signal; default 60.
+        drain_seconds: Maximum seconds that unfinished requests get after a signal; default 60.
     """
 
     device: str
@@ -139,7 +140,7 @@ def serve(
 
     from meshwright.serving.gate import HttpSettings, check_origins, read_api_keys
     from meshwright.serving.http import HttpApp
-    from meshwright.serving.http_server import allow_connections, open_socket, serve_http, wait_for_signals
+    from meshwright.serving.http_server import open_socket, raise_open_file_limit, serve_http, wait_for_signals
 
     file = options.get("api_key_file")
     keys = [] if file is None else read_api_keys(Path(file))
@@ -164,7 +165,7 @@ def serve(
                     return 0
                 prompts = starting.result()
                 connections = max(1024, 2 * replicas.most_requests)
-                allow_connections(connections, log)
+                raise_open_file_limit(connections, log)
                 settings = HttpSettings(name, keys, origins, connections=connections)
                 app = HttpApp(replicas, prompts, settings)
                 host, port = listener.getsockname()[:2]
@@ -195,6 +196,7 @@ class _Phases:
     """Logs the duration of each phase of the server's start. log: called with one line per phase."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
+        """Start the clock of the first phase."""
         self.log, self.began = log, time.perf_counter()
         self._last = self.began
 
@@ -237,8 +239,8 @@ def _check_model(
     if place is not None:
         rendezvous.check_world_size(place, reading)
         hosts = place.ranks // (place.host_ranks or place.ranks)
-    budget, sequences = options.get("token_budget") or Steps().tokens, options.get("max_sequences")
-    steps = Steps(budget, min(Steps().sequences, budget) if sequences is None else sequences)
+    budget, sequences = options.get("token_budget") or StepSettings().tokens, options.get("max_sequences")
+    steps = StepSettings(budget, min(StepSettings().sequences, budget) if sequences is None else sequences)
     memory, longest = options.get("memory"), options.get("max_length")
     gpus = choose_rank_devices(options.get("device", "auto"), reading.world_size // hosts)
     if gpus and memory is None:
@@ -294,7 +296,7 @@ async def _start(model: _Settings, replicas: Replicas, phases: _Phases) -> Promp
         runs in a daemon thread, which a process that exits does not wait for."""
         from meshwright.serving.prompts import Prompts
 
-        prompts = Prompts.of_directory(model.checkpoint, model.config, model.ledger.sizes.max_length)
+        prompts = Prompts.from_directory(model.checkpoint, model.config, model.ledger.sizes.max_length)
         find_checkpoint(model.checkpoint, phases.log)
         phases.end("checkpoint checked, tokenizer loaded")
         return prompts

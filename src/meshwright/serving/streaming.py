@@ -1,4 +1,5 @@
-"""Runs jobs: submits their requests, follows the client, and writes responses whole or as a stream. Free of torch."""
+"""Execution of jobs (HTTP requests that generate text): submits their requests, watches for disconnects, and writes
+responses whole or as a stream. Free of torch."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ class JobRunner:
     text. settings: settings of the HTTP API."""
 
     def __init__(self, client: EngineClient, metrics: ServingMetrics, settings: HttpSettings) -> None:
+        """Store engine client, metrics and settings."""
         self.settings = settings
         self._client, self._metrics = client, metrics
 
@@ -69,7 +71,7 @@ class JobRunner:
         return run
 
     def _release(self, job: Job) -> None:
-        """Cancel the requests of a job that have not finished."""
+        """Cancel on the engine those requests of a job that have not finished."""
         for choice in job.choices:
             self._client.cancel(choice.request.id)
             if choice.finish_reason is None:
@@ -110,6 +112,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, runner: JobRunner, job: Job) -> None:
+        """Submit the job's requests; arguments: see the class."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._job, self._settings = job, runner.settings

@@ -19,6 +19,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        """Start after the tokens `before`."""
         self._tokenizer = tokenizer
         self._window = list(before[-CONTEXT_TOKENS:])
         self._known = len(self._window)  # tokens of the window whose text has been given
@@ -60,6 +61,7 @@ class AnswerText:
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """Start with empty text; arguments: see the class."""
         assert all(stop), "an empty stop string ends every text before it begins"
         self.offsets: list[int] = []
         self.stopped_by: str | None = None

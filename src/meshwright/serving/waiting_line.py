@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from meshwright.serving.engine_client import Refusal, Ticket
 
 MOST_PLACES = 4096
-"""Most places. Beyond it a new client replaces the one that is late the longest; if none is late, it gets no place."""
+"""Maximum number of places. Beyond it a new client replaces the one that is late the longest; if none is late, it gets
+no place."""
 MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.25, 0.01, 60.0
 """`Retry-After` / predicted wait, above 1 as a client that retries too early meets a full queue; shortest and longest
 `Retry-After`: openai's client ignores longer ones, and one that retries early keeps its place."""
@@ -38,8 +39,9 @@ GUARD = 4
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Limits on the requests that wait in all replicas together. requests: most waiting requests. tokens: most prompt
-    tokens of requests that have no generated token yet. seconds: longest predicted wait of a new request."""
+    """Limits on the requests that wait in the queues of all replicas together. requests: maximum number of waiting
+    requests. tokens: maximum number of prompt tokens of requests that have no generated token yet. seconds: longest
+    predicted wait of a new request."""
 
     requests: int = 512
     tokens: int = 1_000_000
@@ -106,6 +108,7 @@ class WaitingLine:
     """
 
     def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start with an empty line. limits: of the engine's queue; clock: returns seconds."""
         self.returning, self.admitted, self.expired = 1.0, 0, 0
         self._limits, self._clock, self._counter = limits, clock, itertools.count()
         self._places: dict[bytes, list[_Place]] = {}

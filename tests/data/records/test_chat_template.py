@@ -34,7 +34,7 @@ class Pair:
         self.style = STYLES[style]
         self.directory = write_tokenizer(directory, self.style, kind)
         self.theirs = AutoTokenizer.from_pretrained(self.directory)
-        self.ours = ExampleEncoder.of_directory(self.directory)
+        self.ours = ExampleEncoder.from_directory(self.directory)
 
     def turns(self, turns=TURNS):
         return list(turns if self.style.system else turns[1:])

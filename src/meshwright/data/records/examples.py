@@ -53,7 +53,7 @@ class ExampleEncoder:
         template.check()
 
     @classmethod
-    def of_directory(cls, directory: Path, where: str | None = None) -> ExampleEncoder:
+    def from_directory(cls, directory: Path, where: str | None = None) -> ExampleEncoder:
         """Create an encoder from tokenizer and chat template in a Hugging Face model directory. where: name of the
         template in error messages (default: from the directory).
 

@@ -25,6 +25,7 @@ class AnswerFormatter:
     """
 
     def __init__(self, body: GenerationBody, prompts: Prompts, names: Mapping[str, Any]) -> None:
+        """Store the arguments; see the class."""
         self._body: Any = body  # the form's own kind
         self._prompts, self._names = prompts, names
 
@@ -73,6 +74,7 @@ class OpenAIFormatter(AnswerFormatter):
     kind = chunk_kind = ""  # `object` of a whole response and of an event
 
     def __init__(self, body: GenerationBody, prompts: Prompts, names: Mapping[str, Any]) -> None:
+        """Store the arguments and the common fields of the response; see the class."""
         super().__init__(body, prompts, names)
         self._alternatives, options = body.alternatives, self._body.stream_options
         self._continuous = options.continuous_usage_stats
