@@ -33,12 +33,12 @@ class HandlerFailed(Exception):
 
 
 class LimitedProcess:
-    """Subprocess that answers requests, started when needed and again after a limit ended it.
+    """Subprocess that answers requests under limits on CPU time and memory. It is started when needed, and again after
+    a limit has ended it.
 
     program: Python file that imports nothing of Meshwright, whose function `make_handler` returns the `Handler`. first:
     request that every new process gets before others. cpu_seconds: limit for one request. memory_bytes: limit of the
-    process's address space.
-    """
+    process's address space."""
 
     def __init__(self, program: str, first: Mapping[str, Any], cpu_seconds: int, memory_bytes: int) -> None:
         """Store the settings; the process starts with `start` or the first request."""
@@ -48,7 +48,8 @@ class LimitedProcess:
         self._lock = threading.Lock()
 
     def start(self) -> dict[str, Any]:
-        """Start the subprocess and return its answer to the first request; answers and errors as of `ask`."""
+        """Start the subprocess unless it runs, and return its answer to the first request; answers and errors are those
+        of `ask`."""
         with self._lock:
             return self._start()
 

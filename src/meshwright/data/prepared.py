@@ -30,6 +30,7 @@ class PreparedData:
     """
 
     def __init__(self, directory: Path, manifest: dict[str, Any], recipe: DataRecipe, seed: int) -> None:
+        """Wrap the cached files; nothing is loaded yet. Arguments: see the class."""
         self.directory, self.manifest, self.seed = directory, manifest, seed
         self.sequence, self.document_mask = recipe.sequence, recipe.document_mask
         self.sources, self.weights = recipe.all_sources, recipe.weights

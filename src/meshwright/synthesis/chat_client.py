@@ -76,7 +76,7 @@ class Journal:
         return any(answer is not None for answer in self._answers.values())
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the journal has an answer or refusal for the request with the key `name`."""
+        """Return True if the journal has an answer or refusal for the request with the key `name`."""
         return name in self._answers
 
     def __getitem__(self, name: str) -> Completion | None:

@@ -41,7 +41,7 @@ class FaultCounter:
         return bool(changed)
 
     def seen_before(self, thing: object) -> bool:
-        """Return True if an earlier call of this method got the same object (by identity)."""
+        """Return True if an earlier call of this method on this counter got the same object (by identity)."""
         met = any(each is thing for each in self._met)
         self._met.append(thing)
         return met
@@ -96,10 +96,12 @@ class LocalFault:
 # --- gradients and updates
 
 
-def _overwrite(counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int) -> Any:
+def _overwrite_gradient(
+    counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int
+) -> Any:
     """Buggy stand-in for `UnshardedGradient.view` (`original`): each micro-batch overwrites the gradient instead of
-    adding to it. `original` returns (view of the gradient with number `index`, True if backward shall overwrite the
-    view or False if it shall add to it); the stand-in always returns True. `counter` counts the changed flags."""
+    accumulating into it. `original` returns (view of the gradient with number `index`, True if backward shall overwrite
+    the view or False if it shall add to it); the stand-in always returns True. `counter` counts the changed flags."""
     view, stale = original(gradient, index)
     counter.record_if(not stale)
     return view, True
@@ -336,7 +338,9 @@ def _drop_kv_block(counter: FaultCounter, original: FaultyFunction, *arguments: 
 
 
 LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
-    "gradient accumulation overwrites instead of adding": LocalFaultSpec(UnshardedGradient, "view", _overwrite),
+    "gradient accumulation overwrites instead of adding": LocalFaultSpec(
+        UnshardedGradient, "view", _overwrite_gradient
+    ),
     "gradient clipping missing": LocalFaultSpec(Trainer, "_gradient_scale", _clip_wrongly(lambda *_: 1.0)),
     "gradient clipping applied twice": LocalFaultSpec(
         Trainer, "_gradient_scale", _clip_wrongly(lambda trainer, verdict, right: right**2)

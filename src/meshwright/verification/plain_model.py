@@ -165,7 +165,7 @@ def _preference_loss(
 
 
 def cap(x: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """Return limit tanh(x / limit) for scores or logits `x`; `x` itself if the limit is None."""
+    """Apply a tanh softcap to scores or logits: limit tanh(x / limit); `x` itself if the limit is None."""
     return x if limit is None else limit * torch.tanh(x / limit)
 
 
@@ -208,8 +208,8 @@ class _Forward:
     def predict_later(
         self, x_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, head: torch.Tensor
     ) -> torch.Tensor:
-        """Return the summed loss of the module of multi-token prediction (arXiv:2412.19437, eqs. 21 to 24).
-        x_BSH: final hidden states; head: weight of the output head, [V, H]."""
+        """Return the summed loss of the multi-token prediction module (arXiv:2412.19437, eqs. 21 to 24), which predicts
+        the token after the next. x_BSH: final hidden states; head: weight of the output head, [V, H]."""
         name, length = "prediction", tokens_BS.shape[1]
         embedded = self.weights["embedding.weight"][tokens_BS[:, [*range(1, length), 0]]]
         parts = self.norm(embedded, f"{name}.embedding_norm"), self.norm(x_BSH, f"{name}.hidden_norm")
@@ -369,8 +369,8 @@ class _Forward:
         return y_BSH
 
     def keep_groups(self, ranking_BSE: torch.Tensor) -> torch.Tensor:
-        """Return the ranking of experts with -inf outside of the groups that a token may use (arXiv:2412.19437, section
-        2.1.2)."""
+        """Apply group-limited routing: return the router scores `ranking_BSE` with -inf for experts outside the
+        `groups_per_token` best groups of each token (arXiv:2412.19437, section 2.1.2)."""
         config = self.config
         groups_BSGE = ranking_BSE.unflatten(-1, (config.expert_groups, -1)).sort(dim=-1, descending=True).values
         score_BSG = groups_BSGE[..., : 2 if config.router == "sigmoid" else 1].sum(dim=-1)

@@ -63,8 +63,7 @@ class RankResult:
     validation loss after the last step. counters: number of steps done -> checkpoint counters. not_restored: lines on
     differences between the state saved in a checkpoint and that of the trainer resumed from it. calls_first_step,
     calls: records of the collective calls of the first step and of all steps. struck: number of values that the planted
-    fault changed. refused: error message if the ranks detected a fault themselves; else None.
-    """
+    fault changed. refused: error message if the training itself detected the fault; else None."""
 
     steps: dict[int, StepResult] = field(default_factory=dict)
     optimizer: list[TensorSlice] = field(default_factory=list)

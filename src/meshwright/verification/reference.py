@@ -14,7 +14,7 @@ import torch
 from meshwright.model.initialise import initial_value
 from meshwright.quantization.packing import Packing
 from meshwright.spec.parameters import ParameterTable, parameter_table
-from meshwright.verification.adapted_weights import merge_adapter
+from meshwright.verification.adapted_weights import merge_adapter_weights
 from meshwright.verification.plain_model import count_responses, run_batch, score_responses
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, TrainingSettings
 from meshwright.verification.samples import Batch, make_sequences
@@ -211,7 +211,7 @@ class Reference:
     def _engine_tensors(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Concatenate parameters into the tensors of the training engine, which fuses some of them (query, key and
         value; gate and up), with the adapter merged into them. Return float64 tensors by engine name."""
-        merged = merge_adapter(self.table, self.problem.config.adapter, leaves)
+        merged = merge_adapter_weights(self.table, self.problem.config.adapter, leaves)
         return {
             tensor.name: torch.cat([merged[entry.name] for entry in tensor.entries])
             for tensor in self.table.tensors
@@ -291,13 +291,13 @@ def sample_index_of(number: int, sequences: int, seed: int) -> int:
     while True:
         left, right = place >> half, place % 2**half
         for key in keys:
-            left, right = right, left ^ (_mix(right + key) % 2**half)
+            left, right = right, left ^ (_splitmix64(right + key) % 2**half)
         place = left * 2**half + right
         if place < sequences:
             return place
 
 
-def _mix(value: int) -> int:
+def _splitmix64(value: int) -> int:
     """Return a 64-bit hash of a 64-bit integer: the finalizer of SplitMix64."""
     value %= 2**64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64

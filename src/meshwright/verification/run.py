@@ -219,8 +219,8 @@ class _Verifier:
             return run(case.resume_layout, StepRange(last)) if before.passed else before
 
     def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
-        """Return the cases to run. wanted: the layout that the user named; layout: the same layout scaled down to few
-        ranks; config: the model."""
+        """Choose the verification cases for a layout. wanted: the layout that the user named; layout: the same layout
+        scaled down to few ranks; config: the model."""
         # Over the grid, one batch size that suits most layouts, so that references are shared.
         maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8, self.compiled)
         if self.thorough:

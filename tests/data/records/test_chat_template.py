@@ -132,7 +132,7 @@ def test_special_token_partly_spelled_by_message_is_text(source: str, content: s
         "",
     )
     rendered = template.render_with_spans([Message("user", content)], prompt=True)
-    assert (rendered.text, rendered.own) == ("<|x|>", [])
+    assert (rendered.text, rendered.template_tokens) == ("<|x|>", [])
 
 
 def test_template_that_inspects_text_refuses_special_token_in_message():

@@ -13,7 +13,7 @@ from meshwright.data.records import conversation_turns, message_regions
 from meshwright.data.records.chat_template import ChatTemplate
 from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.examples import ExampleEncoder
-from meshwright.data.records.message_regions import is_kept
+from meshwright.data.records.message_regions import is_unmasked
 from meshwright.data.records.messages import Message
 from meshwright.data.records.parsed_example import Example
 from meshwright.data.records.template_rendering import TemplateError
@@ -108,7 +108,7 @@ def test_spans_have_the_answers_whatever_their_text(texts: list[str]):
     try:
         found = spans_of(template, turns)
     except TemplateError:
-        assert any(text.strip() and all(map(is_kept, text)) for text in texts)  # cannot be found
+        assert any(text.strip() and all(map(is_unmasked, text)) for text in texts)  # cannot be found
         return
     assert [
         re.sub(r"<\|(end|return)\|>$", "", span.removeprefix("<|channel|>final<|message|>")) for span in found
@@ -347,7 +347,7 @@ def test_messages_with_more_letters_than_stand_ins_are_found_in_several_renderin
     monkeypatch.setattr(message_regions, "_LAST", 0xF0000 + 60)
     assert ChatTemplate(source, {}, frozenset(special), "it").render_with_spans(turns) == whole
     monkeypatch.setattr(message_regions, "_LAST", 0xF0000 + 5)  # not enough for one message
-    with pytest.raises(TemplateError, match="looks into the messages' text"):
+    with pytest.raises(TemplateError, match="inspects the messages' text"):
         ChatTemplate(source, {}, frozenset(special), "it").render_with_spans(TURNS * 2)
 
 

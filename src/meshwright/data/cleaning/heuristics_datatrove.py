@@ -76,7 +76,8 @@ def count_sentences(text: str) -> int:
 
 @contextmanager
 def _parse(text: str) -> Iterator[Any]:
-    """Context manager for spaCy's `Doc` of a text, whose strings are forgotten at its end."""
+    """Context manager that yields spaCy's `Doc` of a text; the strings that spaCy interned for it are freed at the
+    end."""
     tokenizer = load_spacy()
     with tokenizer.memory_zone():
         tokenizer.max_length = len(text) + 10
@@ -134,7 +135,8 @@ def check_gopher_repetition(text: str) -> Finding | None:
 
 
 def _count_repeated_characters(words: Sequence[str], n: int) -> int:
-    """Count the characters of the n-grams that occurred before, after each of which the search goes on."""
+    """Count the characters of the word n-grams that occurred before, as datatrove does: after such an n-gram, the
+    search continues behind it, so that counted n-grams do not overlap. words: the text's words in order."""
     seen: set[str] = set()
     characters = at = 0
     while at < len(words) - n + 1:

@@ -46,17 +46,17 @@ class RemovedSentences:
     """
 
     def __init__(self, entries: NDArray[np.int64]) -> None:
+        """Store the sorted entries; see the class."""
         self.entries = entries
 
     @classmethod
     def find(cls, segments: Sequence[Segment], codes: NDArray[np.uint8], directory: Path) -> RemovedSentences:
-        """Compare the spans of all documents that no rule dropped. codes: uint8 [documents], 0 for those. directory:
-        folder for temporary files, on which the work is done: memory is that of sorting one of up to 512 partitions of
-        the spans, about 100 MB up to a billion of them, in proportion to their number above that.
+        """Find the repeated sentence spans of all documents that no rule dropped, by an external sort. codes: uint8
+        [documents], 0 for those documents. directory: folder for temporary files. Memory: that of sorting one of up to
+        512 partitions of the spans, about 100 MB up to a billion spans, in proportion to their number above that.
 
         All sentences of a repeated span are removed, except those that are part of its first occurrence: of five equal
-        sentences three remain.
-        """
+        sentences three remain."""
         marks = _map_temporary(directory / f"{PARTIAL}sentences", np.uint8, sum(one.sentences for one in segments))
 
         def iterate_spans() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:

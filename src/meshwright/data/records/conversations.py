@@ -98,7 +98,7 @@ class RecordFormat(NamedTuple):
         return Example(prompt, branches, tools, frozenset(unused), label, variables)
 
     def _list_used_keys(self, record: Mapping[str, Any]) -> list[str]:
-        """Return the standard keys that are used of a record, by the schema that it follows."""
+        """Return the standard keys that parsing a record uses, according to its schema; all others are unused."""
         keys = [*RECORD_KEYS[self.kind], *MORE_RECORD_KEYS[self.kind]]
         left: set[str] = set()
         if self.kind == "instruction":
@@ -116,9 +116,8 @@ class RecordFormat(NamedTuple):
         return [key for key in keys if key not in left]
 
     def find_schema(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the keys, as files name them, that records of the schema of `record` must have, such as ("messages",)
-        or ShareGPT's ("conversations",).
-        """
+        """Return the required keys, as files name them, of the schema that `record` follows, such as ("messages",) or
+        ShareGPT's ("conversations",)."""
         if self.kind == "instruction":
             completes = self._completes(record)
             return tuple(map(self.get_file_key, ("prompt", "completion") if completes else ("instruction", "output")))
@@ -147,15 +146,15 @@ class RecordFormat(NamedTuple):
             raise MalformedRecord(f'has the key "{added}", which the records before it do not have; {advice}')
 
     def _completes(self, record: Mapping[str, Any]) -> bool:
-        """Return True if an instruction record has TRL's keys (`prompt` and `completion`), not Alpaca's."""
+        """Return True if an instruction record has TRL's keys (`prompt` and `completion`) instead of Alpaca's."""
         return self.get_file_key("instruction") not in record and self.get_file_key("completion") in record
 
     def _find_unpaired_parts(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the standard keys that an unpaired record must have by its schema: TRL's, which may have the prompt in
-        its `completion`, or LLaMA-Factory's, which labels a conversation or Alpaca's keys by "kto_tag".
-        """
+        """Return the standard keys that an unpaired record must have in its schema: TRL's, in which the prompt may be
+        part of `completion`, or LLaMA-Factory's, in which "kto_tag" labels a conversation or an Alpaca record."""
 
         def has(part: str) -> bool:
+            """Return True if the record has the file's key for the standard key `part`."""
             return self.get_file_key(part) in record
 
         labels = "kto_tag" if has("kto_tag") and not has("label") else "label"
@@ -300,9 +299,9 @@ class RecordFormat(NamedTuple):
     def _parse_side(
         self, record: dict[str, Any], part: str, role: str, unused: set[str], split: bool = False
     ) -> tuple[Message, ...]:
-        """Parse the value under the standard key `part`: a text, which is a message of `role`, one message, or a list
-        of them. split: a text may have several turns, "Human:" and "Assistant:". Raises `MalformedRecord` otherwise.
-        """
+        """Parse the value under the standard key `part`, one side of a record such as "prompt" or "chosen": a text,
+        which is a message of `role`; one message; or a list of them. split: True: a text may have several turns,
+        "Human:" and "Assistant:". Raises `MalformedRecord` for anything else."""
         key = self.get_file_key(part)
         if key not in record:
             raise self._missing_key_error(record, key, part)

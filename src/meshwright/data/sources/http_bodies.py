@@ -81,7 +81,7 @@ def decode_body(body: bytes, fields: Mapping[str, str]) -> bytes | None:
 
 
 def _is_text(body: bytes) -> bool:
-    """Return whether a body begins as a page or text does, and not as compressed data."""
+    """Return True if a body begins as a page or text does, and not as compressed data."""
     return (
         body.startswith(tuple(_MARKS)) or _TAG.match(body) is not None or _BINARY.search(body[:_HEADER_BYTES]) is None
     )
