@@ -36,6 +36,8 @@ class Journal:
     """Set by `begin`."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, show_progress: bool) -> None:
+        """Open nothing yet: `begin` opens the files. show_progress: print a line for each logged step; other arguments
+        describe the run."""
         self.recipe, self.mesh, self.directory = recipe, mesh, directory
         self.device = torch.device(mesh.device)
         self.leader = mesh.rank == 0
@@ -120,6 +122,7 @@ class Journal:
         self.log(f"nothing to do: {checkpoint} has all {steps} steps{more}; increase train.steps to continue")
 
     def __enter__(self) -> Journal:
+        """Return the journal."""
         return self
 
     def __exit__(

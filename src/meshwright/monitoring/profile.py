@@ -59,6 +59,7 @@ class Profile:
     line."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, log: Callable[[str], None]) -> None:
+        """Parse the recipe's `train.profile`; arguments: see the class."""
         first, _, last = (recipe.train.profile or "0:-1").partition(":")
         self.first, self.last = int(first), int(last or first)
         ranks = recipe.train.profile_ranks
@@ -134,6 +135,7 @@ class _ProfileRecording:
     torch.profiler."""
 
     def __init__(self, trainer: ProfiledTrainer, mesh: Mesh, operators: bool) -> None:
+        """Start to record on this rank; arguments: see the class."""
         self.steps = 0
         self.spans: list[Span] = []
         self.operators: Any = None
@@ -166,8 +168,8 @@ class _ProfileRecording:
         self.spans.append(Span("step", f"step {step}", f"step {step}", self._begun, time.time_ns()))
 
     def stop(self) -> None:
-        """Stop recording on this rank after all its collective calls have ended: a call that begins under torch's
-        profiler and ends after it would corrupt the process's memory (torch 2.13). Raises RankLost."""
+        """End the recording on this rank after all its collective calls have completed: a call that begins under
+        torch's profiler and ends after it would corrupt the process's memory (torch 2.13). Raises RankLost."""
         self._trainer.clock.listener = self._trainer.passes.watched = None
         self._mesh.communicator.around = nullcontext
         settle_calls(self._mesh.communicator)
@@ -211,10 +213,12 @@ class _ProfileRecording:
 
 
 class _NamedCompute:
-    """Wrapper of a `Compute`, the object that runs forward and backward of this rank's pipeline stages. around:
-    function (kind, stage, replica, micro-batch) -> context manager in which this pass runs."""
+    """Wrapper of a `Compute` (the object that runs forward and backward of this rank's pipeline stages) that runs each
+    pass inside a context manager, which records its time. around: function (kind, stage, replica, micro-batch) ->
+    context manager."""
 
     def __init__(self, compute: Compute, around: Callable[[Kind, int, int, int], AbstractContextManager[None]]) -> None:
+        """Wrap `compute`; arguments: see the class."""
         self._compute, self._around = compute, around
         self.buffer = compute.buffer
 

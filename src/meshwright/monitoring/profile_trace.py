@@ -202,6 +202,7 @@ class _ThreadNumbers:
     of the first thread in the block of `THREADS` numbers that each rank has."""
 
     def __init__(self, rank: int, first: int) -> None:
+        """Start without threads; arguments: see the class."""
         self._rank, self._first, self._numbers = rank, rank * THREADS + first, dict[str, int]()
 
     def number(self, name: str) -> int:

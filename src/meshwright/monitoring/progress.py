@@ -21,6 +21,7 @@ class Progress:
     output stream, None for stderr; show: False prints nothing, for ranks other than 0."""
 
     def __init__(self, steps: int, *, stream: Any = None, show: bool = True) -> None:
+        """Start without output; arguments: see the class."""
         self._stream = stream or sys.stderr
         self._steps, self._show, self._last, self._done = steps, show, 0.0, 0
         self._bar: Any = None
@@ -42,7 +43,7 @@ class Progress:
             bar = BarColumn(bar_width=10)
 
             class Figures(ProgressColumn):
-                """Column of the figures that fit next to the bar on the console's line."""
+                """Progress column with the step's values ("loss 3.117" ...), as many as fit next to the bar."""
 
                 def render(column, task: Task) -> Text:  # noqa: N805
                     """Return the text of the column."""
@@ -52,7 +53,7 @@ class Progress:
                     return Text(join_fitting(self._all_figures(), room), no_wrap=True, overflow="crop")
 
             class Position(ProgressColumn):
-                """Column of the steps done and in all."""
+                """Progress column with the number of steps done and of all steps."""
 
                 def render(column, task: Task) -> Text:  # noqa: N805
                     """Return the text of the column."""

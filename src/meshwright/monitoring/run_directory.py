@@ -31,6 +31,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path | str) -> None:
+        """Refer to the directory at `path`, which need not exist yet."""
         self.path = Path(path)
         self._lock: DirectoryLock | None = None
 
@@ -84,12 +85,14 @@ class RunDirectory:
             self._lock = None
 
     def __enter__(self) -> RunDirectory:
+        """Create and lock the directory."""
         self.lock()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Unlock the directory."""
         self.unlock()
 
     def write_ranks(self, processes: Sequence[int]) -> None:

@@ -1,9 +1,9 @@
-"""The parameter table: one entry for every tensor of a model, with its shape, sharding and place in the flat buffers.
+"""Construction of the parameter table: one entry for every tensor of a model, with its shape, sharding and position in
+the flat buffers.
 
 A `ParameterEntry` is a tensor as Hugging Face names and shapes it on disk. Entries are concatenated to model parameters
 in memory (query, key and value are one matrix there), model parameters to FSDP units (the flat buffers of ZeRO). Model
-builder, planner, checkpoint, gradient reduction and server read the same table.
-"""
+builder, planner, checkpoint, gradient reduction and server read the same table."""
 
 from __future__ import annotations
 

@@ -127,11 +127,13 @@ class ChatClient:
         self._count = threading.Lock()
 
     def __enter__(self) -> Self:
+        """Return the client."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the journal."""
         self.journal.close()
 
     def ask(self, requests: Sequence[ChatRequest], doing: str = "asking") -> list[Completion | None]:
@@ -250,6 +252,7 @@ class ChatClient:
                 self._log(f"retrying: {reason}")
 
         def wait(seconds: float) -> None:
+            """Pause between retries for `seconds`, or until `stop` is set."""
             stop.wait(seconds)
 
         with self._count:

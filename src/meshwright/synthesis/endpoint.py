@@ -204,6 +204,7 @@ class _TryAgainError(Exception):
     wait before the retry, from the server's Retry-After header; None: not given."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
+        """Create the error; arguments: see the class."""
         super().__init__(" ".join(reason.split()))
         self.after = after
 

@@ -214,7 +214,7 @@ def _is_poisoned(buffer: torch.Tensor) -> bool:
 
 
 def _has_bits_of(buffer: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors of equal shape hold the same bits, NaN included."""
+    """Return True if two tensors of equal shape are bitwise equal, NaN included."""
     first, second = (each.contiguous().view(-1).view(torch.uint8) for each in (buffer, other))
     return torch.equal(first, second)
 
