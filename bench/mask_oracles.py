@@ -123,7 +123,7 @@ def find_ours(encoder: ExampleEncoder, record: dict[str, Any], kind: str = "chat
     messages = *example.prompt, *example.branches[0]
     given: dict[str, Any] = {"tools": example.tools, "variables": example.variables}
     rendered = encoder.template.render_with_spans(messages, len(example.prompt), **given)
-    ((tokens, marks),) = encoder._encode([rendered])
+    ((tokens, marks),) = encoder._tokenize([rendered])
     return tokens.tolist(), (marks & TRAINED_BIT != 0).tolist()
 
 

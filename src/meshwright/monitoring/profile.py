@@ -85,10 +85,10 @@ class Profile:
         if ending or trainer.steps_done >= self.last:
             recording, self._recording = self._recording, None
             recording.stop()
-            self._write(recording, trainer.passes.program, trainer.steps_done)
+            self._write_traces(recording, trainer.passes.program, trainer.steps_done)
         return True
 
-    def _write(self, recording: _ProfileRecording, program: PipelineProgram, last: int) -> None:
+    def _write_traces(self, recording: _ProfileRecording, program: PipelineProgram, last: int) -> None:
         """Write each rank's trace, then the merged trace of all ranks on rank 0; log its path or the failure. All ranks
         must call it, as it synchronizes them.
 

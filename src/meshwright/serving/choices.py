@@ -100,7 +100,7 @@ class Choice:
         """Append an engine output to the choice, and return the piece of text and tokens that is new. Tokens after a
         stop string are dropped."""
         self.cached_tokens = output.cached_tokens or self.cached_tokens
-        text, tokens = self._extend(output)
+        text, tokens = self._convert_output(output)
         if tokens:
             self.last = time.perf_counter()
             self.first = self.first or self.last
@@ -113,9 +113,9 @@ class Choice:
             text, tokens, self._unsent_echo = self._unsent_echo + text, self._place_prompt() + tokens, None
         return Piece(text, tokens, self.finish_reason)
 
-    def _extend(self, output: Output) -> tuple[str, list[PlacedToken]]:
+    def _convert_output(self, output: Output) -> tuple[str, list[PlacedToken]]:
         """Convert an engine output to (new text, new tokens with their offsets in the choice's text), up to a stop
-        string. If the output ends the choice, set `finish_reason` and `stop_reason`."""
+        string. Set `finish_reason` and `stop_reason` if the output ends the choice."""
         answer, text, tokens = self._answer, "", []
         hidden = output.results[-1:] if output.finish_reason == "stop" and not self._stop.include else []
         for result in output.results[: len(output.results) - len(hidden)]:

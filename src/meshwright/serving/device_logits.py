@@ -97,7 +97,7 @@ class DeviceRow:
 
     def on_host(self) -> Logits:
         """Return a copy of the logits [V] in host memory; must not be modified."""
-        return self._row().on_host()
+        return self._host_row().on_host()
 
     def logit(self, token: int) -> float:
         """Return the logit of a token ID."""
@@ -106,14 +106,14 @@ class DeviceRow:
             if token == known:
                 return logit
         place = np.flatnonzero(self._tokens == token)
-        return float(self._values[place[0]]) if len(place) else self._row().logit(token)
+        return float(self._values[place[0]]) if len(place) else self._host_row().logit(token)
 
     def total_weight(self, temperature: float) -> float:
         """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator; highest:
         the row's largest logit. temperature: more than 0."""
         if temperature == 1:
             return self._figures[2]
-        return self._figures[3] if temperature == self._draw.temperature else self._row().total_weight(temperature)
+        return self._figures[3] if temperature == self._draw.temperature else self._host_row().total_weight(temperature)
 
     def draw(self, temperature: float, uniform: float) -> int:
         """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
@@ -126,25 +126,25 @@ class DeviceRow:
         """Return the number of logits that are at least `least`."""
         if self._certain == self.size or (len(self._values) and self._values[-1] < least):
             return int(np.count_nonzero(self._values >= least))
-        return self._row().count_from(least)
+        return self._host_row().count_from(least)
 
     def highest_logits(self, count: int) -> Logits:
         """Return the `count` highest logits in descending order."""
-        return self._values[:count] if count <= len(self._values) else self._row().highest_logits(count)
+        return self._values[:count] if count <= len(self._values) else self._host_row().highest_logits(count)
 
     def most_likely(self, count: int) -> list[int]:
         """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""
         if count > self._certain:
-            return self._row().most_likely(count)
+            return self._host_row().most_likely(count)
         found: list[int] = self._tokens[:count].tolist()
         return found
 
     def token_at(self, rank: int, values: Logits) -> int:
         """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,
         equal logits by ascending ID. values: the highest logits in descending order, more than `rank` of them."""
-        return int(self._tokens[rank]) if rank < self._certain else self._row().token_at(rank, values)
+        return int(self._tokens[rank]) if rank < self._certain else self._host_row().token_at(rank, values)
 
-    def _row(self) -> HostRow:
+    def _host_row(self) -> HostRow:
         """Return the row's logits copied to host memory; the copy is made at the first call."""
         if self._host is None:
             self._host = HostRow(self._logits[self._index].cpu().numpy())

@@ -102,7 +102,7 @@ class DeviceRunner:
         )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         if graphs:
-            self._capture()
+            self._warm_up()
 
     def memory(self) -> dict[str, int]:
         """Return {kind: bytes}: on the device `weights`, `kv` and `workspace` (buffers, and the extra KV block of
@@ -361,7 +361,7 @@ class DeviceRunner:
         """Return a new tensor of zeros of this shape and `dtype` on this rank's device."""
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def _capture(self) -> None:
+    def _warm_up(self) -> None:
         """Run one step of `token_budget` tokens, decode steps of each padded size and the kernels of sampling, so that
         all kernels are compiled and all memory is allocated before the first request.
 

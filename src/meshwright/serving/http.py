@@ -85,18 +85,18 @@ class HttpApp:
             self._endpoints[path] = "POST", partial(self._generate, model=body)
         for path, (model, use) in plain.items():
             self._endpoints[path] = "POST", partial(self._parse, model=model, use=use)
-        self._app: ASGIApp = self._answer
+        self._app: ASGIApp = self._handle_request
         if settings.cors_origins:
             self._app = CORSMiddleware(
-                self._answer, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+                self._handle_request, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
+                allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
             )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one HTTP request: the entry point of an ASGI application, with ASGI's arguments."""
         await self._app(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one HTTP request, given by ASGI's arguments: call its endpoint and send what the endpoint returns, as
         JSON unless it is a Response. Exceptions become error responses in OpenAI's format."""
         request = Request(scope, receive)

@@ -105,7 +105,7 @@ class Lowering:
         self.states = self._get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
         with reserve_pool([each for pair in self._caches for each in pair if limits.touched]):
-            self._lower()  # reads and packs the weights meanwhile
+            self._lower_stage()  # reads and packs the weights meanwhile
         kernels.end_packing()
 
     def _make_cache(self, kv_heads: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -118,7 +118,7 @@ class Lowering:
         self.nbytes["kv"] += keys.nbytes + values.nbytes
         return keys, values
 
-    def _lower(self) -> None:
+    def _lower_stage(self) -> None:
         """Append to `ops` the kernel operations of the whole pipeline stage: embedding, transformer blocks, head."""
         packed = self._lower_embedding() if self._stage.first else None
         for layer in self._stage.layers:
@@ -130,7 +130,7 @@ class Lowering:
     def _lower_embedding(self) -> PackedMatrix | None:
         """Append to `ops` the lookup of token and position embeddings. Return the packed embedding matrix if this stage
         also has a tied output head, else None."""
-        packed = self._pack(self._model.embedding) if self._stage.last and self.config.tied else None
+        packed = self._pack_weight(self._model.embedding) if self._stage.last and self.config.tied else None
         table = packed or self._copy_weight(self._read_shard("embedding.weight", self._dtype == "bfloat16"))
         self.ops.append(op.Embed(self.states, table, first=self._first_token))
         self._sum_over_ranks(self.states)
@@ -199,8 +199,8 @@ class Lowering:
         added = not self._split and self._adds_directly(norm)
         out = self.states if added else self._get_buffer("partial", config.hidden)
         router_bias = self._read_optional(mixture.router, "bias")
-        router = self._pack(mixture.router, dtype="float32")
-        up, down = (self._pack(stacked, count=experts.held) for stacked in (experts.up, experts.down))
+        router = self._pack_weight(mixture.router, dtype="float32")
+        up, down = (self._pack_weight(stacked, count=experts.held) for stacked in (experts.up, experts.down))
         self.ops.append(
             op.Experts(
                 out, x, router, up, down, self._experts_workspace, config.experts_per_token, config.activation,
@@ -238,7 +238,7 @@ class Lowering:
         assert self._model.final_norm is not None
         self._lower_norm(self._model.final_norm, rows, rows, "outputs", self.config.logit_divisor)
         if packed is None:
-            packed = self._pack(self._model.embedding if self._model.head is None else self._model.head)
+            packed = self._pack_weight(self._model.embedding if self._model.head is None else self._model.head)
         self.logits = self._kernels.empty((self._limits.logits, packed.n), np.float32)
         self.nbytes["logits"] += self.logits.nbytes
         self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
@@ -260,7 +260,7 @@ class Lowering:
     def _lower_linear(self, linear: modules.Linear, out: Float32, x: Float32, accumulate: bool = False) -> None:
         """Append to `ops` a linear layer with its bias, from `x` to `out`. accumulate: add to the present values of
         `out`."""
-        self.ops.append(op.Linear(out, x, self._pack(linear), self._read_optional(linear, "bias"), accumulate))
+        self.ops.append(op.Linear(out, x, self._pack_weight(linear), self._read_optional(linear, "bias"), accumulate))
 
     def _lower_row_parallel(self, linear: modules.Linear, x: Float32, norm: nn.Module | None) -> None:
         """Append to `ops` a row-parallel linear layer of input `x`, all-reduced over tp; the result is added to the
@@ -269,7 +269,7 @@ class Lowering:
             self._lower_linear(linear, self.states, x, accumulate=True)
             return
         partial, bias = self._get_buffer("partial", self.config.hidden), self._read_optional(linear, "bias")
-        self.ops.append(op.Linear(partial, x, self._pack(linear), None if self._split else bias))
+        self.ops.append(op.Linear(partial, x, self._pack_weight(linear), None if self._split else bias))
         self._lower_sum(partial, bias, norm)
 
     def _adds_directly(self, norm: nn.Module | None) -> bool:
@@ -294,7 +294,7 @@ class Lowering:
         if self._split:
             self.segments.append(Segment(len(self.ops), partial, residual, bias))
 
-    def _pack(self, module: nn.Module, dtype: str | None = None, count: int = 1) -> PackedMatrix:
+    def _pack_weight(self, module: nn.Module, dtype: str | None = None, count: int = 1) -> PackedMatrix:
         """Return the weight of `module`, packed for the kernels' matrix products. dtype: "float32" or "bfloat16" (None:
         that of the model). count: number of experts' matrices that are stacked along dim 0."""
         name = f"{self._names[id(module)]}.weight"

@@ -137,23 +137,23 @@ class Replicas:
         self._queued_tokens += len(request.tokens)
         if request.deadline is not None:
             left = max(0.0, request.deadline - time.time())
-            stream.deadline = asyncio.get_running_loop().call_later(left, self._end, request.id, "timeout")
+            stream.deadline = asyncio.get_running_loop().call_later(left, self._end_request, request.id, "timeout")
         self._dispatch(stream)
         return stream
 
     def cancel(self, request_id: str) -> None:
         """Cancel the request with the ID `request_id`; its stream ends immediately. Unknown and finished requests are
         ignored."""
-        self._end(request_id, "cancelled")
+        self._end_request(request_id, "cancelled")
 
-    def _end(self, request_id: str, reason: FinishReason) -> None:
+    def _end_request(self, request_id: str, reason: FinishReason) -> None:
         """End the unfinished request with the ID `request_id`: cancel it on its ranks, and end its stream with the
         finish reason `reason`. Ignore any other ID."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
         if stream.replica is not None:
-            self._send(stream.replica, {"cancel": request_id})
+            self._send_message(stream.replica, {"cancel": request_id})
         self._remove_request(stream)
         stream.put(Output(request_id, [], reason))
 
@@ -194,7 +194,7 @@ class Replicas:
         `STOP_SECONDS`."""
         self._state = "failed"
         for replica in self._replicas:
-            self._send(replica, {"stop": True})
+            self._send_message(replica, {"stop": True})
         if any(replica.ready for replica in self._replicas):
             await asyncio.wait(self._tasks[:-1], timeout=STOP_SECONDS)
         for task in self._tasks:
@@ -223,7 +223,7 @@ class Replicas:
                 return
             losses = 1 if replica.has_served or time.monotonic() - replica.ready_since > STEADY_SECONDS else losses + 1
             started, streams = self._state != "starting", len(replica.streams)
-            self._recover(replica)
+            self._recover_replica(replica)
             if not started or not self._starter.restarts or losses >= LOSSES_OF_REPLICA or isinstance(error, UserError):
                 self._mark_failed(error)
                 return
@@ -257,7 +257,7 @@ class Replicas:
             replica.starts += 1
         return RankLost(replica.lost.result() if replica.lost.done() else "its ranks have ended")
 
-    def _recover(self, replica: Replica) -> None:
+    def _recover_replica(self, replica: Replica) -> None:
         """Reset a lost replica, and send its unfinished requests to other replicas, or keep them until one is ready. A
         request fails if its replica was lost `LOSSES_OF_REQUEST` times while it ran, without a new token in between."""
         for stream in replica.reset():
@@ -372,9 +372,9 @@ class Replicas:
         stream.replica = replica
         replica.streams[request.id] = stream
         replica.sent += 1
-        self._send(replica, {"add": request})
+        self._send_message(replica, {"add": request})
 
-    def _send(self, replica: Replica, message: Message) -> None:
+    def _send_message(self, replica: Replica, message: Message) -> None:
         """Send a message to a replica's first rank, which forwards it to the other ranks."""
         writer = replica.peers.get(0)
         if writer is not None and not writer.is_closing():

@@ -126,7 +126,7 @@ def serve(
     """
     check_options(serve, options, ServeOptions)
     prepare_process()  # before torch is loaded, here or in a rank
-    phases = _Phases(log)
+    phases = _StartupTimer(log)
     place = rendezvous.read_place() if rendezvous.is_started_by_others() else None
     if place is not None and place.rank > 0:
         from meshwright.serving.ranks import serve_joined
@@ -157,7 +157,7 @@ def serve(
 
         async def run() -> int:
             """Start and serve until a signal; return the number of unfinished requests."""
-            starting = asyncio.create_task(_start(model, replicas, phases))
+            starting = asyncio.create_task(_start_ranks(model, replicas, phases))
             signalled = asyncio.create_task(wait_for_signals(signals))
             try:
                 await asyncio.wait((starting, signalled), return_when=asyncio.FIRST_COMPLETED)
@@ -192,7 +192,7 @@ def serve(
     _raise_end(signals.received[0], unfinished)
 
 
-class _Phases:
+class _StartupTimer:
     """Logs the duration of each phase of the server's start. log: called with one line per phase."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
@@ -201,7 +201,7 @@ class _Phases:
         self._last = self.began
 
     def end(self, what: str) -> None:
-        """Log the phase `what` ("HTTP started") with the seconds since the previous phase ended."""
+        """Log that the phase `what` ("HTTP started") has ended, with the seconds since the previous phase ended."""
         now = time.perf_counter()
         self.log(f"{what}: {now - self._last:.2f} s")
         self._last = now
@@ -256,7 +256,7 @@ def _check_model(
     return _Settings(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu", plan)
 
 
-def _prepare_kernels(model: _Settings, phases: _Phases) -> _Settings:
+def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
     """Compile the kernels of CPU ranks if necessary, and return the settings `model` with them; without kernels the
     predicted memory becomes that of plain torch. phases: logger of durations. Raises UserError if the layout needs
     kernels."""
@@ -287,7 +287,7 @@ def _make_replicas(model: _Settings, directory: str, options: ServeOptions, log:
     return Replicas(plan, starter, limits=limits, host=host, log=log)
 
 
-async def _start(model: _Settings, replicas: Replicas, phases: _Phases) -> Prompts:
+async def _start_ranks(model: _Settings, replicas: Replicas, phases: _StartupTimer) -> Prompts:
     """Start the ranks of all `replicas`; meanwhile check the checkpoint's hashes and load the tokenizer. Return the
     tokenizer. model: checked settings. phases: logger of durations."""
 

@@ -55,7 +55,7 @@ class JobRunner:
                 raise ClientLeft
             run.result()
         finally:
-            await _stop(run, left)
+            await _cancel_tasks(run, left)
         return job.formatter.answer(job.choices, [Piece.join(each) for each in pieces])
 
     def start(self, job: Job, take: Take) -> asyncio.Task[None]:
@@ -67,10 +67,10 @@ class JobRunner:
             self._metrics.refuse(refusal.reason)
             raise refusal_error(refusal)
         run = asyncio.create_task(self._run(job, [self._client.submit(request) for request in job.requests], take))
-        run.add_done_callback(lambda _: self._release(job))
+        run.add_done_callback(lambda _: self._cancel_unfinished(job))
         return run
 
-    def _release(self, job: Job) -> None:
+    def _cancel_unfinished(self, job: Job) -> None:
         """Cancel on the engine those requests of a job that have not finished."""
         for choice in job.choices:
             self._client.cancel(choice.request.id)
@@ -154,7 +154,7 @@ class EventStream(Response):
         except SlowReader:
             drop()
         finally:
-            await _stop(run, left)
+            await _cancel_tasks(run, left)
             for timer in timers:
                 timer.cancel()
 
@@ -189,7 +189,7 @@ async def _wait_until_left(receive: Receive) -> None:
         pass
 
 
-async def _stop(*tasks: asyncio.Task[None]) -> None:
+async def _cancel_tasks(*tasks: asyncio.Task[None]) -> None:
     """Cancel the tasks and wait until they have ended; their exceptions are ignored."""
     for task in tasks:
         task.cancel()

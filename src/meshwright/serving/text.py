@@ -74,21 +74,21 @@ class AnswerText:
         `stopped_by` is set, and no token may follow."""
         assert self.stopped_by is None
         self.offsets.append(self._characters)
-        return self._show(self._detokenizer.push(token), searched=len(self.offsets) > self._min_tokens)
+        return self._append_text(self._detokenizer.push(token), searched=len(self.offsets) > self._min_tokens)
 
     def finish(self) -> str:
         """Return the text held back so far, at the end of an answer; empty if a stop string ended it."""
         if self.stopped_by is not None:
             return ""
-        piece = self._show(self._detokenizer.rest(), searched=True)
+        piece = self._append_text(self._detokenizer.rest(), searched=True)
         if self.stopped_by is None:
             piece, self._held = piece + self._held, ""
         return piece
 
-    def _show(self, piece: str, searched: bool) -> str:
-        """Append `piece` to the text held back, and return the text that becomes visible. An end that may be the
-        beginning of a stop string is held back; text from a complete stop string on is dropped. searched: False to
-        return all of the text without a search for stop strings."""
+    def _append_text(self, piece: str, searched: bool) -> str:
+        """Append the text `piece`, and return the text that becomes visible. A suffix that may be the beginning of a
+        stop string is held back; text from a complete stop string on is dropped. searched: False: do not search for
+        stop strings and return all text."""
         self._characters += len(piece)
         text = self._held + piece
         if not searched or not self._stop:

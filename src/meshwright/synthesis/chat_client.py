@@ -47,12 +47,12 @@ class Journal:
                 f"{path}: another process is writing this journal; wait for it, or use another file"
             ) from None
         try:
-            self._load()
+            self._load_answers()
         except BaseException:
             self.close()
             raise
 
-    def _load(self) -> None:
+    def _load_answers(self) -> None:
         """Read the answers in the file and remove a truncated last line. Raises `UserError` if it is not a journal."""
         self._file.seek(0)
         whole = 0

@@ -193,8 +193,9 @@ class LanguageModelTask:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Checksums that identify what a preference run's reference log-probabilities depend on besides the weights:
-        sha256 of the data ("data_sha256") and of the model configuration ("model"), and the precision ("precision")."""
+        """Inputs of the reference log-probabilities of preference training other than the weights: sha256 of the data
+        ("data_sha256") and of the model configuration ("model"), and the precision ("precision"). Stored
+        log-probabilities are reused only if all are equal."""
         return {
             "data_sha256": self.data.sha256,
             "model": hashlib.sha256(canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
@@ -207,8 +208,9 @@ class LanguageModelTask:
         return self.config.adapter is not None
 
     def reference_weights(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the model is the reference of preference training: the base model without
-        its adapter. Without adapter the reference is the model at its start, and nothing changes."""
+        """Return a context manager in which forward passes compute the reference model of preference training: the base
+        model without its adapter. Without an adapter it changes nothing: the reference is then the initial model,
+        computed before the first step."""
         return adapters_off(self.model)
 
     def reference_slices(self) -> list[TensorSlice]:

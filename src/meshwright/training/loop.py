@@ -74,8 +74,8 @@ class Run:
         self.resumed_from = self._resume(layout, config, data)
 
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        """Create the members that runs of language models and runs of user modules have in common: journal (console and
-        metrics file), agreement between ranks, recorder of SIGTERM and interrupts, profiler."""
+        """Create the members that runs of language models and of user modules share: journal (console and metrics
+        file), agreement between ranks, handlers of SIGTERM and interrupts, profiler."""
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)

@@ -35,18 +35,21 @@ class Policy(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Inputs of the reference log-probabilities other than the weights, as {name: value}: the SHA-256 of the
-        data, the SHA-256 of the model configuration, and the precision. Stored ones are used only if all are equal."""
+        """Inputs of the reference log-probabilities other than the weights, as {name: value}: the SHA-256 of the data,
+        the SHA-256 of the model configuration, and the precision. Stored log-probabilities are reused only if all are
+        equal."""
 
     @property
     def recomputes_reference(self) -> bool:
         """True if the reference model can be computed at any step: the base model without its adapter."""
 
     def reference_weights(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the model is the reference model."""
+        """Return a context manager in which forward passes compute the reference model (of DPO): the base model without
+        its adapter or, without an adapter, the model as it is."""
 
     def reference_slices(self) -> list[TensorSlice]:
-        """Return the weights of the reference model as slices that cover each element on one rank."""
+        """Return the weights of the reference model (of DPO) as tensor slices that cover each element on exactly one
+        rank."""
 
     def split_sequences(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
         """Yield for each forward pass over the first `count` sequences of a split the list of this rank's

@@ -63,8 +63,8 @@ class Rewards(NamedTuple):
         return self.chosen - self.rejected
 
     def to_metrics(self) -> dict[str, float]:
-        """Return the metrics named in `REWARDS` (margin, accuracy, chosen, rejected) as {name: value}, without those of
-        a label that no response of the step has."""
+        """Return the metrics named in `REWARDS` (margin, accuracy, chosen, rejected) as {name: value}; metrics of a
+        label (chosen or rejected) without a response in the step are omitted."""
         values = zip(REWARDS, (self.margin, self.accuracy, self.chosen, self.rejected), strict=True)
         return {name: value for name, value in values if not math.isnan(value)}
 

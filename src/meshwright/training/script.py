@@ -66,8 +66,9 @@ def record_result(result: dict[str, Any]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Context manager that prints an exception as one line and ends the process with its exit code: 2 after a user
-    error, 143 after SIGTERM, 130 after an interrupt, else the code of the exception's class.
+    """Context manager that ends the process when an exception leaves it: prints the exception as one line and exits
+    with its code: 2 after a user error, 143 after SIGTERM, 130 after an interrupt, else the code of the exception's
+    class.
 
     Under `meshwright run` it does nothing: that command receives the exception and prints it."""
     try:

@@ -76,7 +76,7 @@ class Reference:
             self.norms.append(norm)
             self.gradients.append(gradients)
             if step != problem.nan_step:
-                weights = self._update(weights, gradients, norm, step)
+                weights = self._apply_update(weights, gradients, norm, step)
             self.weights.append(weights)
             # Micikevicius et al. 2018, arXiv:1710.03740, section 3.2: halved on overflow, doubled after finite steps.
             finite_in_a_row = 0 if step == problem.nan_step else finite_in_a_row + 1
@@ -228,7 +228,9 @@ class Reference:
 
     # --- update
 
-    def _update(self, weights: ParameterValues, gradients: ParameterValues, norm: float, step: int) -> ParameterValues:
+    def _apply_update(
+        self, weights: ParameterValues, gradients: ParameterValues, norm: float, step: int
+    ) -> ParameterValues:
         """Apply one optimizer update; return the new master weights by parameter. Gradients are first clipped by their
         global norm, `norm` (as in `torch.nn.utils.clip_grad_norm_`). step: training step, from 0.
 

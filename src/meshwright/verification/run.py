@@ -142,7 +142,7 @@ class _Verifier:
         begun = time.monotonic()
         layout = scale_down_layout(wanted)
         cases = []
-        for case in self._cases(wanted, layout, config):
+        for case in self._choose_cases(wanted, layout, config):
             started = time.monotonic()
             found = self.compare(case, layout)
             cases.append((case, found, time.monotonic() - started))
@@ -218,7 +218,7 @@ class _Verifier:
             before = run(layout, StepRange(0, last))
             return run(case.resume_layout, StepRange(last)) if before.passed else before
 
-    def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
+    def _choose_cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
         """Choose the verification cases for a layout. wanted: the layout that the user named; layout: the same layout
         scaled down to few ranks; config: the model."""
         # Over the grid, one batch size that suits most layouts, so that references are shared.

@@ -64,18 +64,18 @@ def load_spacy() -> Any:
 
 def split_words(text: str) -> list[str]:
     """Return the words of a text as datatrove does: spaCy's tokens that are not white space."""
-    with _parse(text) as parsed:
+    with _parse_with_spacy(text) as parsed:
         return [word for token in parsed if (word := token.text.strip())]
 
 
 def count_sentences(text: str) -> int:
     """Count the sentences of a text by spaCy's rules."""
-    with _parse(text) as parsed:
+    with _parse_with_spacy(text) as parsed:
         return sum(1 for _ in parsed.sents)
 
 
 @contextmanager
-def _parse(text: str) -> Iterator[Any]:
+def _parse_with_spacy(text: str) -> Iterator[Any]:
     """Context manager that yields spaCy's `Doc` of a text; the strings that spaCy interned for it are freed at the
     end."""
     tokenizer = load_spacy()

@@ -91,14 +91,14 @@ class RemovedSentences:
 
     def find_numbers(self, document: int) -> set[int]:
         """Return the numbers of the removed sentences of a document."""
-        entries = self._select(document, document + 1)
+        entries = self._select_entries(document, document + 1)
         return {*(entries & ((1 << SENTENCE_BITS) - 1)).tolist()}
 
     def measure(self, segment: Segment) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Return for each document of a segment (number of its removed sentences; their UTF-8 bytes; True if no
         sentence is left), [documents] each.
         """
-        entries = self._select(segment.first, segment.first + segment.documents)
+        entries = self._select_entries(segment.first, segment.first + segment.documents)
         counts = segment.read_column("sentences")[:, 0].astype(np.int64)
         owner = (entries >> SENTENCE_BITS) - segment.first
         at = (np.cumsum(counts) - counts)[owner] + (entries & ((1 << SENTENCE_BITS) - 1))
@@ -106,7 +106,7 @@ class RemovedSentences:
         sizes = np.bincount(owner, segment.read_sentence_sizes()[at], len(counts)).astype(np.int64)
         return removed, sizes, (counts > 0) & (removed == counts)
 
-    def _select(self, begin: int, end: int) -> NDArray[np.int64]:
+    def _select_entries(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return the entries of the documents from `begin` to `end`, exclusive."""
         low, high = np.searchsorted(self.entries, [begin << SENTENCE_BITS, end << SENTENCE_BITS])
         return np.asarray(self.entries[low:high])

@@ -119,7 +119,7 @@ class RecordFormat(NamedTuple):
         """Return the required keys, as files name them, of the schema that `record` follows, such as ("messages",) or
         ShareGPT's ("conversations",)."""
         if self.kind == "instruction":
-            completes = self._completes(record)
+            completes = self._is_trl_instruction(record)
             return tuple(map(self.get_file_key, ("prompt", "completion") if completes else ("instruction", "output")))
         if self.kind == "unpaired":
             return tuple(map(self.get_file_key, self._find_unpaired_parts(record)))
@@ -145,7 +145,7 @@ class RecordFormat(NamedTuple):
         if added := next((key for key in self.find_schema(record) if key not in schema), None):
             raise MalformedRecord(f'has the key "{added}", which the records before it do not have; {advice}')
 
-    def _completes(self, record: Mapping[str, Any]) -> bool:
+    def _is_trl_instruction(self, record: Mapping[str, Any]) -> bool:
         """Return True if an instruction record has TRL's keys (`prompt` and `completion`) instead of Alpaca's."""
         return self.get_file_key("instruction") not in record and self.get_file_key("completion") in record
 
@@ -201,7 +201,7 @@ class RecordFormat(NamedTuple):
         (pairs of question and answer, which are trained on), or TRL's `prompt` and `completion`. Raises
         `MalformedRecord` if a key is missing or has a value of a wrong type.
         """
-        if self._completes(record):
+        if self._is_trl_instruction(record):
             return self._parse_completion(record, unused)
         instruction, output = (self._get_text(record, part) for part in ("instruction", "output"))
         given = self._get_optional_text(record, "input")

@@ -99,7 +99,7 @@ class ExampleEncoder:
             except TemplateError as error:
                 raise UserError(f"{document.name}: {self.template.where} {error}") from None
         self._left_out.update(name for one in rendered for name in one.left_out)
-        encoded = iter(self._encode(rendered))
+        encoded = iter(self._tokenize(rendered))
         for count, text, undesirable in branches:
             pieces = [next(encoded) for _ in range(count)]
             for _, trained in pieces:
@@ -117,7 +117,7 @@ class ExampleEncoder:
         of the assistant's next turn. tools: JSON schemas of functions. variables: further variables of the template.
         Raises `UserError` if the template refuses the messages, or leaves out tools or calls.
         """
-        ((tokens, _),) = self._encode([self._render_prompt(messages, header, tools, variables)])
+        ((tokens, _),) = self._tokenize([self._render_prompt(messages, header, tools, variables)])
         return [int(token) for token in tokens]
 
     def render_prompt(
@@ -164,7 +164,7 @@ class ExampleEncoder:
             rendered = self.template.render_with_spans([Message("user", "A?"), Message("assistant", "B.")])
         except TemplateError:
             return None
-        ((tokens, trained),) = self._encode([rendered])
+        ((tokens, trained),) = self._tokenize([rendered])
         for token in tokens[trained & TRAINED_BIT != 0][::-1].tolist():
             if self.tokenizer.tokenizer.id_to_token(token) in self.tokenizer.special:
                 return int(token)
@@ -172,7 +172,7 @@ class ExampleEncoder:
                 break
         return None
 
-    def _encode(self, rendered: Sequence[RenderedConversation]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
+    def _tokenize(self, rendered: Sequence[RenderedConversation]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
         """Tokenize rendered conversations; returns for each (token ids [tokens], their marks (see `token_marks`) uint8
         [tokens]).
         """

@@ -139,7 +139,7 @@ class Placeholders:
             tables = [_PlaceholderTable(self, number, part) for part in range(len(PARTS))]
             try:
                 shown[number] = {
-                    key: value if key in _KEPT_KEYS else map_strings(value, _translator(tables, key, kept), _KEPT_KEYS)
+                    key: value if key in _KEPT_KEYS else map_strings(value, _make_masker(tables, key, kept), _KEPT_KEYS)
                     for key, value in messages[number].items()
                 }
             except TooManyCharacters:
@@ -190,7 +190,7 @@ class _PlaceholderTable(dict[int, int]):
         return self[code]
 
 
-def _translator(tables: Sequence[_PlaceholderTable], key: str, kept: re.Pattern[str] | None) -> Callable[[str], str]:
+def _make_masker(tables: Sequence[_PlaceholderTable], key: str, kept: re.Pattern[str] | None) -> Callable[[str], str]:
     """Return the function that masks a string under `key` of a message by placeholders. tables: one for each of
     `PARTS`. kept: as in `Placeholders.mask`."""
     table = tables[PARTS.index(_PART_OF_KEY.get(key, "other"))]

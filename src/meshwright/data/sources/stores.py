@@ -111,7 +111,7 @@ class _BlockReader(io.RawIOBase):
         self._file, self._size = file, file.size
         self._place, self._number, self._block = 0, -1, memoryview(b"")
         if self._size:
-            self._load(0)
+            self._fetch_block(0)
 
     def readable(self) -> bool:
         """Return True: the stream supports reading."""
@@ -141,13 +141,13 @@ class _BlockReader(io.RawIOBase):
             return 0
         number, begin = divmod(self._place, BLOCK)
         if number != self._number:
-            self._load(number)
+            self._fetch_block(number)
         part = self._block[begin : begin + len(buffer)]
         buffer[: len(part)] = part
         self._place += len(part)
         return len(part)
 
-    def _load(self, number: int) -> None:
+    def _fetch_block(self, number: int) -> None:
         """Fetch the block with index `number` from the store; it replaces the previous one."""
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self._size)
 
