@@ -29,7 +29,8 @@ Handler: TypeAlias = "Callable[[dict[str, Any]], dict[str, Any]]"
 
 
 class HandlerFailed(Exception):
-    """Error: the program failed on a request, for a reason that it does not handle; type and message of its error."""
+    """Error: the subprocess's handler raised an exception for a request. The text is the type and message of that
+    exception."""
 
 
 class LimitedProcess:

@@ -27,7 +27,8 @@ class SampleOrder:
     """
 
     def __init__(self, seed: int, sequences: int, source: int = 0) -> None:
-        """Choose the width of the Feistel network; arguments: see the class."""
+        """Derive the size of the Feistel network from `sequences`; nothing is stored per sample. Arguments: see the
+        class."""
         assert sequences >= 1, sequences
         self.seed, self.sequences = seed, sequences
         self._key = f"meshwright sample order, seed {seed}" + (f", source {source}" if source else "")

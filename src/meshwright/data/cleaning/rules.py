@@ -196,12 +196,11 @@ class Cleaner(Rewriter):
         problem: heuristics.Finding | None = None,
         example: Example | None = None,
     ) -> Verdict:
-        """Mask one document and apply the rules to it; returns the verdict (kept, or dropped by which rule and why).
+        """Mask one document and apply the rules to it; return the verdict (kept, or dropped by which rule and why).
 
-        text: the document's text, in which a byte that did not decode is a lone surrogate; None if the file is not
-        text. name: the document's name. problem: (rule that the reader found violated, reason); None if there is none.
-        example: the record of which `text` has the texts; None for plain text.
-        """
+        text: the document's text (undecodable bytes as lone surrogates); None if the file is not text. name: the
+        document's name. problem: (rule that the reader found violated, reason); None if there is none. example: the
+        record whose joined texts are `text`; None for plain text."""
         if problem is not None:
             return Verdict(*problem)
         try:
