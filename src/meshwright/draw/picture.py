@@ -82,7 +82,7 @@ def stack_pictures(pictures: Sequence[tuple[str, Markup]], label: str, gap: floa
 
 
 def read_size(drawn: Markup) -> tuple[float, float]:
-    """Return (width, height) in pixels of an SVG picture made by `Picture.svg`."""
+    """Return (width, height) in pixels of `drawn`, an SVG picture made by `Picture.svg`."""
     sizes = re.search(r'width="([\d.]+)" height="([\d.]+)"', drawn)
     assert sizes
     return float(sizes[1]), float(sizes[2])

@@ -46,7 +46,7 @@ class Progress:
                 """Progress column with the step's values ("loss 3.117" ...), as many as fit next to the bar."""
 
                 def render(column, task: Task) -> Text:  # noqa: N805
-                    """Return the text of the column."""
+                    """Return the column's text. task: rich's state of the progress bar."""
                     width = console.width
                     bar.bar_width = max(5, width // 8)
                     room = width - len(self._format_position()) - bar.bar_width - 3
@@ -56,7 +56,7 @@ class Progress:
                 """Progress column with the number of steps done and of all steps."""
 
                 def render(column, task: Task) -> Text:  # noqa: N805
-                    """Return the text of the column."""
+                    """Return the column's text. task: rich's state of the progress bar."""
                     return Text(self._format_position(), no_wrap=True)
 
             console = Console(file=self._stream)

@@ -108,18 +108,18 @@ class Prompts:
         return encoder, names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def encode_chat(self, given: Conversation, header: bool = True) -> list[int]:
-        """Return the token IDs of a conversation, formatted by the model's chat template. header: True: append what
-        begins the assistant's next turn, as for a prompt.
+        """Tokenize the conversation `given`, formatted by the model's chat template, and return its token IDs. header:
+        True: append the header of the assistant's next turn, as for a prompt.
 
         Raises UserError if the model has no template, if the template refuses the conversation or leaves out tools or
-        calls, or if its text is so long that it has more than `max_length` tokens.
-        """
+        calls, or if its text is so long that it has more than `max_length` tokens."""
         self._check_characters(given.count_characters())
         return self.check(self._require_chat().encode_prompt(given.messages, header, given.tools, given.variables))
 
     def render_chat(self, given: Conversation, header: bool = True) -> str:
-        """Return the text of a conversation in the model's chat template. header: as in `encode_chat`. Raises UserError
-        if the model has no template, or if the template refuses the conversation or leaves out tools or calls."""
+        """Render the conversation `given` to text by the model's chat template. header: as in `encode_chat`. Raises
+        UserError if the model has no template, or if the template refuses the conversation or leaves out tools or
+        calls."""
         return self._require_chat().render_prompt(given.messages, header, given.tools, given.variables)
 
     def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:

@@ -109,8 +109,8 @@ def _entries_of(module: str, weight: ParameterEntry, adapter: AdapterConfig) -> 
     replicated = {"split": {}, "blocks": (), "granularity": 1, "remainder": "refuse", "partial": "heads"}
 
     def make(part: str, shape: tuple[int, ...], sharded: bool, initial: Initial) -> ParameterEntry:
-        """Build the parameter entry of one adapter tensor. part: key in `ADAPTER_PARTS`; sharded: True if tp shards it
-        as it shards the weight."""
+        """Build the parameter entry of one adapter tensor. part: key in `ADAPTER_PARTS`; shape: unsharded shape;
+        sharded: True if tp shards it as it shards the weight; initial: initial values."""
         same = replace(
             weight,
             name=f"{PEFT_PREFIX}{module}.{ADAPTER_PARTS[part]}",

@@ -128,8 +128,8 @@ class Optimizer:
         return self._state
 
     def restore_step_count(self, step_count: int) -> None:
-        """Set the number of updates done, which AdamW's bias correction needs, after a checkpoint's values were loaded
-        into the tensors of `state_tensors`."""
+        """Set the number of updates done to `step_count`, which AdamW's bias correction needs, after a checkpoint's
+        values were loaded into the tensors of `state_tensors`."""
         self.step_count = step_count
         for part in self._parts:
             part.updates.fill_(float(step_count))

@@ -77,7 +77,8 @@ class Preference:
         return PreferenceLoss((losses_BP * counted_BP).sum(), figures)
 
     def _single_response_loss(self, scores_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:
-        """Return loss and metrics of single responses with labels (KTO). scores_BD: log p / p_ref of each."""
+        """Return loss and metrics of single labelled responses (KTO). scores_BD: log p / p_ref of each response. pairs:
+        labels, lengths and KL estimate of the responses."""
         kinds_2BD = pairs.counted_BP & torch.stack([~pairs.undesirable_BD, pairs.undesirable_BD])
         ahead_BD = scores_BD - pairs.kl_B[:, None]
         losses_BD = [

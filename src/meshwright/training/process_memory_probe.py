@@ -99,7 +99,7 @@ class _ProbeRun:
 
 def measure(precision: str, compiled: bool) -> ProcessConstants:
     """Measure the process memory beyond tensors by training small models in this process; return it as
-    `ProcessConstants`. compiled: True to measure torch.compile's memory as well."""
+    `ProcessConstants`. precision: "fp32", "bf16" ...; compiled: True to measure torch.compile's memory as well."""
     # Load the libraries that every rank has loaded.
     torch.nn.functional.linear(torch.randn(512, 512), torch.randn(512, 512))
     base = _measure_rss()

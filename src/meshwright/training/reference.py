@@ -130,8 +130,9 @@ def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
 
 
 def frozen_slices(engine: ZeroEngine) -> list[TensorSlice]:
-    """Return the frozen parameters of a model with an adapter as slices of parameter entries (checkpoint tensors): over
-    all ranks, each element is in one slice. Packed ones are unpacked."""
+    """Return the frozen parameters of a model with an adapter, which `engine` (the ZeRO engine) holds, as slices of
+    parameter entries (checkpoint tensors): over all ranks, each element is in one slice. Packed (quantized) ones are
+    unpacked."""
     slices: list[TensorSlice] = []
     for unit in engine.frozen:
         low, high = unit.start, min(unit.stop, unit.flat.numel)

@@ -169,7 +169,7 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
     size or, for a user's own module, the number that torch has now.
 
     store: key-value store by which ranks agree on the number, None if ranks need not agree. note: True to print the
-    reason for the choice."""
+    reason for the choice. start: rank and world size of this process."""
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]
@@ -214,8 +214,8 @@ def _set_gloo_interface(start: Place, store: Any) -> None:
 
 
 def _lock_run_directory(directory: RunDirectory, start: Place, store: Any) -> None:
-    """Lock the run directory on rank 0; if that fails, every rank raises rank 0's `UserError`. store: key-value store
-    that all ranks share, None for one rank. Collective."""
+    """Lock the run directory on rank 0; if that fails, every rank raises rank 0's `UserError`. start: rank and world
+    size of this process. store: key-value store that all ranks share, None for one rank. Collective."""
     problem = ""
     if start.rank == 0:
         try:
@@ -231,8 +231,8 @@ def _lock_run_directory(directory: RunDirectory, start: Place, store: Any) -> No
 
 
 def _write_process_ids(directory: RunDirectory, start: Place, store: Any) -> None:
-    """Collect the process IDs of all ranks and write them to the run directory, on rank 0. store: key-value store
-    through which they are exchanged, None for one rank. Collective."""
+    """Collect the process IDs of all ranks and write them to the run directory, on rank 0. start: rank and world size
+    of this process. store: key-value store through which they are exchanged, None for one rank. Collective."""
     processes = [os.getpid()]
     if store is not None:
         store.set(f"meshwright/process/{start.rank}", str(os.getpid()))

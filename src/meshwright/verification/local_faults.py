@@ -309,15 +309,15 @@ def _see_next_token(
 ) -> Any:
     """Buggy stand-in for `tiles_of` (`original`), which splits attention into tiles and gives each its mask: the causal
     mask (`triangle`) lets each token attend to the next one. `counter` counts the calls in which the mask changes.
-    Other arguments are passed on."""
+    span, first_RS: passed on to `original`."""
     counter.record_if(len(triangle) > 1)
     return original(span, torch.triu(triangle, 2), first_RS)
 
 
 def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any) -> Any:
     """Buggy stand-in for `tiles_of` (`original`), which splits attention into tiles and gives each its mask: every tile
-    of queries except the first of the sequence lacks its first key. `counter` counts the changed tiles. Other arguments
-    are passed on."""
+    of queries except the first of the sequence lacks its first key. `counter` counts the changed tiles. span, triangle,
+    first_RS: passed on to `original`."""
     found = []
     for tile in original(span, triangle, first_RS):
         keys, mask = tile.keys, tile.mask

@@ -92,7 +92,8 @@ def sum_by_response(chosen_BS: torch.Tensor, batch: Batch) -> list[list[torch.Te
 
 
 def score_responses(config: ModelConfig, weights: Weights, batch: Batch) -> list[list[float]]:
-    """Return log p / p_ref in nats of each response of each sequence of a batch, without gradients."""
+    """Return log p / p_ref in nats of each response of each sequence of a batch, [B][responses], without gradients.
+    weights: float64 tensors by the training engine's names."""
     assert batch.reference is not None
     tokens_BS, targets_BS = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
     with torch.no_grad():
@@ -209,7 +210,8 @@ class _Forward:
         self, x_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, head: torch.Tensor
     ) -> torch.Tensor:
         """Return the summed loss of the multi-token prediction module (arXiv:2412.19437, eqs. 21 to 24), which predicts
-        the token after the next. x_BSH: final hidden states; head: weight of the output head, [V, H]."""
+        the token after the next. x_BSH: final hidden states; head: weight of the output head, [V, H]. targets_BS:
+        target tokens, -100 where ignored."""
         name, length = "prediction", tokens_BS.shape[1]
         embedded = self.weights["embedding.weight"][tokens_BS[:, [*range(1, length), 0]]]
         parts = self.norm(embedded, f"{name}.embedding_norm"), self.norm(x_BSH, f"{name}.hidden_norm")
@@ -289,7 +291,8 @@ class _Forward:
         return self.linear(torch.einsum("bnqk,bknv->bqnv", p_BNSS, up_BSNO[..., plain:]).flatten(2), f"{name}.output")
 
     def scale_to_unit(self, x: torch.Tensor, epsilon: float = 1e-6) -> torch.Tensor:
-        """Divide `x` by its root mean square over the last dim."""
+        """Apply RMSNorm without weights: divide `x` by its root mean square over the last dim. epsilon: added to the
+        mean square."""
         return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
 
     def rotate(self, x_BSND: torch.Tensor, layer: int) -> torch.Tensor:

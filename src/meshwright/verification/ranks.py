@@ -82,7 +82,7 @@ class RankResult:
 
 
 def _unpickle_result(data: bytes) -> RankResult:
-    """Rebuild a result from its pickled fields."""
+    """Rebuild a result from `data`, the pickle of its fields."""
     return RankResult(**pickle.loads(data))
 
 

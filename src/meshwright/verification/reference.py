@@ -209,8 +209,8 @@ class Reference:
         }
 
     def _engine_tensors(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Concatenate parameters into the tensors of the training engine, which fuses some of them (query, key and
-        value; gate and up), with the adapter merged into them. Return float64 tensors by engine name."""
+        """Concatenate the parameters `leaves` into the tensors of the training engine, which fuses some of them (query,
+        key and value; gate and up), with the adapter merged into them. Return float64 tensors by engine name."""
         merged = merge_adapter_weights(self.table, self.problem.config.adapter, leaves)
         return {
             tensor.name: torch.cat([merged[entry.name] for entry in tensor.entries])
@@ -267,7 +267,7 @@ class Reference:
 
 def learning_rate(step: int, steps: int, training: TrainingSettings) -> float:
     """Return the learning rate of step `step` (from 0) in a run of `steps` steps. After a linear warm-up it is
-    constant, or decays linearly or along a cosine to the minimum."""
+    constant, or decays linearly or along a cosine to the minimum. training: rates and schedule."""
     peak, warmup = training.learning_rate, training.warmup
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)

@@ -154,6 +154,7 @@ class ChatTemplate:
             return RenderedConversation(text, [], self._find_template_tokens(seen, given, text, None, prompt), [])
 
         def render(some: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
+            """Render the messages `some` with the same tools and variables."""
             return self._render_marked(some, given, prompt)[0]
 
         regions = locate_messages(seen, text, render, self._literals)
@@ -186,7 +187,8 @@ class ChatTemplate:
         names: dict[str, tuple[str, str]] = {}  # random name -> where the function is, and its name
 
         def rename(one: Mapping[str, Any], where: str) -> dict[str, Any]:
-            """Return a copy of a tool or a call with a random name."""
+            """Return a copy of the tool or call `one` with a random name, and note its old name and `where` ("tools" or
+            "messages")."""
             name = f"f{secrets.token_hex(8)}"
             names[name] = where, one["function"]["name"]
             return {**one, "function": {**one["function"], "name": name}}
@@ -205,8 +207,8 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], given: TemplateInputs, prompt: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation; returns (text, character ranges [begin, end) that {% generation %} marks). messages:
-        the template's variables for each message (`role`, `content` ...). prompt: as in `render`.
-        """
+        the template's variables for each message (`role`, `content` ...). given: tools and further variables. prompt:
+        as in `render`."""
         if self._takes_parts:
             messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
         try:
@@ -228,7 +230,8 @@ class ChatTemplate:
         self, marked: list[tuple[int, int]], turns: list[int], wanted: list[int], regions: MessageRegions | None
     ) -> list[tuple[int, int]]:
         """Return those of the spans `marked` by {% generation %} that belong to the turns `wanted`. turns: indices of
-        the assistant's turns. Raises `TemplateError` if a span cannot be assigned to a turn."""
+        the assistant's turns. regions: positions of the messages, None if unknown. Raises `TemplateError` if a span
+        cannot be assigned to a turn."""
         trained = set(wanted)
         if regions is not None:
             return [span for turn, span in assign_marked_spans(marked, regions.ranges, turns) if turn in trained]
@@ -325,7 +328,7 @@ class ChatTemplate:
 
 def _check_all_rendered(messages: Sequence[Mapping[str, Any]], regions: MessageRegions) -> None:
     """Raise `TemplateError` if the template did not render all text of a message; it may leave out reasoning. messages:
-    the template's variables for each message."""
+    the template's variables for each message. regions: positions of the messages in the rendered text."""
     for number, message in enumerate(messages):
         for part in ("content", "tool_calls"):
             place = PARTS.index(part)

@@ -122,7 +122,8 @@ class ConversationTurns:
 
 def make_turn_finder(special: re.Pattern[str], render: Render, literals: Sequence[str]) -> TurnFinder:
     """Return the finder of a template's turns, with the header and end tokens that the template writes in a
-    conversation of one question and answer. special: pattern of the special tokens."""
+    conversation of one question and answer. special: pattern of the special tokens. render: renders a conversation by
+    the template. literals: as in `locate_messages`."""
     header, end, other, begins = "", None, None, frozenset[str]()
     with suppress(TemplateError):
         user, answer = Message("user", "A?").template_variables(), Message("assistant", "B.").template_variables()
@@ -136,7 +137,8 @@ def make_turn_finder(special: re.Pattern[str], render: Render, literals: Sequenc
 
 
 def render_delimiters(messages: TemplateMessages, render: Render, literals: Sequence[str]) -> TurnDelimiters:
-    """Render a conversation that ends with an assistant turn, and return the template's text around this turn."""
+    """Render a conversation that ends with an assistant turn, and return the template's text around this turn.
+    messages: the template's variables of each message. literals: as in `locate_messages`."""
 
     def render_end(some: TemplateMessages, prompt: bool) -> str | None:
         """Return the template's text after the last message of `some`; None if the template refuses them or inspects
@@ -158,7 +160,7 @@ def locate_context(
 ) -> list[tuple[int, int]]:
     """Return the character ranges [begin, end), in the rendered text, of the parts of the assistant's `turns` (indices)
     that are marked as context, not to be trained on (`Message.context`). Raises `TemplateError` if they cannot be
-    determined."""
+    determined. regions: positions of the messages in the text; None: unknown."""
     found = []
     for number in turns:
         content, context = messages[number].content, messages[number].context

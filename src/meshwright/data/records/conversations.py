@@ -198,9 +198,8 @@ class RecordFormat(NamedTuple):
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
         """Parse an instruction record to (prompt, branches): Alpaca's `instruction`, `output`, `input` and `history`
-        (pairs of question and answer, which are trained on), or TRL's `prompt` and `completion`. Raises
-        `MalformedRecord` if a key is missing or has a value of a wrong type.
-        """
+        (pairs of question and answer, which are trained on), or TRL's `prompt` and `completion`. unused: gets the keys
+        of messages that are not used. Raises `MalformedRecord` if a key is missing or has a value of a wrong type."""
         if self._is_trl_instruction(record):
             return self._parse_completion(record, unused)
         instruction, output = (self._get_text(record, part) for part in ("instruction", "output"))
@@ -218,7 +217,8 @@ class RecordFormat(NamedTuple):
     def _parse_completion(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse TRL's `prompt` and `completion` to (prompt, branches). Raises as `_parse_instruction` does."""
+        """Parse TRL's `prompt` and `completion` to (prompt, branches). unused and errors: as in
+        `_parse_instruction`."""
         prompt = self._parse_side(record, "prompt", "user", unused)
         completion = self._parse_side(record, "completion", "assistant", unused)
         return separate_prompt(prompt, (completion,), [*map(self.get_file_key, ("prompt", "completion"))])
@@ -226,7 +226,8 @@ class RecordFormat(NamedTuple):
     def _parse_chat(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse a chat record to (prompt, branches). Raises `MalformedRecord` if it has no list of messages."""
+        """Parse a chat record to (prompt, branches). unused: as in `_parse_instruction`. Raises `MalformedRecord` if it
+        has no list of messages."""
         key = self._get_messages_key(record)
         if key not in record:
             raise self._missing_key_error(record, key, "messages")

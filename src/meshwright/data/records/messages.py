@@ -110,11 +110,10 @@ class MessageFormat(NamedTuple):
     roles: Mapping[str, str] = {}
 
     def parse_all(self, turns: Any, where: str, unused: set[str], alternative: str = "") -> tuple[Message, ...]:
-        """Parse a list of messages. where: its key in the record, for errors. unused: gets the keys of messages that
-        are not used, such as "messages.id". alternative: other allowed types, such as "or a string", for the error.
-        Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or a tool's result without
-        a call.
-        """
+        """Parse `turns`, a list of messages. where: its key in the record, for errors. unused: gets the keys of
+        messages that are not used, such as "messages.id". alternative: other allowed types, such as "or a string", for
+        the error. Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or a tool's
+        result without a call."""
         if not isinstance(turns, list):
             problem = f'"{where}" is {describe_value(turns)}, not a list of messages {alternative}'
             raise MalformedRecord(problem.rstrip())
@@ -187,7 +186,8 @@ class MessageFormat(NamedTuple):
         return key
 
     def _parse_role(self, written: str, where: str) -> str:
-        """Return the standard role for a role in the files. Raises `MalformedRecord` for an unknown one."""
+        """Return the standard role for the role `written` in a file. where: position of the message, for errors. Raises
+        `MalformedRecord` for an unknown one."""
         if written == CALL_ROLE:
             return "assistant"
         role = self.roles.get(written) or OTHER_ROLES.get(written, written)
@@ -251,8 +251,7 @@ def list_strings(value: Any, kept: Sequence[str] = ()) -> list[str]:
 
 def _parse_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Return a message's tool calls as {"type": "function", "function": {"name", "arguments": object}}, with "id" if
-    given. Raises `MalformedRecord` for one of another form.
-    """
+    given. where: position of the message, for errors. Raises `MalformedRecord` for a call in another form."""
     calls = turn.get("tool_calls")
     if calls in _EMPTY and turn.get("function_call") not in _EMPTY:  # OpenAI's older form
         calls = [turn["function_call"]]
@@ -264,7 +263,8 @@ def _parse_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _parse_call(call: Any, where: str) -> dict[str, Any]:
-    """Parse one tool call, {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments may be JSON text."""
+    """Parse one tool call, {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments may be JSON text.
+    where: its position, for errors."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise MalformedRecord(f'{where} is {describe_value(call)}, not {{"name": "...", "arguments": {{...}}}}')
@@ -279,7 +279,8 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _parse_call_text(text: str, where: str) -> list[dict[str, Any]]:
-    """Parse the text of a ShareGPT turn `function_call`: one call, or a list of calls, as JSON."""
+    """Parse the text of a ShareGPT turn `function_call`: one call, or a list of calls, as JSON. where: its position,
+    for errors."""
     value = load_json(text, where)
     if value == []:
         raise MalformedRecord(f"{where} is an empty list of calls")
@@ -337,14 +338,16 @@ def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
 
 
 def _get_string(values: Mapping[str, Any], key: str, where: str) -> str:
-    """Return the string under `key`. Raises `MalformedRecord` if it is none."""
+    """Return the string under `key` of a JSON object. where: its position, for errors. Raises `MalformedRecord` if the
+    value is not a string."""
     if not isinstance(values[key], str):
         raise MalformedRecord(f"{where}.{key} is {describe_value(values[key])}, not a string")
     return str(values[key])
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Raise `MalformedRecord` if a JSON value is nested deeper than `_DEEPEST` levels."""
+    """Raise `MalformedRecord` if a JSON value is nested deeper than `_DEEPEST` levels. where: its position, for the
+    error."""
     level, depth = [value], 0
     while level := [
         one
@@ -358,7 +361,7 @@ def check_depth(value: Any, where: str) -> None:
 
 
 def load_json(text: str, where: str) -> Any:
-    """Parse JSON text. Raises `MalformedRecord` if it is not JSON."""
+    """Parse JSON text. where: its position, for errors. Raises `MalformedRecord` if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

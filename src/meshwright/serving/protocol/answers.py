@@ -55,7 +55,8 @@ class AnswerFormatter:
         return {"token": self.show_token(token), "logprob": _clamp_logprob(logprob), "bytes": data}
 
     def describe_result(self, result: TokenResult, count: int) -> dict[str, Any]:
-        """Return `describe_token` of a token, with the same of the `count` most likely ones as `top_logprobs`."""
+        """Return the object of `describe_token` for a token (`result`), extended by `top_logprobs`, the objects of the
+        `count` most likely tokens."""
         top = [self.describe_token(token, logprob) for token, logprob in result.top[:count]]
         return {**self.describe_token(result.token, result.logprob), "top_logprobs": top}
 

@@ -170,8 +170,8 @@ class _SeededSamples:
         self._data, self._seed = data, seed
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
-        """Return the sample of the key (global sample number, index in the data set); its random draws depend on the
-        global number alone."""
+        """Return the sample of the key `place` = (global sample number, index in the data set); its random draws depend
+        on the global number alone."""
         number, sample = place
         seed_generators(derive_seed(self._seed, "sample", number), torch.device("cpu"))
         return self._data[sample]

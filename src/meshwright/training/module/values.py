@@ -20,7 +20,7 @@ BUFFER_SITE = "module.buffers"
 
 
 def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
-    """Broadcast rank 0's parameters and buffers to every rank, in place. Collective."""
+    """Broadcast rank 0's parameters and buffers of `module` to every rank of the mesh, in place. Collective."""
     with torch.no_grad():
         for value in [*module.parameters(), *module.buffers()]:
             if value.numel():
