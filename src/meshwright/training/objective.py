@@ -52,8 +52,9 @@ class Policy(Protocol):
         rank."""
 
     def split_sequences(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
-        """Yield for each forward pass over the first `count` sequences of a split the list of this rank's
-        micro-batches, each an array of sequence indices; padding has the index `beyond`."""
+        """Split the sequences with the indices 0 to `count` - 1 of a data split over the dp ranks; yield, for each
+        forward pass, the list of this rank's micro-batches, each an array of sequence indices. Padding has the index
+        `beyond`."""
 
     def score_responses(
         self, split: str, passes: Iterable[Sequence[NDArray[np.int64]]], sequences: int

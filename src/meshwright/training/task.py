@@ -34,11 +34,11 @@ class RunStart:
 
 
 class Task(Protocol):
-    """Interface of a training task, which is all that the trainer needs of model, data and loss on one rank.
+    """Interface of a training task: all that the trainer needs of model, data and loss on one rank.
 
     layout: degrees of parallelism. table: the parameters and how each is sharded. mesh: process groups of this rank.
-    parallel: its ZeRO engine. passes: forward and backward of a step, with the profiler's hook. Micro-batches are
-    opaque to the trainer: it passes those that `load_step` returns to the other methods."""
+    parallel: its ZeRO engine. passes: runs the forward and backward passes of a step; the profiler wraps it.
+    Micro-batches are opaque to the trainer: it passes those that `load_step` returns to the other methods."""
 
     @property
     def recipe(self) -> Recipe:

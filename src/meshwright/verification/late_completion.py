@@ -120,8 +120,8 @@ class LateCompletion:
         return original(operation, axis, site, *rest)
 
     def _use_original(self, name: str) -> Any:
-        """Return a context manager in which `transport`'s function `name` is the original one, for calls inside another
-        call."""
+        """Return a context manager that restores `transport`'s original function `name`, so that a call which another
+        call makes internally is not delayed a second time."""
         return mock.patch.object(transport, name, self._originals[name])
 
     # --- what a call in flight may not see
