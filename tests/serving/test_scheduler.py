@@ -431,7 +431,7 @@ def test_pipeline_groups_are_balanced_and_separate():
         batches[tick % 3] = scheduler.schedule(tick % 3)
     members = [{sequence.request.id for sequence in batch.sequences} for batch in batches]
     assert [len(each) for each in members] == [2, 2, 2] and set.union(*members) == set("abcdef")
-    with pytest.raises(AssertionError, match="has not been published"):
+    with pytest.raises(AssertionError, match="has not been recorded"):
         scheduler.schedule(0)
 
 
