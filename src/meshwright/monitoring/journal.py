@@ -36,8 +36,8 @@ class Journal:
     """Set by `begin`."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, show_progress: bool) -> None:
-        """Open nothing yet: `begin` opens the files. show_progress: print a line for each logged step; other arguments
-        describe the run."""
+        """Create the journal of a run; `begin` opens its files and trackers. directory: run directory. show_progress:
+        print a line for each logged step."""
         self.recipe, self.mesh, self.directory = recipe, mesh, directory
         self.device = torch.device(mesh.device)
         self.leader = mesh.rank == 0

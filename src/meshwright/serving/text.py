@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
         return self._decode()[self._given :]
 
     def _decode(self) -> str:
-        """Return the text of the tokens in the window: the new ones, with their context before them."""
+        """Decode the last tokens: those not yet returned as text, preceded by a few earlier ones as context."""
         return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
 
 

@@ -81,7 +81,8 @@ class Preferences:
     metric_sums = PREFERENCE_FIGURES
 
     def __init__(self, pair_loss: Preference, splits: Mapping[str, PackedExamples | MismatchedRows]) -> None:
-        """Count the terms of every sequence in the splits; the reference stays None until `prepare`."""
+        """Count the loss terms of every sequence in the splits. `reference`, the reference log-probabilities, is None
+        until `prepare`."""
         self.pair_loss: Preference | None = pair_loss
         self.metric_names: Sequence[str] = REWARDS if pair_loss.responses == 2 else (*REWARDS, KL)
         self.reference: Reference | None = None

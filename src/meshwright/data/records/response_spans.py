@@ -143,7 +143,8 @@ class TurnFinder:
 
     def _measure_header(self, gap: str, header: str | None) -> int | None:
         """Return the number of characters of the turn's header in `gap`, the template's text before a turn; the model
-        generates the rest. None if that cannot be determined. header: as in `TurnDelimiters`."""
+        generates the rest. None if that cannot be determined. header: header of this turn if it ended the conversation;
+        None: unknown."""
         if header is not None:
             if gap.startswith(header):
                 return len(header)
@@ -160,7 +161,8 @@ class TurnFinder:
 
     def _measure_closing(self, rest: str, closing: str | None) -> int:
         """Return the number of characters at the beginning of `rest`, the template's text after a turn, that belong to
-        the turn, such as its end token. closing: as in `TurnDelimiters`."""
+        the turn, such as its end token. closing: the template's text after this turn if it ended the conversation;
+        None: unknown."""
         common = rest if closing is None else rest[: count_common(rest, closing)]
         if self._end is not None and self._end in common:
             return common.index(self._end) + len(self._end)
