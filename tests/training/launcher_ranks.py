@@ -207,7 +207,7 @@ def case_meet(description: dict[str, Any], start: Place) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    initialise(start, connect_to_store(start, 60.0), "cpu", 60.0)
+    initialise_process_group(start, connect_to_store(start, 60.0), "cpu", 60.0)
     total = torch.tensor([2.0**start.rank])
     dist.all_reduce(total)
     dist.destroy_process_group()
