@@ -15,7 +15,7 @@ from meshwright.flight_recorder import device_calls
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.flight_recorder.device_calls import DeviceCalls
 from meshwright.launcher.rank_process import end_as_lost, run_rank
-from meshwright.launcher.rendezvous import Place, connect_to_store, initialise
+from meshwright.launcher.rendezvous import Place, connect_to_store, initialise_process_group
 
 ROOT = str(Path(__file__).resolve().parents[2])
 COMMAND = (
