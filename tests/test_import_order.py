@@ -45,7 +45,7 @@ PACKAGES = [
         "training",
         "verification",
     ),
-    *("serving", "evaluation", "inspection", "cli"),
+    *("serving", "evaluation", "tuning", "inspection", "cli"),
 ]
 TORCH_FREE = PACKAGES[: PACKAGES.index("comm")]
 OPTIONAL = ("meshwright.kernels.triton_kernels",)  # needs triton

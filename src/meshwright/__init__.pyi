@@ -23,6 +23,8 @@ from meshwright.serving.serve import serve as serve
 from meshwright.training.api import Result as Result
 from meshwright.training.api import train as train
 from meshwright.training.module.fit import fit as fit
+from meshwright.tuning.api import Tuning as Tuning
+from meshwright.tuning.api import tune as tune
 from meshwright.verification.api import Verification as Verification
 from meshwright.verification.api import verify as verify
 

@@ -111,6 +111,8 @@ OBJECTIVES_OF_RECORDS = {  # of the records with preferences; the first is the d
     "unpaired": ("kto",),
 }
 OBJECTIVES = ("next-token", *(name for names in OBJECTIVES_OF_RECORDS.values() for name in names))
+SAMPLERS = ("tpe", "random")  # of hyper-parameters
+PRUNERS = ("median", "halving", "none")  # of trials of a hyper-parameter search
 LEARNING_RATE_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 ADAPTER_KINDS = ("none", "lora", "rslora", "dora")
 ADAPTER_BASES = ("bf16", "int8", "nf4")

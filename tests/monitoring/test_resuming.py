@@ -37,6 +37,7 @@ def different(recipe: Path, key: str) -> Recipe:
         "next-token",
         "datatrove",
         "resiliparse",
+        "random",
     ]
     for value in numbers + words:
         try:
@@ -58,6 +59,11 @@ MAY_CHANGE = {
     ),
     *(f"train.{key}" for key in ("maximum_skipped", "loss_scale", "loss_scale_every", "log_every", "slow_rank_factor")),
     *("train.profile", "train.profile_ranks", "track.to", "track.options"),
+    *(
+        f"tune.{key}"
+        for key in ("trials", "steps", "tokens", "seconds", "seed", "sampler", "pruner", "startup", "keep")
+    ),
+    "tune.space",
     *(f"collectives.{key}" for key in ("all_reduce", "reduce_scatter", "all_gather")),
     *(f"checkpoint.{key}" for key in ("every", "keep", "keep_best", "dtype", "background")),
 }
@@ -77,7 +83,7 @@ def test_every_key_may_change_on_resume_or_is_refused(tiny_recipe: Path):
         "undesirable_weight",
     )
     needs_more |= {*(f"train.{key}" for key in of_objectives), *(f"data.{key}" for key in of_records)}
-    needs_more |= {key for key in SCHEMA.keys if key.startswith("adapter.")}  # they need a base model
+    needs_more |= {key for key in SCHEMA.keys if key.startswith("adapter.")} | {"tune.space"}  # they need other keys
     tables = {key.rpartition(".")[0] for key in SCHEMA.keys} - {""}
     for key in SCHEMA.keys.keys() - tables - needs_more:
         new = different(tiny_recipe, key)

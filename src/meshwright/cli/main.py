@@ -28,6 +28,7 @@ COMMANDS = {
     "probe": "Measure this machine, compare its ranks, and write its cluster file.",
     "verify": "Check that a layout computes what one device computes.",
     "train": "Train a recipe, or resume its run.",
+    "tune": "Search the hyper-parameters of a recipe.",
     "run": "Run a script on several ranks of this machine, such as one that trains its own module.",
     "launch": "Print a script that trains a recipe on several hosts, for torchrun or SLURM.",
     "adapter": "Merge a LoRA adapter into its base model, remove it, or extract one from two checkpoints.",

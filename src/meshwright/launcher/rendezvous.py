@@ -49,6 +49,10 @@ class Place:
     host_ranks: int | None = None
 
 
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
+"""Environment variables by which a process knows that another launcher started it as one of several ranks."""
+
+
 def is_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if torchrun, Kubernetes or SLURM started this process as one of several ranks, so that it must join
     them. environment: variables; None: this process's.

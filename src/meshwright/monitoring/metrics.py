@@ -15,7 +15,8 @@ import torch
 
 from meshwright.errors import error_reason
 from meshwright.monitoring.memory import peak_resident_bytes
-from meshwright.untrusted import parse_json, read_file
+from meshwright.monitoring.metrics_tail import parse_metrics_line
+from meshwright.untrusted import read_file
 
 
 class MetricsFile:
@@ -65,17 +66,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises OSError if the file cannot be read or has more than `limits.LIMITS["metrics_bytes"]` bytes.
     """
-    parsed = (_parse_line(line) for line in read_file(path, "metrics_bytes").splitlines())
+    parsed = (parse_metrics_line(line) for line in read_file(path, "metrics_bytes").splitlines())
     return [line for line in parsed if line is not None]
-
-
-def _parse_line(line: bytes) -> dict[str, Any] | None:
-    """Parse one line of a metrics file; None if it is not a JSON object."""
-    try:
-        value = parse_json(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _bytes_to_keep(content: bytes, resume_step: int) -> int:
@@ -83,7 +75,7 @@ def _bytes_to_keep(content: bytes, resume_step: int) -> int:
     content: content of the file."""
     kept = 0
     for line in content.splitlines(keepends=True):
-        if not line.endswith(b"\n") or (_parse_line(line) or {}).get("step", 0) > resume_step:
+        if not line.endswith(b"\n") or (parse_metrics_line(line) or {}).get("step", 0) > resume_step:
             break
         kept += len(line)
     return kept

@@ -38,6 +38,7 @@ RESUMABLE = (
     "collectives",
     "checkpoint",
     "track",
+    "tune",
 )
 _FIXED_BECAUSE = {
     "run": "the initial values and the sample order depend on it",

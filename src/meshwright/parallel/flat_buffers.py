@@ -147,6 +147,13 @@ class FlatLayout:
         return all(placed.tensor.trainable for placed in self.tensors)
 
     @property
+    def rate(self) -> float:
+        """Factor on the learning rate of the first `decay_numel` elements, the matrices, which have the same one."""
+        rates = {placed.tensor.entries[0].rate for placed in self.tensors if placed.tensor.decay}
+        assert len(rates) < 2, f"{self.name}: matrices with different learning rates {rates}"
+        return rates.pop() if rates else 1.0
+
+    @property
     def packing(self) -> Unpacked:
         """Storage format of the buffer's elements: plain, or quantized in blocks (NF4 or int8, for frozen weights)."""
         return packing_of(self.tensors[0].tensor.entries[0].packed if self.tensors else None)

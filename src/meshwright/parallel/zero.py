@@ -90,6 +90,7 @@ class FsdpUnit:
     unsharded_gradient  gradient before its reduction; None where it exists only in the backward pass (ZeRO-2, 3).
     replicas, replica   number of ranks at the same index on tp that hold this shard; this rank's index among them.
     decay_numel         number of elements at the beginning of the shard to which weight decay applies.
+    rate                factor on the learning rate of these elements.
     balancing           index ranges (start, stop) in the shard of router biases; the gradient of such a bias is its
                         expert's load minus the mean load.
     """
@@ -119,6 +120,7 @@ class FsdpUnit:
         self.start = axes.shard.rank * length if zero else 0
         self.stop = self.start + length
         self.decay_numel = min(max(flat.decay_numel - self.start, 0), length)
+        self.rate = flat.rate
         self.balancing = tuple(
             (low - self.start, high - self.start)
             for part, low, high in flat.slices_within(self.start, self.stop)

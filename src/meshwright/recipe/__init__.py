@@ -11,6 +11,7 @@ from meshwright.recipe.tables import (
     TrackRecipe,
     TrainRecipe,
 )
+from meshwright.recipe.tune import Dimension, TuneRecipe
 
 __all__ = [
     "SCHEMA",
@@ -19,12 +20,14 @@ __all__ = [
     "CleanRecipe",
     "CollectivesRecipe",
     "DataRecipe",
+    "Dimension",
     "ModelRecipe",
     "Recipe",
     "RunRecipe",
     "SourceRecipe",
     "TrackRecipe",
     "TrainRecipe",
+    "TuneRecipe",
     "load_recipe",
     "load_recipe_text",
     "format_overrides",

@@ -24,6 +24,7 @@ from meshwright.recipe.tables import (
     TrackRecipe,
     TrainRecipe,
 )
+from meshwright.recipe.tune import TuneRecipe, check_searched_keys
 from meshwright.tables import Schema, Table
 from meshwright.toml import format_toml, format_toml_value, parse_toml, read_toml
 
@@ -68,6 +69,7 @@ class Recipe(Table):
     collectives: CollectivesRecipe = CollectivesRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     track: TrackRecipe = TrackRecipe()
+    tune: TuneRecipe = TuneRecipe()
 
     _source_path: Path | None = PrivateAttr(default=None)
     _trusted: bool = PrivateAttr(default=False)
@@ -97,6 +99,9 @@ class Recipe(Table):
         """Check that the tables are consistent; return the recipe. Raises ValueError if validation steps lack a
         validation split, the objective does not suit the kind of records, or an adapter has no base model.
         """
+        check_searched_keys(self.tune.space, tuple(SCHEMA.keys))
+        if self.tune.space and not self.train.validate_every:
+            raise ValueError("tune compares validation losses: set train.validate_every")
         if self.adapter.kind != "none" and self.model.from_path is None:
             raise ValueError("adapter needs model.from: the directory of the base model, whose weights it loads")
         if self.train.validate_every and not self.data.validation_fraction:
@@ -118,6 +123,10 @@ class Recipe(Table):
             if self.objective not in of and getattr(self.train, key) != TrainRecipe.model_fields[key].default:
                 names = " or ".join(f'"{name}"' for name in of)
                 raise ValueError(f'train.{key} belongs to objective {names}; "{self.objective}" has none')
+        if self.model.mup_base_hidden and self.train.optimizer != "adamw":
+            raise ValueError(
+                f'model.mup_base_hidden scales the rates of "adamw"; those of "{self.train.optimizer}" scale otherwise'
+            )
         if self.model.prediction_layers and self.objective != "next-token":
             raise ValueError(
                 f'model.prediction_layers trains on next tokens; objective "{self.objective}" has no such loss'

@@ -102,6 +102,8 @@ class ModelRecipe(Table):
     the family's default. load_weights: start from the weights of the directory `from` instead of random ones.
     dense_layers: indices, from 0, of layers with an MLP instead of experts. shared_intermediate: width of the shared
     expert, 0 for none. router_loss: weight of the load-balancing loss.
+    mup_base_hidden: hidden size at which initial values and learning rate are meant; at another size they are scaled by
+    the maximal update parametrization (µP). None: no scaling.
     """
 
     preset: Name | None = None
@@ -129,6 +131,7 @@ class ModelRecipe(Table):
     router_loss: NotNegative | None = None  # weight of the loss that balances experts
     prediction_layers: Annotated[int, Size("layers", 0)] | None = None  # modules of multi-token prediction: 0 or 1
     prediction_loss: NotNegative | None = None  # weight of their loss
+    mup_base_hidden: Annotated[int, Size("hidden")] | None = None  # µP: hidden size that the settings were tuned at
 
     @model_validator(mode="after")
     def _check_architecture(self) -> Self:

@@ -1,8 +1,6 @@
 """The architecture of a model as data: one frozen, validated dataclass.
 
-`config_json` converts it from and to a Hugging Face configuration, `config_from_recipe` builds it from a recipe,
-`presets` lists those of public models.
-"""
+`config_json` converts it from and to a Hugging Face configuration, `config_from_recipe` builds it from a recipe."""
 
 from __future__ import annotations
 
@@ -49,8 +47,8 @@ class ModelConfig:
     included (None: all before it), in the layers that ``windowed_layers`` marks (None: in all layers).
     ``query_key_norm``: a norm on the queries and keys of each head. ``gated``: the MLP computes activation(gate) * up,
     as in SwiGLU. ``tied``: the output head shares the embedding matrix. ``more_eos_tokens``: end-of-sequence ids
-    besides ``eos_token``. ``initializer_range``: standard deviation of initial weights. Decoders with
-    ``embedding_norm`` (as in BLOOM) can be planned but not run.
+    besides ``eos_token``. ``initializer_range``: standard deviation of initial weights, at the hidden size
+    ``mup_base_hidden`` (None: at any). Decoders with ``embedding_norm`` (as in BLOOM) can be planned but not run.
 
     Norms: on the input of each sublayer if ``pre_norms``, on its output if ``post_norms``; they multiply by 1 + weight
     if ``zero_centred_norms``. ``projection_norm``: the norm on queries and that on keys span all heads together.
@@ -147,6 +145,7 @@ class ModelConfig:
     labels: tuple[str, ...] = ()
     pad_token: int | None = None
     adapter: AdapterConfig | None = None
+    mup_base_hidden: int | None = None  # see spec.width_scaling
 
     def __post_init__(self) -> None:
         """Raise ``UserError`` if the fields contradict each other or the family."""

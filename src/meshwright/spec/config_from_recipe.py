@@ -26,6 +26,7 @@ _KEYS = (
     "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "max_positions", "rope_theta",
     "sliding_window", "tied", "norm_epsilon", "experts", "experts_per_token", "expert_intermediate",
     "shared_intermediate", "dense_layers", "router_loss", "prediction_layers", "prediction_loss",
+    "mup_base_hidden",
 )  # fmt: skip
 
 
@@ -61,6 +62,9 @@ def config_from_recipe(
         # The base's special tokens belong to the base's tokenizer.
         overrides |= {"bos_token": None, "eos_token": None, "more_eos_tokens": ()}
     config = dataclasses.replace(base, **overrides)
+    if config.mup_base_hidden and (config.tied or config.encoder or (adapter and adapter.kind != "none")):
+        other = "a tied output head" if config.tied else "an encoder" if config.encoder else "an adapter"
+        raise UserError(f"model.mup_base_hidden scales input and output weights apart, which {other} does not allow")
     if config.vocabulary < tokenizer_vocabulary:
         raise UserError(
             f"model.vocabulary {config.vocabulary} is smaller than the tokenizer's {tokenizer_vocabulary}; "

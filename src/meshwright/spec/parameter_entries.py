@@ -92,7 +92,8 @@ class Box:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEntry:
     """Entry of the parameter table, which describes one tensor of a checkpoint. ``name``, ``shape``: name and shape on
-    disk. ``initial``: initial values. ``decay``: True if weight decay applies. ``transposed``: True if the disk holds
+    disk. ``initial``: initial values. ``decay``: True if weight decay applies. ``rate``: factor on the learning rate,
+    not 1 in matrices under µP (`spec.width_scaling`). ``transposed``: True if the disk holds
     the transpose (GPT-2's Conv1D) of the matrix in memory, which is [output, input] as in `nn.Linear`. All other fields
     describe the matrix in memory.
 
@@ -139,6 +140,7 @@ class ParameterEntry:
     partial: Literal["sequence", "heads"] | None = None
     initial: Initial
     decay: bool
+    rate: float = 1.0
     active: float = 1.0
     balances: bool = False
     expert: tuple[int, int] | None = None

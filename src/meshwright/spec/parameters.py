@@ -18,6 +18,7 @@ from meshwright.spec.disk_names import DISK_NAMES
 from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.parameter_entries import Box, Initial, ModelParameter, ParameterEntry, SplitAxis
 from meshwright.spec.parameter_table import ParameterTable
+from meshwright.spec.width_scaling import scale_initial_std, scale_learning_rate
 
 __all__ = ["Box", "Initial", "ParameterTable", "ParameterEntry", "ModelParameter", "parameter_table"]
 
@@ -279,6 +280,10 @@ class _Builder:
         router bias that balances the experts' load."""
         transposed = self.config.family == "gpt2" and place.layer is not None and len(shape) == 2
         expert = place.expert
+        matrix, ratio = len(shape) > 1, self.config.hidden / (self.config.mup_base_hidden or self.config.hidden)
+        start = initial or (self.normal if matrix else Initial("zeros"))
+        if matrix and ratio != 1.0:
+            start = replace(start, std=start.std * scale_initial_std(place.part, ratio))
         self.entries.append(
             ParameterEntry(
                 name=f"{self.names[place.part].format(i=place.layer, e=expert)}.{disk_suffix or suffix}",
@@ -292,10 +297,11 @@ class _Builder:
                 granularity=cut.granularity,
                 remainder=cut.remainder,
                 partial=cut.partial,
-                initial=initial or (self.normal if len(shape) > 1 else Initial("zeros")),
+                initial=start,
                 # Matrices decay, embeddings too, vectors (norms, biases) do not: as in nanoGPT, Megatron-LM and the
                 # Trainer of transformers. A tied embedding is the head's matrix.
-                decay=len(shape) > 1,
+                decay=matrix,
+                rate=scale_learning_rate(place.part, len(shape), ratio),
                 active=1.0 if expert is None else self.config.experts_per_token / self.config.experts,
                 balances=balances,
                 expert=None if expert is None else (expert, self.config.experts),

@@ -24,21 +24,25 @@ STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 class Shard(Protocol):
     """Interface of the slice of a flat buffer that the optimizer updates on one rank, such as a
     `parallel.zero.FsdpUnit`. master, gradient: master weights and their gradient, 1-D, of equal length and dtype.
-    decay_numel: number of leading elements that have weight decay. balancing: index ranges (start, stop) of router
+    decay_numel: number of leading elements that have weight decay, and whose learning rate is multiplied by `rate`.
+    balancing: index ranges (start, stop) of router
     biases, which balance the load of experts."""
 
     master: torch.Tensor
     gradient: torch.Tensor
     decay_numel: int
+    rate: float
     balancing: tuple[tuple[int, int], ...]
 
 
 class _ShardSlice(NamedTuple):
-    """Slice of a shard of a flat buffer whose elements have the same weight decay. weight_decay: coefficient. master,
-    gradient: views of the shard's master weights and gradient. state: optimizer state (kind -> view). updates: scalar
-    tensor, number of updates done, for AdamW's bias correction."""
+    """Slice of a shard of a flat buffer whose elements have the same weight decay and learning rate. weight_decay:
+    coefficient. rate: factor on the learning rate. master, gradient: views of the shard's master weights and gradient.
+    state: optimizer state (kind -> view). updates: scalar tensor, number of updates done, for AdamW's bias
+    correction."""
 
     weight_decay: float
+    rate: float
     master: torch.Tensor
     gradient: torch.Tensor
     state: dict[str, torch.Tensor]
@@ -72,11 +76,16 @@ class Optimizer:
         self._parts: list[_ShardSlice] = []
         for index, shard in enumerate(self.shards):
             cut, end = shard.decay_numel, shard.master.numel()
-            for decay, part in ((train.weight_decay, slice(0, cut)), (0.0, slice(cut, end))):
+            # The product of rate and weight decay does not depend on the width (arXiv:2203.03466, appendix B.3).
+            for decay, rate, part in (
+                (train.weight_decay / shard.rate, shard.rate, slice(0, cut)), (0.0, 1.0, slice(cut, end)),
+            ):  # fmt: skip
                 if part.start < part.stop:  # in a small model a rank's shard may be empty
                     state = {kind: tensors[index][part] for kind, tensors in self._state.items()}
                     updates = torch.zeros((), device=shard.master.device)
-                    self._parts.append(_ShardSlice(decay, shard.master[part], shard.gradient[part], state, updates))
+                    self._parts.append(
+                        _ShardSlice(decay, rate, shard.master[part], shard.gradient[part], state, updates)
+                    )
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float | GpuScale = 1.0) -> None:
@@ -102,8 +111,9 @@ class Optimizer:
             scale = {"grad_scale": gradient_scale.divisor, "found_inf": gradient_scale.skip}
         elif gradient_scale != 1.0 and gradients:
             torch._foreach_mul_(gradients, gradient_scale)
-        for decay in dict.fromkeys(part.weight_decay for part in self._parts):
-            self._update([part for part in self._parts if part.weight_decay == decay], learning_rate, decay, scale)
+        for decay, rate in dict.fromkeys((part.weight_decay, part.rate) for part in self._parts):
+            parts = [part for part in self._parts if (part.weight_decay, part.rate) == (decay, rate)]
+            self._update(parts, learning_rate * rate, decay, scale)
 
     def _update(self, parts: list[_ShardSlice], learning_rate: float, decay: float, scale: dict[str, Any]) -> None:
         """Update the slices `parts` in place by one fused torch call. decay: weight-decay coefficient of all these

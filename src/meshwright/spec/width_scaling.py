@@ -1,0 +1,34 @@
+"""Maximal update parametrization (µP): initial values and learning rates that keep the activations and their changes of
+equal size at every width, so that settings tuned on a narrow model suit a wide one. Torch-free.
+
+Yang & Hu et al., Tensor Programs V (arXiv:2203.03466), table 3, for Adam; widths are measured in units of the base
+width. Heads have to keep their size (`model.head_dim`), so that the scale 1 / sqrt(head_dim) of the scores stays.
+"""
+
+from __future__ import annotations
+
+INPUT_WEIGHTS = ("embedding", "token_types", "positions")
+"""Matrices from a finite number of inputs to the width: the row of a token is one input."""
+OUTPUT_WEIGHTS = ("head", "router", "shared_expert_gate")
+"""Matrices from the width to a finite number of outputs."""
+
+
+def scale_initial_std(part: str, width_ratio: float) -> float:
+    """Return the factor on the standard deviation of a matrix's initial values: 1 for input weights, 1 / ratio for
+    output weights, 1 / sqrt(ratio) for matrices between two widths.
+
+    part: the matrix's name in the parameter table. width_ratio: hidden size / base hidden size.
+    """
+    if part in INPUT_WEIGHTS:
+        return 1.0
+    return 1.0 / width_ratio if part in OUTPUT_WEIGHTS else width_ratio**-0.5
+
+
+def scale_learning_rate(part: str, dims: int, width_ratio: float) -> float:
+    """Return the factor on Adam's learning rate of a parameter: 1 / ratio for matrices whose inputs are the width, 1
+    for input weights and vectors.
+
+    part: the parameter's name in the parameter table. dims: its number of dimensions. width_ratio: hidden size / base
+    hidden size.
+    """
+    return 1.0 if dims < 2 or part in INPUT_WEIGHTS else 1.0 / width_ratio

@@ -1,0 +1,1 @@
+"""Hyper-parameter search over training runs: a study, its workers, its page. Needs the extra `tune` (Optuna)."""

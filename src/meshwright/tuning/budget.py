@@ -1,0 +1,72 @@
+"""Budget of a study: what its trials have used of it, and whether another one fits. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshwright.recipe import Recipe
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Budget of a study, over all workers. trials: number of trials. steps, tokens, seconds: of training, summed over
+    trials. None: unlimited. largest_steps, largest_tokens: those of the longest trial that the search space allows."""
+
+    trials: int | None
+    steps: int | None
+    tokens: int | None
+    seconds: float | None
+    largest_steps: int
+    largest_tokens: int
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Budget:
+        """Return the budget that the recipe's table [tune] sets."""
+        tune, largest = recipe.tune, cls.largest_trial(recipe)
+        return cls(tune.trials, tune.steps, tune.tokens, tune.seconds, largest["steps"], largest["tokens"])
+
+    @staticmethod
+    def largest_trial(recipe: Recipe) -> dict[str, int]:
+        """Return {"steps", "tokens"} of the longest trial that the recipe's search space allows."""
+        most = {"train.steps": recipe.train.steps, "train.batch": recipe.train.batch}
+        for dimension in recipe.tune.dimensions:
+            if dimension.key in most:
+                most[dimension.key] = int(max(dimension.extremes()))
+        steps = most["train.steps"]
+        return {"steps": steps, "tokens": steps * most["train.batch"] * recipe.data.sequence}
+
+    def allows_another(self, trials: Sequence[FrozenTrial]) -> bool:
+        """Return True if another trial of the largest size fits into the budget. trials: all trials so far; running
+        ones count with all steps and tokens that they may use."""
+        if self.trials is not None and len(trials) >= self.trials:
+            return False
+        for name, limit, largest in (("steps", self.steps, self.largest_steps),
+                                     ("tokens", self.tokens, self.largest_tokens)):  # fmt: skip
+            if limit is not None and sum(_count_use(trial, name) for trial in trials) + largest > limit:
+                return False
+        return self.seconds is None or used_seconds(trials) < self.seconds
+
+
+def _count_use(trial: FrozenTrial, name: str) -> int:
+    """Return the steps or tokens (`name`) that a trial has used, or may still use if it is running."""
+    kind = name if trial.state.is_finished() else f"reserved_{name}"
+    return int(trial.user_attrs.get(kind, 0))
+
+
+def used_seconds(trials: Sequence[FrozenTrial]) -> float:
+    """Return the seconds of training of all trials together, as their workers last recorded them."""
+    return sum(float(trial.user_attrs.get("seconds", 0.0)) for trial in trials)
+
+
+def count_states(trials: Sequence[FrozenTrial]) -> dict[str, Any]:
+    """Return the number of trials: {"trials": all, "complete", "pruned", "failed", "running"}."""
+    names = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running"}
+    counts = {"trials": len(trials)} | dict.fromkeys(names.values(), 0)
+    for trial in trials:
+        counts[names.get(trial.state.name, "running")] += 1
+    return counts

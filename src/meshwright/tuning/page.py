@@ -1,0 +1,233 @@
+"""Page of a study, `index.html`: history, learning curves, importance of each key, parallel coordinates, slices. Free
+of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from meshwright.draw.axis import Axis, linear_axis, log_axis
+from meshwright.draw.line_chart import Plot, Series
+from meshwright.draw.markup import Content, Markup, element
+from meshwright.draw.page import bar, legend, page, paragraph, table
+from meshwright.draw.parallel_coordinates import Item, draw_parallel_coordinates
+from meshwright.draw.picture import paint
+from meshwright.monitoring.report import write_page as write_html
+from meshwright.recipe import Dimension
+from meshwright.toml import format_toml_value
+from meshwright.tuning.budget import count_states, used_seconds
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+    from meshwright.tuning.study import Study
+
+LISTED = 20
+"""Maximum number of trials in the page's table."""
+_COLOURS = {"COMPLETE": "blue", "PRUNED": "silver", "FAIL": "red", "RUNNING": "orange"}
+_NAMES = {"COMPLETE": "complete", "PRUNED": "pruned, its last loss", "RUNNING": "running, its last loss"}
+
+
+def write_page(study: Study) -> None:
+    """Write the page of a study to `index.html` in its directory. Raises `UserError` if it cannot be written."""
+    write_html(study.directory / "index.html", lambda: page(f"tuning {study.recipe.run.name}", *_format_parts(study),
+                                                            narrow=True))  # fmt: skip
+
+
+def _format_parts(study: Study) -> Iterator[Content]:
+    """Yield the headings, texts and pictures of the page."""
+    trials = study.trials()
+    complete = sorted((one for one in trials if one.state.name == "COMPLETE"), key=_loss)
+    counts = count_states(trials)
+    yield element("h1", f"Tuning {study.recipe.run.name}")
+    yield paragraph(
+        f"{counts['trials']} trials: {counts['complete']} complete, {counts['pruned']} pruned, {counts['failed']} "
+        f"failed, {counts['running']} running; {used_seconds(trials):,.0f} seconds of training. Losses are validation "
+        "losses in nats per token."
+    )
+    if complete:
+        yield element("h2", "Best trial")
+        yield table(("", "value"), [
+            ("trial", str(complete[0].number)), ("validation loss", f"{_loss(complete[0]):.4f}"),
+            *((key, _format_value(value)) for key, value in study.read_values(complete[0]).items()),
+        ])  # fmt: skip
+        yield paragraph(f"Recipe with these values: {study.directory / 'best.toml'}", muted=True)
+    shown = [one for one in trials if math.isfinite(_loss(one))]
+    if not shown:
+        return
+    yield element("h2", "History")
+    yield from _draw_history(shown)
+    yield element("h2", "Learning curves")
+    yield _draw_curves(shown)
+    yield from _draw_importance(study, complete)
+    dimensions = study.recipe.tune.dimensions
+    yield element("h2", "Parallel coordinates")
+    yield paragraph("Each line is a trial; the tenth with the lowest losses is drawn thick. Point at a line for its "
+                    "values.", muted=True)  # fmt: skip
+    yield _draw_parallel(study, dimensions, shown)
+    yield element("h2", "Slices")
+    for dimension in dimensions:
+        yield _draw_slice(study, dimension, shown)
+    yield element("h2", f"Trials, the best {LISTED} first" if len(trials) > LISTED else "Trials")
+    rows = [*complete, *(one for one in reversed(trials) if one.state.name != "COMPLETE")][:LISTED]
+    yield table(
+        ("trial", "state", "loss", *(dimension.key for dimension in dimensions), "reason"),
+        [_format_row(study, dimensions, trial) for trial in rows],
+    )
+
+
+def _format_row(study: Study, dimensions: Sequence[Dimension], trial: FrozenTrial) -> list[str]:
+    """Return the cells of a trial in the table of trials."""
+    values = study.read_values(trial)
+    cells = [_format_value(values[one.key]) if one.key in values else "–" for one in dimensions]
+    loss = f"{_loss(trial):.4f}" if math.isfinite(_loss(trial)) else "–"
+    return [str(trial.number), trial.state.name.lower(), loss, *cells, trial.user_attrs.get("reason", "")]
+
+
+def _loss(trial: FrozenTrial) -> float:
+    """Return the validation loss of a trial: the last reported one of a trial that is not complete, inf if none was
+    reported."""
+    if trial.state.name == "COMPLETE" and trial.value is not None:
+        return trial.value
+    reported = trial.intermediate_values
+    return reported[max(reported)] if reported else math.inf
+
+
+def _format_value(value: object) -> str:
+    """Format the value of a recipe key; floats with four significant digits."""
+    return f"{value:.4g}" if isinstance(value, float) else format_toml_value(value).strip('"')
+
+
+def _describe(study: Study, trial: FrozenTrial) -> str:
+    """Describe a trial for a text on hover: number, loss, values."""
+    values = ", ".join(f"{key} {_format_value(value)}" for key, value in study.read_values(trial).items())
+    return f"trial {trial.number}: {_loss(trial):.4f}, {values}"
+
+
+def _loss_axis(trials: Sequence[FrozenTrial], title: str = "validation loss") -> Axis:
+    """Return a linear axis for the losses of trials: those of the complete ones, if there are two. The worst tenth of
+    these, and the trials that were pruned above them, are drawn at the edge: they would flatten the rest."""
+    complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
+    return _axis_of([_loss(trial) for trial in (complete if len(complete) > 1 else trials)], title)
+
+
+def _axis_of(losses: Sequence[float], title: str) -> Axis:
+    """Return a linear axis from the lowest of `losses` to their ninth decile, with some space beyond both."""
+    ascending = sorted(losses)
+    high = ascending[min(len(losses) - 1, math.ceil(0.9 * len(losses)))]
+    return linear_axis(ascending[0], high, title, below=0.05, above=0.1)
+
+
+def _draw_history(trials: Sequence[FrozenTrial]) -> Iterator[Content]:
+    """Yield the chart of each trial's loss over its number, with the best loss so far, and its legend."""
+    y_axis = _loss_axis(trials)
+    last = max(trial.number for trial in trials)
+    plot = Plot(linear_axis(0, max(last, 1), "trial", most=10), y_axis, right=744, bottom=234)
+    best, steps = math.inf, list[tuple[float, float]]()
+    for trial in trials:
+        _draw_dot(plot, trial.number, _loss(trial), trial)
+        if trial.state.name == "COMPLETE" and _loss(trial) < best:
+            if steps:
+                steps.append((trial.number, best))
+            best = _loss(trial)
+            steps.append((trial.number, best))
+    if steps:
+        plot.draw_line(Series("best so far", [*steps, (last, best)], "orange"))
+    yield plot.picture.svg(760, 280, "validation loss of each trial")
+    states = dict.fromkeys(trial.state.name for trial in trials)
+    yield legend([*((_NAMES.get(name, "failed, its last loss"), _COLOURS[name]) for name in states),
+                  ("best so far", "orange")])  # fmt: skip
+
+
+def _draw_dot(plot: Plot, x: float, loss: float, trial: FrozenTrial) -> None:
+    """Draw a trial as a dot at `x` on the chart's x axis, in the colour of its state."""
+    y = plot.y(min(max(loss, plot.y_axis.low), plot.y_axis.high))
+    plot.picture.add("circle", title=f"trial {trial.number}: {loss:.4f}", cx=round(plot.x(x), 1), cy=round(y, 1), r=3.5,
+                     style=f"fill:{paint(_COLOURS.get(trial.state.name, 'grey'))}")  # fmt: skip
+
+
+def _draw_curves(trials: Sequence[FrozenTrial]) -> Markup:
+    """Return the chart of the validation losses over the steps of all trials, the best one thick."""
+    y_axis = _axis_of([loss for trial in trials for loss in trial.intermediate_values.values()], "validation loss")
+    best = min(trials, key=lambda trial: (trial.state.name != "COMPLETE", _loss(trial)))
+    ordered = [trial for trial in trials if trial is not best and trial.intermediate_values] + [best]
+    series = [
+        Series(
+            f"trial {trial.number}",
+            [(step, min(loss, y_axis.high)) for step, loss in sorted(trial.intermediate_values.items())],
+            "orange" if trial is best else "pale" if trial.state.name == "COMPLETE" else "silver",
+            "thick" if trial is best else "thin",
+        )
+        for trial in ordered
+    ]
+    steps = [step for one in series for step, _ in one.points]
+    plot = Plot(linear_axis(min(0, *steps), max(steps), "step", most=8), y_axis, right=744, bottom=234)
+    for one in series:
+        plot.draw_line(one)
+    return plot.picture.svg(760, 280, "validation loss over the steps of each trial")
+
+
+def _draw_importance(study: Study, complete: Sequence[FrozenTrial]) -> Iterator[Content]:
+    """Yield the table of each key's importance (PED-ANOVA, arXiv:2304.10255): how much the distribution of its values
+    among the better trials differs from that among all; nothing if the complete trials are too few or too alike."""
+    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+
+    everywhere = [one.key for one in study.recipe.tune.dimensions if all(one.key in each.params for each in complete)]
+    if len(complete) < 4 or len(everywhere) < 2:
+        return
+    try:
+        shares = get_param_importances(study.optuna, evaluator=PedAnovaImportanceEvaluator(), params=everywhere)
+    except (ValueError, RuntimeError):
+        return
+    if not any(math.isfinite(share) and share > 0 for share in shares.values()):
+        return
+    yield element("h2", "Importance")
+    yield table(("", "share", ""), [(key, f"{share:.0%}", bar(share)) for key, share in shares.items()])
+    if len(everywhere) < len(study.recipe.tune.dimensions):
+        yield paragraph("Keys that some trials do not have are not rated.", muted=True)
+
+
+def _value_axis(dimension: Dimension, title: str, most: int = 5) -> Axis:
+    """Return the axis of a searched key. Choices lie at 0, 1, 2 ..."""
+    if dimension.choices:
+        ticks = [(float(place), _format_value(value)) for place, value in enumerate(dimension.choices)]
+        return Axis(-0.5, len(ticks) - 0.5, ticks, title)
+    if dimension.kind == "log":
+        return log_axis([dimension.low, dimension.high], title, lambda number: f"{number:g}")
+    return linear_axis(dimension.low, dimension.high, title, below=0.03, above=0.03, most=most)
+
+
+def _place(study: Study, dimension: Dimension, trial: FrozenTrial) -> float | None:
+    """Return where a trial lies on the axis of a searched key; None if it does not have the key."""
+    values = study.read_values(trial)
+    if dimension.key not in values:
+        return None
+    value = values[dimension.key]
+    return float(dimension.choices.index(value)) if dimension.choices else float(value)
+
+
+def _draw_parallel(study: Study, dimensions: Sequence[Dimension], trials: Sequence[FrozenTrial]) -> Markup:
+    """Return the parallel coordinates of the trials: an axis for each key, and the loss on the last one."""
+    y_axis = _loss_axis(trials, "")
+    axes = [(one.key.removeprefix("train."), _value_axis(one, "")) for one in dimensions] + [("loss", y_axis)]
+    ordered = sorted(trials, key=_loss, reverse=True)
+    thick = len(ordered) - max(1, len(ordered) // 10)
+    items = [
+        Item(
+            [*(_place(study, one, trial) for one in dimensions), min(_loss(trial), y_axis.high)],
+            "orange" if at >= thick else _COLOURS.get(trial.state.name, "grey"), _describe(study, trial),
+            "thick" if at >= thick else "thin",
+        )
+        for at, trial in enumerate(ordered)
+    ]  # fmt: skip
+    return draw_parallel_coordinates(axes, items, "values and loss of each trial")
+
+
+def _draw_slice(study: Study, dimension: Dimension, trials: Sequence[FrozenTrial]) -> Markup:
+    """Return the chart of the trials' losses over the values of one key."""
+    plot = Plot(_value_axis(dimension, dimension.key), _loss_axis(trials), right=744, bottom=174)
+    for trial in trials:
+        if (place := _place(study, dimension, trial)) is not None:
+            _draw_dot(plot, place, _loss(trial), trial)
+    return plot.picture.svg(760, 220, f"validation loss over {dimension.key}")

@@ -1,0 +1,137 @@
+"""`meshwright tune` with real training runs: pruning, killed workers, results, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright.errors import UserError
+from meshwright.recipe import Recipe, load_recipe_text, resolve_recipe
+from meshwright.tuning.trial_run import TrialRun
+from tests.conftest import TINY_RECIPE
+
+TEXT = "".join(f"def answer_{number}():\n    return {number}\n" for number in range(300))
+
+
+def make_recipe(directory: Path, **changes: Any) -> Recipe:
+    """The tiny recipe on a text of its own, which searches the learning rate. changes: recipe keys."""
+    (directory / "text.txt").write_text(TEXT)
+    recipe = load_recipe_text(TINY_RECIPE + "validate_every = 1\n", "tiny.toml")
+    values = {
+        "data.source": str(directory / "text.txt"), "data.cache": str(directory / "cache"), "train.steps": 40,
+        "checkpoint.every": 10, "run.directory": str(directory / "runs/tiny"), "tune.trials": 1,
+        "tune.space": {"train.learning_rate": {"log": [1e-3, 1e-1]}},
+    }  # fmt: skip
+    return resolve_recipe(recipe, values | changes)
+
+
+def test_study_with_killed_worker_continues_its_trial_and_equals_plain_training(tmp_path: Path):
+    recipe = make_recipe(tmp_path)
+    file, study = tmp_path / "recipe.toml", tmp_path / "study"
+    file.write_text(recipe.to_toml())
+    command = [sys.executable, "-m", "meshwright", "tune", str(file), "--directory", str(study), "--json"]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    checkpoints = study / "trials/0000/run/checkpoints"
+    while not list(checkpoints.glob("step-*")) and worker.poll() is None:
+        time.sleep(0.02)
+    assert worker.poll() is None, "the worker ended before it was killed"
+    os.kill(worker.pid, signal.SIGKILL)  # the training process goes on alone, and keeps the trial's lock
+    worker.communicate()
+    answer = subprocess.run(command, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    document = json.loads(answer.stdout)
+    assert {key: document[key] for key in ("schema", "trials", "complete", "pruned", "failed", "running")} == {
+        "schema": 1, "trials": 1, "complete": 1, "pruned": 0, "failed": 0, "running": 0,
+    }  # fmt: skip
+    assert document["best"]["run"] == str(study / f"trials/{document['best']['trial']:04d}/run")
+    assert list(document["best"]["parameters"]) == ["train.learning_rate"]
+    again = mw.train(document["recipe"], probe=False)
+    assert again.run_directory == recipe.run_directory
+    assert again.validation_loss == document["best"]["value"]
+    assert Path(document["page"]).read_text().startswith("<!doctype html>")
+    larger = mw.tune(resolve_recipe(recipe, {"tune.steps": 80}), directory=study)  # used up: nothing is trained
+    assert larger.to_json_dict() == document
+
+
+def test_hopeless_trial_is_pruned_and_failing_ones_end_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tune = {"tune.trials": 2, "tune.startup": 1, "tune.sampler": "random", "tune.seed": 1}
+    recipe = make_recipe(tmp_path, **tune, **{"train.steps": 200})
+    losses = iter([1.0])
+    real = TrialRun.run
+
+    def run_first_without_training(self: TrialRun) -> tuple[float | None, str, str]:
+        """End the first trial with an unreachable loss at every step; train the others."""
+        if (loss := next(losses, None)) is None:
+            return real(self)
+        for step in range(1, 201):
+            self.running.trial.report(loss, step)
+        return loss, "complete", ""
+
+    monkeypatch.setattr(TrialRun, "run", run_first_without_training)
+    found = mw.tune(recipe, directory=tmp_path / "study")
+    assert (found.trials, found.pruned, found.best["value"]) == (2, 1, 1.0)
+    [step] = {json.loads(line)["step"] for line in (tmp_path / "study/trials/0001/run/metrics.jsonl").read_text()
+              .splitlines()[-1:]}  # fmt: skip
+    assert step < 200
+    assert not (tmp_path / "study/trials/0001/run/checkpoints").exists()
+
+    def fail(self: TrialRun) -> tuple[float | None, str, str]:
+        """Fail as a run does whose loss diverges."""
+        return None, "failed", "the loss is nan"
+
+    monkeypatch.setattr(TrialRun, "run", fail)
+    with pytest.raises(UserError, match="5 trials in a row failed, the last one: the loss is nan"):
+        mw.tune(recipe, {"tune.trials": 50}, directory=tmp_path / "failing")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tune.space": {}}, "tune.space is missing"),
+        ({"tune.space": {"train.warmup": {"uniform": [0, 80]}}},
+         r"tune.space: train.warmup = 80: train: warmup = 80 is more than steps = 40"),
+        ({"tune.space": {"train.momentum": {"uniform": [0.0, 0.9]}}}, r'momentum belongs to optimizer "sgd"'),
+        ({"tune.space": {"train.optimizer": {"choice": ["adamw", "adan"]}}}, r'unknown optimizer "adan"'),
+        ({"data.source": "/nowhere"}, "/nowhere"),
+    ],
+)  # fmt: skip
+def test_mistake_is_reported_before_a_study_is_made(tmp_path: Path, changes: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        mw.tune(make_recipe(tmp_path, **changes), directory=tmp_path / "study")
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tune.trials": None, "tune.space": {"train.learning_rate": {"log": [1, 2]}}}, "has a space and no budget"),
+        ({"train.validate_every": 0}, "tune compares validation losses: set train.validate_every"),
+        ({"tune.space": {"train.lerning_rate": {"log": [1, 2]}}}, r"did you mean train.learning_rate\?"),
+        ({"tune.space": {"train.learning_rate": {"lg": [1, 2]}}}, r"did you mean log\?"),
+        ({"tune.space": {"layout": {"choice": ["dp1", "dp2"]}}}, "every layout computes the same loss"),
+        ({"tune.space": {"data.sequence": {"choice": [16, 32]}}}, "all trials have to be validated on the same text"),
+        ({"tune.space": {"train.learning_rate": {"log": [0, 1]}}}, "above 0"),
+        ({"tune.space": {"train.learning_rate": {"uniform": [1, 1]}}}, "the first bound has to be below the second"),
+        ({"tune.space": {"train.learning_rate": 5}}, "should be a table such as"),
+        ({"tune.sampler": "tpee"}, r'unknown sampler "tpee"; did you mean "tpe"\?'),
+    ],
+)
+def test_wrong_search_space_is_one_line_with_the_key(tmp_path: Path, changes: dict[str, Any], message: str):
+    tables = make_recipe(tmp_path).to_tables()
+    for key, value in changes.items():
+        table, _, name = key.partition(".")
+        tables[table] = {key: old for key, old in tables[table].items() if key != name}
+        if value is not None:
+            tables[table][name] = value
+    with pytest.raises(UserError, match=message) as raised:
+        Recipe.from_tables(tables)
+    assert "\n" not in str(raised.value)
