@@ -5,8 +5,8 @@ loss on files that the search never saw?
 
 The standard library's sources are divided by the hash of their names: one fifth is never seen by the search, neither in
 training nor in validation. The reference is the recipe as written here, with common settings (the learning rate and
-betas of GPT-3's smallest model, arXiv:2005.14165, a warm-up of a tenth); the search has 30 trials of the same length. Then both recipes are
-trained from three other seeds, and evaluated on the unseen files.
+betas of GPT-3's smallest model, arXiv:2005.14165, a warm-up of a tenth); the search has 30 trials of the same length.
+Then both recipes are trained from three other seeds, and evaluated on the unseen files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from common import write_result
 SEEDS = (11, 12, 13)
 STUDENT_T = 4.303  # 97.5% quantile of Student's t distribution with two degrees of freedom
 RECIPE = {
-    "model": {"family": "llama", "layers": 2, "hidden": 96, "heads": 4, "kv_heads": 2, "intermediate": 256, "tied": True},
+    "model": {
+        "family": "llama", "layers": 2, "hidden": 96, "heads": 4, "kv_heads": 2, "intermediate": 256, "tied": True,
+    },
     "data": {"source": "", "tokenizer": "bpe", "vocabulary": 1024, "sequence": 128, "validation_fraction": 0.05},
     "train": {
         "steps": 200, "batch": 16, "learning_rate": 6e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "warmup": 20,

@@ -38,6 +38,7 @@ def different(recipe: Path, key: str) -> Recipe:
         "datatrove",
         "resiliparse",
         "random",
+        "halving",
     ]
     for value in numbers + words:
         try:
