@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.draw.axis import Axis
 from meshwright.draw.markup import Markup, format_number
-from meshwright.draw.picture import Picture, paint
+from meshwright.draw.picture import Picture, css_var
 from meshwright.draw.text_width import text_width
 
 TOP, BOTTOM = 34.0, 296.0
@@ -44,7 +44,7 @@ def draw_parallel_coordinates(axes: Sequence[tuple[str, Axis]], items: Sequence[
             for x, (_, axis), value in zip(places, axes, item.values, strict=True)
             if value is not None
         ]
-        style = f"stroke:{paint(item.colour)}"
+        style = f"stroke:{css_var(item.colour)}"
         picture.add("polyline", title=item.title, points=" ".join(points), class_=item.kind, style=style)
     for number, (x, (name, axis)) in enumerate(zip(places, axes, strict=True)):
         picture.line((x, TOP), (x, BOTTOM), "line")

@@ -20,7 +20,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import PreparedData
 from meshwright.draw.axis import log_axis
 from meshwright.draw.line_chart import Plot, Series
-from meshwright.draw.picture import stack
+from meshwright.draw.picture import stack_pictures
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.monitoring.report_charts import COLOURS
@@ -70,7 +70,7 @@ class CoordinateCheck:
             entries = [(one.name, {"style": f"fill:var(--{one.colour})"}) for one in series]
             plot.picture.legend(entries, plot.left, plot.right, 262)
             pictures.append((f"Root mean square of activations, {title}", plot.picture.svg(680, 270, title)))
-        replace_file(path, stack(pictures, "coordinate check").encode(), sync=False)
+        replace_file(path, stack_pictures(pictures, "coordinate check").encode(), sync=False)
 
 
 def check_coordinates(recipe: Recipe, data: PreparedData, factors: Sequence[int], steps: int = 4) -> CoordinateCheck:

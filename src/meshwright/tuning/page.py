@@ -12,7 +12,7 @@ from meshwright.draw.line_chart import Plot, Series
 from meshwright.draw.markup import Content, Markup, element
 from meshwright.draw.page import bar, legend, page, paragraph, table
 from meshwright.draw.parallel_coordinates import Item, draw_parallel_coordinates
-from meshwright.draw.picture import paint
+from meshwright.draw.picture import css_var
 from meshwright.monitoring.report import write_page as write_html
 from meshwright.recipe import Dimension
 from meshwright.toml import format_toml_value
@@ -144,7 +144,7 @@ def _draw_dot(plot: Plot, x: float, loss: float, trial: FrozenTrial) -> None:
     """Draw a trial as a dot at `x` on the chart's x axis, in the colour of its state."""
     y = plot.y(min(max(loss, plot.y_axis.low), plot.y_axis.high))
     plot.picture.add("circle", title=f"trial {trial.number}: {loss:.4f}", cx=round(plot.x(x), 1), cy=round(y, 1), r=3.5,
-                     style=f"fill:{paint(_COLOURS.get(trial.state.name, 'grey'))}")  # fmt: skip
+                     style=f"fill:{css_var(_COLOURS.get(trial.state.name, 'grey'))}")  # fmt: skip
 
 
 def _draw_curves(trials: Sequence[FrozenTrial]) -> Markup:
