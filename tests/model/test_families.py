@@ -100,6 +100,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**WIDE, **TOP2, "num_experts": 5, "moe_intermediate_size": 22, "norm_topk_prob": False},
     ),
+    "gpt_oss": ("gpt_oss", {**WIDE, **TOP2, "num_local_experts": 5, "sliding_window": 7, "rope_scaling": YARN}),
+    "gpt_oss, tight limits, no attention biases": (
+        "gpt_oss",
+        {**ODD, **TOP2, "head_dim": 12, "num_local_experts": 3, "sliding_window": 40, "attention_bias": False}
+        | {"swiglu_limit": 0.02, "swiglu_alpha": 3.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "dots1": ("dots1", {**WIDE, **SIGMOID}),
     "deepseek_v2": ("deepseek_v2", {**ODD, **SIGMOID, **LATENT, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("deepseek_v3", {**ODD, **SIGMOID, **LATENT, "num_mtp_layers": 0}),

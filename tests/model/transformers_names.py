@@ -13,6 +13,9 @@ def entry_in_transformers(tensors: Mapping[str, torch.Tensor], name: str) -> tor
     In memory a layer's experts are stacked: `experts.gate_up_proj` [experts, 2 x width, hidden], gates first, and
     `experts.down_proj` [experts, hidden, width]; `block_sparse_moe` of Mixtral's files is `mlp`.
     """
+    if name.endswith("]"):  # an expert's part of a tensor that is stacked on disk too
+        whole, _, expert = name.removesuffix("]").rpartition("[")
+        return tensors[whole][int(expert)]
     start, _, rest = name.replace("block_sparse_moe", "mlp").partition(".experts.")
     if not rest:
         return tensors[start]

@@ -26,9 +26,9 @@ class Attention(nn.Module):
 
     Query, key and value projections are fused: `qkv.weight` is [(N + 2K) D, H], the rows of the queries first, then
     those of keys and values. Queries and keys may be normalised before the rotary embedding: each head (QK norm: Henry
-    et al. 2020, arXiv:2010.04245; Qwen3), or all heads together (OLMo 2: arXiv:2501.00656, section 3). N, K: query and
-    key-value heads on this rank, D: head size, H: hidden size. `axes`: communication of the mesh axes; `options`:
-    `device` and `dtype` of the parameters."""
+    et al. 2020, arXiv:2010.04245; Qwen3), or all heads together (OLMo 2: arXiv:2501.00656, section 3). `sinks` [N]: one
+    more score of each query head (gpt-oss); None: none. N, K: query and key-value heads on this rank, D: head size, H:
+    hidden size. `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -47,6 +47,7 @@ class Attention(nn.Module):
             self.query_norm, self.key_norm = (
                 RMSNorm(size, config.norm_epsilon, centre, tensor, **options) for size in sizes
             )
+        self.sinks = nn.Parameter(torch.empty(self.heads, **options)) if config.attention_sinks else None
         self.output = RowParallelLinear(
             self.heads * self.size, config.hidden, config.output_bias, axes.tensor, "attention.output", **options
         )
@@ -79,11 +80,11 @@ class Attention(nn.Module):
             q, k = rotate(q, *rotation, self.interleaved), rotate(k, *rotation, self.interleaved)
         if cache is not None:
             assert self.context.size == 1, "a KV cache needs unsharded sequences"
-            out_BNSD = cache.attend(layer, q, k, v)
+            out_BNSD = cache.attend(layer, q, k, v, self.sinks)
         elif self.encoder:
             out_BNSD = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # type: ignore[arg-type]
         else:
-            out_BNSD = self.context.attend(q, k, v, visible, self.scores)
+            out_BNSD = self.context.attend(q, k, v, visible, self.scores._replace(sinks=self.sinks))
         return self.output(out_BNSD.transpose(1, 2).flatten(2))
 
     def linear_layers(self) -> list[Linear]:

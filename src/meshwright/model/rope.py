@@ -12,8 +12,8 @@ import torch
 
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.precision import at_least_float32
-from meshwright.spec.config import ModelConfig, Rotation
-from meshwright.spec.rope_scaling import RopeScaling
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.rope_scaling import RopeScaling, Rotation
 
 
 def inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0) -> torch.Tensor:

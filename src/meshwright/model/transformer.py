@@ -29,7 +29,8 @@ from meshwright.model.scaled_dot_product import Visible, choose_mask_form
 from meshwright.model.units import NO_UNITS, Units
 from meshwright.model.weight_gradients import attach_taps
 from meshwright.spec.chunks import keeps_head_gradient
-from meshwright.spec.config import ModelConfig, Rotation
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.rope_scaling import Rotation
 from meshwright.spec.stages import Stage, whole_model
 
 Rotated = tuple[torch.Tensor, torch.Tensor] | None
@@ -314,7 +315,7 @@ class Transformer(nn.Module):
             context = self.axes.context
             assert context.size == 1 or documents.indices_C is not None, "context parallelism needs indices_C"
             capped, size = self.config.attention_softcap is not None, max(self.config.head_dim, self.config.value_dim)
-            form = choose_mask_form(tokens_BS.device, self._dtype, size, capped)
+            form = choose_mask_form(tokens_BS.device, self._dtype, size, capped, self.config.attention_sinks)
             for each in set(windows.values()):
                 visible[each] = context.visibility(documents, sequence, each, tokens_BS.device, form)
         # The host would wait for a GPU to read the largest position: only a caller's own ones are unknown.

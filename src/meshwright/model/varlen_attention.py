@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.model.attention_operator import attention_operator, empty_bsnd
+from meshwright.model.attention_operator import (
+    add_sinks,
+    attention_operator,
+    empty_bsnd,
+    empty_gradient,
+    sink_gradients,
+)  # fmt: skip
 from meshwright.model.documents import Documents, move
 from meshwright.spec.chunks import padded_documents
 
@@ -87,11 +93,13 @@ def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size
 
 
 def varlen_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: VarlenMask, scale: float | None = None
-) -> torch.Tensor:
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: VarlenMask, scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], stored in memory as [B, S, N, D], of tokens that
-    see only their document and window; query head n reads key-value head n // (N / K). `scale`: None: 1 / √D."""
-    return torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, *mask, scale)[0]  # type: ignore[no-any-return]
+    see only their document and window; query head n reads key-value head n // (N / K). `scale`: None: 1 / √D.
+    `sinks`: one more score of each query head [N]; None: none."""
+    return torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, *mask, scale, sinks)[0]  # type: ignore[no-any-return]
 
 
 def flash_forward(
@@ -140,20 +148,27 @@ def _from_kernel(x: torch.Tensor, like_BNSD: torch.Tensor) -> torch.Tensor:
 
 def _compute_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None, window: int, scale: float | None,
+    lengths: torch.Tensor | None, window: int, scale: float | None, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute variable-length attention without autograd; return the output [B, N, S, D] and each query's log-sum-exp,
-    float32 [B, N, S]. The last four arguments are the fields of `VarlenMask` and the scale of the scores."""
-    return flash_forward(q_BNSD, k_BKSD, v_BKSD, _causal_call(q_BNSD, cu_seqlens, lengths, window, scale))
+    float32 [B, N, S]. The last arguments are the fields of `VarlenMask`, the scale of the scores and the sinks."""
+    found = flash_forward(q_BNSD, k_BKSD, v_BKSD, _causal_call(q_BNSD, cu_seqlens, lengths, window, scale))
+    if sinks is not None:
+        add_sinks(*found, sinks[:, None])
+    return found
 
 
 def _compute_gradients(
     d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None, window: int, scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values, in their shapes. `d_out_BNSD`: gradient of the output;
-    `saved`: queries, keys, values, output and log-sum-exps. The last four arguments are those of the forward."""
-    return flash_backward(d_out_BNSD, saved, _causal_call(d_out_BNSD, cu_seqlens, lengths, window, scale))
+    lengths: torch.Tensor | None, window: int, scale: float | None, sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys and values, in their shapes, and of the sinks. `d_out_BNSD`: gradient of
+    the output; `saved`: queries, keys, values, output and log-sum-exps. The last arguments are those of the forward."""
+    found = flash_backward(d_out_BNSD, saved, _causal_call(d_out_BNSD, cu_seqlens, lengths, window, scale))
+    if sinks is None:
+        return *found, empty_gradient(d_out_BNSD, None)
+    out, log_sum = saved[3:]
+    return *found, sink_gradients(sinks, log_sum, (d_out_BNSD.float() * out).sum(dim=-1))
 
 
 def _causal_call(

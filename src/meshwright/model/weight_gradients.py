@@ -262,6 +262,36 @@ def grouped_linear(
     return apply(_GroupedLinear, x_NX, weight, ends_E, queue)
 
 
+def add_grouped_bias(y_NY: torch.Tensor, bias: nn.Parameter, ends_E: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Add to each of N token copies `y_NY`, sorted by expert, the bias of its expert, in place; return it. `bias` [E x
+    Z]: those of all experts, for the columns from `first` on; `ends_E`: exclusive end index of each expert's copies."""
+    return _apply_function(_AddGroupedBias, y_NY, bias, ends_E, first)
+
+
+class _AddGroupedBias(torch.autograd.Function):
+    """Autograd function of `add_grouped_bias`."""
+
+    @staticmethod
+    def forward(context: Any, y_NY: torch.Tensor, bias: torch.Tensor, ends_E: torch.Tensor, first: int) -> torch.Tensor:
+        """Return `y_NY` with the biases added in place."""
+        context.save_for_backward(ends_E)
+        context.mark_dirty(y_NY)
+        bias_EZ = bias.view(len(ends_E), -1)
+        context.columns = slice(first, first + bias_EZ.shape[1])
+        copies_E = ends_E.long().diff(prepend=ends_E.new_zeros(1, dtype=torch.long))
+        y_NY[:, context.columns] += bias_EZ.repeat_interleave(copies_E, dim=0, output_size=len(y_NY))
+        return y_NY
+
+    @staticmethod
+    def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of `y_NY` and of the biases: for each expert the sum over its copies."""
+        (ends_E,) = context.saved_tensors
+        dy_NZ = dy_NY[:, context.columns].contiguous()
+        ones_N8 = dy_NZ.new_ones(len(dy_NZ), 8)  # as many columns as grouped_mm needs
+        d_bias_EZ8 = torch.ops.meshwright.grouped_product_weight(dy_NZ, ones_N8, ends_E)
+        return dy_NY, d_bias_EZ8[..., 0].flatten(), None, None
+
+
 def _unstack_experts(weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """View the weights of E experts stacked along dim 0, [E x Y, X], as [E, Y, X]. `ends_E`: tensor of length E, from
     which E is taken."""

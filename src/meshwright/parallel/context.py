@@ -28,7 +28,14 @@ from meshwright.comm.handle import DONE
 from meshwright.comm.mesh import Axis, Mesh, find_axis
 from meshwright.comm.operators import all_to_all, reduce_from
 from meshwright.layout import Layout
-from meshwright.model.attention_operator import attention_operator, by_kv_head, empty_bsnd
+from meshwright.model.attention_operator import (
+    add_sinks,
+    attention_operator,
+    by_kv_head,
+    empty_bsnd,
+    empty_gradient,
+    sink_gradients,
+)  # fmt: skip
 from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
 from meshwright.model.precision import at_least_float32
@@ -107,7 +114,9 @@ class RingAttention(ContextParallel):
             assert not scores.softcap
             *tensors, window = visible
             numbers = [float(window), scores.scale]
-            return operators.flash_ring_attention(q_BNSD, k_BKSD, v_BKSD, *tensors, numbers, key)[0]  # type: ignore[no-any-return]
+            return operators.flash_ring_attention(  # type: ignore[no-any-return]
+                q_BNSD, k_BKSD, v_BKSD, *tensors, numbers, key, scores.sinks
+            )[0]
         arguments = q_BNSD, k_BKSD, v_BKSD, visible, key, *scores
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # A custom operator's first call loads the compiler.
@@ -132,6 +141,8 @@ class UlyssesAttention(ContextParallel):
         by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
         mine = all_to_all(by_rank, axis, "attention.heads", split=1, join=2)
         q, k, v = mine.split([x.shape[1] // axis.size for x in three], dim=1)
+        if scores is not None and scores.sinks is not None:
+            scores = scores._replace(sinks=scores.sinks.unflatten(0, (axis.size, -1))[axis.rank])
         out = attend(q, k, v, visible, scores)
         return all_to_all(out.transpose(1, 2), axis, "attention.tokens", split=1, join=2).transpose(1, 2)
 
@@ -163,11 +174,13 @@ def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str
 
 
 def _compute_ring_attention(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, key: str, attend_span: ring_spans.AttendSpan
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, key: str, attend_span: ring_spans.AttendSpan,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ring attention without autograd. Return the output [B, N, C, D] and each query's log-sum-exp [B, N, C]
     for the C tokens on this rank. `key`: string that identifies the cp axis (`Axis.key`), because custom operators
-    accept no objects; `attend_span`: computes the attention of a span."""
+    accept no objects; `attend_span`: computes the attention of a span; `sinks`: of the query heads, which are merged
+    once, after all KV blocks."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
@@ -176,15 +189,18 @@ def _compute_ring_attention(
         for span in ring_spans.list_spans(axis.rank, source, axis.size, block.shape[3]):
             for at, *more in attend_span(q, block, span):
                 ring_spans.merge(out[at], log_sum[at], *more)
+    if sinks is not None:
+        add_sinks(out, log_sum, sinks.view(*q.shape[1:3], 1))
     return empty_bsnd(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
 
 
 def _compute_gradients(
-    d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], key: str, add_span: ring_spans.AddSpan
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of ring attention's queries, keys and values, in their shapes, given the output gradient
-    `d_out_BNCD`. `saved_tensors`: queries, keys, values, output, log-sum-exps; `key`: string that identifies the cp
-    axis (`Axis.key`); `add_span`: adds the gradients of a span."""
+    d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], key: str, add_span: ring_spans.AddSpan,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of ring attention's queries, keys and values, in their shapes, and that of the `sinks` by
+    this rank's queries, given the output gradient `d_out_BNCD`. `saved_tensors`: queries, keys, values, output,
+    log-sum-exps; `key`: string that identifies the cp axis (`Axis.key`); `add_span`: adds the gradients of a span."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
@@ -203,7 +219,8 @@ def _compute_gradients(
         handle = collectives.rotate(arriving, leaving, axis, SITE + ".gradients", async_op=True)
     handle.wait()
     dk, dv = (empty_bsnd(k_BKCD).copy_(each) for each in arriving)
-    return empty_bsnd(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv
+    d_sinks = empty_gradient(q_BNCD, None) if sinks is None else sink_gradients(sinks, log_sum_BNC, inner_BNC)
+    return empty_bsnd(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv, d_sinks
 
 
 def _empty_results(q_BNCD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,41 +233,41 @@ def _empty_results(q_BNCD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torc
 
 def _attend_by_tiles(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str,
-    scale: float, softcap: float,
+    scale: float, softcap: float, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ring attention by tiles (see `_compute_ring_attention`, `ring_spans.attend_by_tiles`). `scale`,
-    `softcap`: fields of `Scores`."""
+    `softcap`, `sinks`: fields of `Scores`."""
     attend_span = partial(ring_spans.attend_by_tiles, first_BC, Scores(scale, softcap))
-    return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span)
+    return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
 
 def _differentiate_by_tiles(
     d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], first_BC: torch.Tensor | None, key: str, scale: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values by tiles (see `_compute_gradients`)."""
+    softcap: float, sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys, values and sinks by tiles (see `_compute_gradients`)."""
     add_span = partial(ring_spans.add_by_tiles, first_BC, Scores(scale, softcap))
-    return _compute_gradients(d_out_BNCD, saved, key, add_span)
+    return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
 
 
 def _attend_by_flash(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None, numbers: list[float], key: str,
+    lengths: torch.Tensor | None, numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ring attention by flash kernels (see `_compute_ring_attention`). `cu_seqlens`, `lengths`: fields
     of the mask; `numbers`: its window, and the scale of the scores."""
-    mask = VarlenMask(cu_seqlens, lengths, int(numbers[0]))
-    return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, partial(ring_spans.attend_by_flash, mask, numbers[1]))
+    attend_span = partial(ring_spans.attend_by_flash, VarlenMask(cu_seqlens, lengths, int(numbers[0])), numbers[1])
+    return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
 
 def _differentiate_by_flash(
     d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None, numbers: list[float], key: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values by flash kernels (see `_compute_gradients`). `cu_seqlens`,
-    `lengths`, `numbers`: as in the forward."""
+    lengths: torch.Tensor | None, numbers: list[float], key: str, sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys, values and sinks by flash kernels (see `_compute_gradients`).
+    `cu_seqlens`, `lengths`, `numbers`: as in the forward."""
     mask = VarlenMask(cu_seqlens, lengths, int(numbers[0]))
-    return _compute_gradients(d_out_BNCD, saved, key, partial(ring_spans.add_by_flash, mask, numbers[1]))
+    return _compute_gradients(d_out_BNCD, saved, key, partial(ring_spans.add_by_flash, mask, numbers[1]), sinks)
 
 
 attention_operator("ring_attention", _attend_by_tiles, _differentiate_by_tiles, _empty_results)

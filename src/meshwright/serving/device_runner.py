@@ -34,7 +34,7 @@ from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.torch_runner import OrderedTensorParallel
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
-from meshwright.spec.config import Rotation
+from meshwright.spec.rope_scaling import Rotation
 
 
 class DeviceRunner:

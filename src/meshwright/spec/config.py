@@ -16,9 +16,10 @@ from meshwright.errors import UserError
 from meshwright.limits import LIMITS, limit_error
 from meshwright.names import unknown
 from meshwright.spec.adapter_config import AdapterConfig
-from meshwright.spec.families import FAMILIES, OPTIONS
+from meshwright.spec.encoder_json import find_encoder_problem
+from meshwright.spec.families import FAMILIES, OPTIONS, Experts
 from meshwright.spec.latent_attention import LatentAttention
-from meshwright.spec.rope_scaling import RopeScaling
+from meshwright.spec.rope_scaling import RopeScaling, Rotation
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -27,16 +28,6 @@ Router = Literal["softmax", "sigmoid"]
 Head = Literal["next", "masked", "classes", "none"]
 _WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")  # transformers refuses a remainder in these families only
 _SIZES = ("vocabulary", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_positions")
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Rotary positions of a layer. size: number of rotated features of a head. theta: base of the wavelengths.
-    scaling: scaling method; None: plain."""
-
-    size: int
-    theta: float
-    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +51,11 @@ class ModelConfig:
     layers). Factors: attention scores are multiplied by ``attention_scale`` (None: 1 / sqrt(head_dim)), embeddings by
     ``embedding_scale`` (None: sqrt(hidden)), the output of each sublayer by ``residual_scale``; logits are divided by
     ``logit_divisor``. ``attention_softcap`` and ``logit_softcap``: a cap c turns scores or logits x into c tanh(x / c).
+    ``attention_sinks``: each query head has a learned score that is one more term of the softmax's denominator.
+
+    ``mlp_bias``: linear layers of MLPs have biases, experts and their router included. ``swiglu_limit``: a gated MLP
+    computes gate * sigmoid(``swiglu_alpha`` * gate) * (up + 1), with the gate limited to at most this number and up to
+    at most this magnitude (gpt-oss); None: as above.
 
     Mixture of experts, if ``experts`` > 0: every layer except ``dense_layers`` (indices) has that many MLPs of width
     ``expert_intermediate``, of which a token uses ``experts_per_token``, and a shared expert of width
@@ -108,6 +104,9 @@ class ModelConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    attention_sinks: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
     embedding_scale: float | None = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
@@ -161,7 +160,7 @@ class ModelConfig:
         for name in _SIZES:
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
-        if problem := self._size_problem() or self._experts_problem() or self._encoder_problem():
+        if problem := self._size_problem() or self._experts_problem() or find_encoder_problem(self):
             return problem
         if self.heads % self.kv_heads:
             return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
@@ -242,7 +241,7 @@ class ModelConfig:
     def _experts_problem(self) -> str | None:
         """Return an error message for the first invalid or contradictory mixture-of-experts field; None if there is
         none."""
-        if not FAMILIES[self.family].experts:
+        if self.experts_keys is None:
             given = [name for name in ("experts", "experts_per_token", "expert_intermediate") if getattr(self, name)]
             return f"family {self.family} has no experts: leave {given[0]} out" if given else None
         for name in ("experts", "experts_per_token", "expert_intermediate"):
@@ -264,7 +263,7 @@ class ModelConfig:
     def _family_experts_problem(self) -> str | None:
         """Return an error message if this family's ``config.json`` format has no keys for the mixture-of-experts fields
         of this configuration; None if it has."""
-        keys, family = FAMILIES[self.family].experts, f"family {self.family}"
+        keys, family = self.experts_keys, f"family {self.family}"
         assert keys is not None
         if keys.width is None and self.intermediate != self.expert_intermediate:
             return f"{family} has one width: intermediate {self.intermediate} is expert_intermediate"
@@ -293,27 +292,19 @@ class ModelConfig:
             return f"experts_per_token {self.experts_per_token} is more than the {used * size} experts of {used} groups"
         return None
 
-    def _encoder_problem(self) -> str | None:
-        """Return an error message for the first invalid or contradictory one of the fields that only encoders have;
-        None if there is none."""
-        if not self.encoder:
-            given = [name for name in ("token_types", "labels") if getattr(self, name)]
-            given += [f"head {self.head!r}"] if self.head != "next" else []
-            return f"family {self.family} is a decoder: leave {given[0]} out" if given else None
-        heads = FAMILIES[self.family].heads.values()
-        if self.head not in heads:
-            return f"head must be one of {', '.join(heads)} in family {self.family}, not {self.head!r}"
-        if self.token_types < 1:
-            return f"token_types must be at least 1 in family {self.family}, not {self.token_types}"
-        if (self.head == "classes") != bool(self.labels):
-            return 'labels name the classes of head "classes": give them with this head and with no other'
-        if self.head == "classes" and len(self.labels) < 2:
-            return f"labels must name at least 2 classes, not {len(self.labels)}"
-        return None
-
     def has_experts(self, layer: int) -> bool:
         """Return True if the MLP of the layer with index `layer` is a mixture of experts."""
         return self.experts > 0 and layer not in self.dense_layers
+
+    @property
+    def experts_keys(self) -> Experts | None:
+        """How files of this family hold mixtures of experts; None: the family has none."""
+        return FAMILIES[self.family].experts
+
+    @property
+    def experts_interleaved(self) -> bool:
+        """True if outputs of the gate and up projections of experts alternate, on disk and in memory."""
+        return self.experts_keys is not None and self.experts_keys.interleaved
 
     @property
     def expert_layers(self) -> int:

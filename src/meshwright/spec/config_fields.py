@@ -56,7 +56,8 @@ _WINDOW_BASE = NeutralValue(
 )
 _HEAD_DIM = NeutralValue("the size of a head", lambda value, fields: value == fields["head_dim"])
 _ROTARY_DIM = NeutralValue("qk_rope_head_dim", lambda value, fields: value == fields["latent"].rotary_dim)
-_EXPERTS = NeutralValue("n_routed_experts", lambda value, fields: value == fields["experts"])
+_EXPERTS = NeutralValue("the number of experts", lambda value, fields: value == fields["experts"])
+_USED_EXPERTS = NeutralValue("num_experts_per_tok", lambda value, fields: value == fields["experts_per_token"])
 _SCALE_OF_HEAD = NeutralValue(
     "1 / sqrt(size of a head)",
     lambda value, fields: isinstance(value, int | float) and abs(value * fields["head_dim"] ** 0.5 - 1) < 1e-6,
@@ -165,6 +166,9 @@ _READ: dict[str, str] = {
     "phi3": _LLAMA + "sliding_window partial_rotary_factor",
     "glm4": _LLAMA + "attention_bias partial_rotary_factor",
     "glm4_moe": _LLAMA + _DEEPSEEK_MIXTURE + "attention_bias partial_rotary_factor use_qk_norm norm_topk_prob",
+    "gpt_oss": _LLAMA
+    + _MIXTURE
+    + "num_local_experts sliding_window layer_types attention_bias swiglu_limit swiglu_alpha",
     "nemotron": _DECODER + "hidden_act norm_eps attention_bias mlp_bias",
 }
 
@@ -187,6 +191,7 @@ _OWN_IGNORED: dict[str, str] = {
     # The training code's loss settings; transformers computes no load-balancing loss in these families.
     "deepseek_v2": "ep_size aux_loss_alpha seq_aux",
     "deepseek_v3": "ep_size aux_loss_alpha seq_aux num_nextn_predict_layers num_mtp_layers",
+    "gpt_oss": "initial_context_length",  # transformers does not read it
     "qwen3_moe": "max_window_layers",  # every layer has a window or none has
 }
 
@@ -203,6 +208,7 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
     "mixtral": {"norm_topk_prob": _accept_only(True), "layer_types": _AS_ALL_LAYERS},
     "phi3": {"layer_types": _AS_ALL_LAYERS},
     "glm4_moe": {"num_local_experts": _EXPERTS},
+    "gpt_oss": {"num_experts": _EXPERTS, "experts_per_token": _USED_EXPERTS},
     "olmo3": {"rope_local_base_freq": _WINDOW_BASE},  # transformers does not know it
     "deepseek_v2": {
         "head_dim": _ROTARY_DIM, "qk_head_dim": _HEAD_DIM, "scoring_func": _accept_only("softmax"),

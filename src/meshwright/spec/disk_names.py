@@ -69,6 +69,12 @@ _GLM4 = _LLAMA | {
     "mlp_post_norm": f"{_LAYER}.post_mlp_layernorm",
     "gate_up": f"{_LAYER}.mlp.gate_up_proj",
 }
+_GPT_OSS = {name: disk for name, disk in _LLAMA.items() if name not in ("gate", "up", "down")} | {
+    "sinks": f"{_LAYER}.self_attn.sinks",
+    "router": f"{_LAYER}.mlp.router",
+    "expert_gate_up": f"{_LAYER}.mlp.experts.gate_up_proj",
+    "expert_down": f"{_LAYER}.mlp.experts.down_proj",
+}
 _NEMOTRON = {name: disk for name, disk in _LLAMA.items() if name != "gate"}
 _BLOCK = "transformer.h.{i}"
 _GPT2 = {
@@ -137,6 +143,7 @@ DISK_NAMES: Mapping[str, Mapping[str, str]] = {
     "phi3": _PHI3,
     "glm4": _GLM4,
     "glm4_moe": _DOTS1,
+    "gpt_oss": _GPT_OSS,
     "nemotron": _NEMOTRON,
     "bert": _BERT,
 }

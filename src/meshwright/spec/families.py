@@ -82,10 +82,16 @@ _DEEPSEEK_EXPERTS = Experts(
     scale="routed_scaling_factor", dense="first", groups="method",
 )  # fmt: skip
 
+_GPT_OSS_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
 OPTIONS = (
     "pre_norms", "post_norms", "zero_centred_norms", "projection_norm", "embedding_norm", "rotary_fraction",
     "rotary_interleaved", "window_rope_theta", "unrotated_layers", "attention_scale", "attention_softcap",
-    "logit_softcap", "embedding_scale", "residual_scale", "logit_divisor",
+    "logit_softcap", "embedding_scale", "residual_scale", "logit_divisor", "attention_sinks", "swiglu_limit",
+    "swiglu_alpha",
 )  # fmt: skip
 """ModelConfig fields that keep their defaults in every family that names them neither in ``fixed`` nor ``settings``."""
 
@@ -283,6 +289,30 @@ FAMILIES: dict[str, Family] = {
             {"qkv_bias": Setting("attention_bias", "flag"), "query_key_norm": Setting("use_qk_norm", "flag")},
             partial_rotation=True,
             experts=_SIGMOID_EXPERTS,
+        ),
+        Family(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            _ROPE_DECODER
+            | _PLAIN_HEADS
+            | _SOFTMAX_ROUTER
+            | _NO_SHARED_EXPERT
+            | {"activation": "silu", "mlp_bias": True, "attention_sinks": True, "normalise_choice": True}
+            | {"dense_layers": ()},
+            {"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+            | {"sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_YARN}
+            | {"num_local_experts": 128, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001}
+            | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+            {"swiglu_limit": Setting("swiglu_limit"), "swiglu_alpha": Setting("swiglu_alpha")},
+            windows=Windows("periodic", period=2),
+            experts=Experts(
+                ("num_local_experts",),
+                None,
+                None,
+                stacked=True,
+                transposed=True,
+                interleaved=True,
+            ),
         ),
         Family(
             "gpt2",

@@ -41,7 +41,9 @@ class Experts:
     ``shared_copies`` how many experts wide it is; None: none. scale: of ``routed_scale``; None: it is 1. dense: the
     dense layers are the first ones, as many as ``first_k_dense_replace`` says ("first"), those of ``mlp_only_layers``
     and ``decoder_sparse_step`` ("listed"), or none (None). groups: the experts form ``n_group`` groups ("always"), only
-    if ``topk_method`` says so ("method"), or none (None)."""
+    if ``topk_method`` says so ("method"), or none (None). stacked: one tensor on disk holds a matrix, or a bias, of all
+    experts of a layer. transposed: their matrices are [input, output] on disk. interleaved: columns of gate and up
+    projection alternate."""
 
     count: tuple[str, ...]
     width: str | None = "moe_intermediate_size"
@@ -52,6 +54,9 @@ class Experts:
     scale: str | None = None
     dense: Literal["first", "listed"] | None = None
     groups: Literal["always", "method"] | None = None
+    stacked: bool = False
+    transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

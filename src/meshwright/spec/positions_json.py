@@ -27,6 +27,8 @@ def read_rope(fields: dict[str, Any], read: Reader) -> None:
         _read_two_rotations(fields, read, family.settings["window_rope_theta"])
         return
     # In a file with both keys rope_scaling takes precedence, as in transformers 5.
+    missing = not data.get("rope_scaling") and not data.get("rope_parameters")
+    data = {**data, "rope_parameters": read.defaults.get("rope_parameters")} if missing else data
     for key in ("rope_scaling", "rope_parameters"):
         entry, at = _read_object(data, key, where), f"{where}: {key}"
         if not entry:

@@ -78,6 +78,16 @@ class RopeScaling:
         return _yarn_scale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary positions of a layer. size: number of rotated features of a head. theta: base of the wavelengths.
+    scaling: scaling method; None: plain."""
+
+    size: int
+    theta: float
+    scaling: RopeScaling | None = None
+
+
 def _yarn_scale(factor: float, mscale: float) -> float:
     """Return YaRN's factor on cosine and sine, 0.1 mscale ln(factor) + 1; 1 if factor <= 1 (the context is not
     extended)."""

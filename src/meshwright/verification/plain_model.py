@@ -261,7 +261,12 @@ class _Forward:
         visible_BSS, window = self.visible_BSS, config.layer_window(layer)
         if window is not None:
             visible_BSS = visible_BSS & (self.distance_SS < window)
-        p_BNSS = scores_BNSS.masked_fill(~visible_BSS[:, None], float("-inf")).softmax(dim=-1)
+        scores_BNSS = scores_BNSS.masked_fill(~visible_BSS[:, None], float("-inf"))
+        if config.attention_sinks:  # one more key, whose value is zero
+            sinks_BNS1 = self.weights[f"{name}.sinks"][:, None, None].expand(*scores_BNSS.shape[:3], 1)
+            p_BNSS = torch.cat([scores_BNSS, sinks_BNS1], dim=-1).softmax(dim=-1)[..., :-1]
+        else:
+            p_BNSS = scores_BNSS.softmax(dim=-1)
         return self.linear(torch.einsum("bnqk,bknd->bqnd", p_BNSS, v).flatten(2), f"{name}.output")
 
     def latent_attention(self, x_BSH: torch.Tensor, layer: int) -> torch.Tensor:
@@ -337,6 +342,8 @@ class _Forward:
         results of experts that the router did not choose have weight 0."""
         config = self.config
         logits_BSE = x_BSH @ self.weights[f"{name}.router.weight"].T
+        if config.mlp_bias:
+            logits_BSE = logits_BSE + self.weights[f"{name}.router.bias"]
         scores_BSE = logits_BSE.sigmoid() if config.router == "sigmoid" else logits_BSE.softmax(dim=-1)
         ranking_BSE = scores_BSE.detach()
         if config.router_bias:
@@ -349,12 +356,19 @@ class _Forward:
         if config.normalise_choice:
             weights_BSE = weights_BSE / weights_BSE.sum(dim=-1, keepdim=True)
         weights_BSE = weights_BSE * config.routed_scale
-        ups = self.weights[f"{name}.experts.up.weight"].chunk(config.experts)
-        downs = self.weights[f"{name}.experts.down.weight"].chunk(config.experts)
         y_BSH = torch.zeros_like(x_BSH)
-        for expert, (up, down) in enumerate(zip(ups, downs, strict=True)):
-            gate_BSF, up_BSF = (x_BSH @ up.T).chunk(2, dim=-1)
-            y_BSH = y_BSH + weights_BSE[..., expert, None] * ((self.activate(gate_BSF) * up_BSF) @ down.T)
+        for expert in range(config.experts):
+            both_BSX = self.expert_product(x_BSH, f"{name}.experts.up", expert)
+            interleaved = config.experts_interleaved
+            gate, up = (both_BSX[..., ::2], both_BSX[..., 1::2]) if interleaved else both_BSX.chunk(2, dim=-1)
+            if config.swiglu_limit is not None:
+                limit = torch.tensor(config.swiglu_limit, dtype=torch.float64)
+                gate, up = torch.minimum(gate, limit), torch.maximum(torch.minimum(up, limit), -limit)
+                inner_BSF = gate / (1 + torch.exp(-config.swiglu_alpha * gate)) * (up + 1)
+            else:
+                inner_BSF = self.activate(gate) * up
+            result_BSH = self.expert_product(inner_BSF, f"{name}.experts.down", expert)
+            y_BSH = y_BSH + weights_BSE[..., expert, None] * result_BSH
         load_BE = chosen_BSE.sum(dim=1)
         # Fedus et al. 2021, arXiv:2101.03961, eq. 4, per sequence.
         self.balance_losses.append(config.experts * (load_BE / x_BSH.shape[1] * scores_BSE.mean(dim=1)).sum(dim=1))
@@ -367,6 +381,12 @@ class _Forward:
                 shared_BSH = torch.sigmoid(x_BSH @ self.weights[f"{name}.shared_gate.weight"].T) * shared_BSH
             y_BSH = y_BSH + shared_BSH
         return y_BSH
+
+    def expert_product(self, x: torch.Tensor, name: str, expert: int) -> torch.Tensor:
+        """Apply the linear layer `name` of one expert, of which the weights and biases of all experts are stacked."""
+        y = x @ self.weights[f"{name}.weight"].chunk(self.config.experts)[expert].T
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + bias.chunk(self.config.experts)[expert]
 
     def keep_groups(self, ranking_BSE: torch.Tensor) -> torch.Tensor:
         """Return the ranking of experts with -inf outside of the groups that a token may use (arXiv:2412.19437, section

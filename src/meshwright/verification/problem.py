@@ -206,6 +206,7 @@ def scale_down_config(
         attention_scale=None if config.attention_scale is None else 0.4,
         attention_softcap=None if config.attention_softcap is None else 1.5,
         logit_softcap=None if config.logit_softcap is None else 2.0,
+        swiglu_limit=None if config.swiglu_limit is None else 0.7,
         sliding_window=None if config.sliding_window is None else 7,
         windowed_layers=windowed,
         bos_token=None,
