@@ -26,14 +26,14 @@ FAMILIES = (
     *("phi3-tiny", "glm4-tiny", "glm4-moe-tiny"),
 )
 
-LATENT = ("deepseek-v2-tiny", "deepseek-v3-tiny")
-"""Families with latent attention, which plain torch serves."""
+IN_TORCH = ("deepseek-v2-tiny", "deepseek-v3-tiny", "gpt-oss-tiny")
+"""Families for which there are no kernels of a CPU, which plain torch serves."""
 
 
 def small_config(name: str, **changes: Any) -> ModelConfig:
     """Three layers, 257 tokens, 64 positions; a window of 7 where the family has windows, in some layers if it can."""
     config = preset(name)
-    if config.family in ("mistral", "mixtral", "qwen2", "olmo3", "gemma2", "gemma3_text"):
+    if config.family in ("mistral", "mixtral", "qwen2", "olmo3", "gemma2", "gemma3_text", "gpt_oss"):
         changes.setdefault("sliding_window", 7)
     if config.family == "qwen2":
         changes.setdefault("windowed_layers", (False, True, True))

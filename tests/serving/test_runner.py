@@ -28,7 +28,7 @@ from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import block_tables, max_blocks_held
 from tests.serving.pool_checks import check_scheduler
-from tests.serving.small_models import FAMILIES, LATENT, NEEDS_COMPILER, small_config, write_model
+from tests.serving.small_models import FAMILIES, IN_TORCH, NEEDS_COMPILER, small_config, write_model
 from tests.serving.step_batches import Chunk, make_batch, read_in_pieces
 
 LIMITS = StepLimits(blocks=128, token_budget=64, max_sequences=8, max_length=64, logit_rows=64)
@@ -96,7 +96,7 @@ def run_greedily(
     return answers
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *LATENT])
+@pytest.mark.parametrize("name", [*FAMILIES, *IN_TORCH])
 def test_greedy_tokens_match_transformers(name: str, build: Build, directories: Callable[[str], Path]):
     runner = build(directories(name))
     prompts, count = (PROMPTS[:2], 4) if runner.version.startswith("torch") else (PROMPTS, 8)  # torch is slow
@@ -108,7 +108,7 @@ def test_greedy_tokens_match_transformers(name: str, build: Build, directories: 
     assert len({token for answer in expected for token in answer}) > 3
 
 
-@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("name", IN_TORCH)
 def test_latent_attention_caches_one_vector_per_token_and_layer(name: str, directories: Callable[[str], Path]):
     """In place of the keys and values of all heads, in as many bytes as the ledger has."""
     runner = build_runner(RankPlan(str(directories(name)), "dp1", "bfloat16", LIMITS), Mesh.single())
@@ -126,7 +126,7 @@ def test_plain_torch_runs_where_the_plan_names_it(directories: Callable[[str], P
     assert runner.version.startswith("torch")
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *LATENT])
+@pytest.mark.parametrize("name", [*FAMILIES, *IN_TORCH])
 def test_logits_match_training_forward(name: str, build: Build, directories: Callable[[str], Path]):
     model, _ = load_huggingface(directories(name))
     tokens = np.random.default_rng(1).integers(0, 256, 25).tolist()

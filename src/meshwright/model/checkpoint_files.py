@@ -86,12 +86,10 @@ class CheckpointFiles:
         dtype and for NaN or infinite values."""
         self.check_weights(name)
         value, *scales = (each if expert is None else each[expert] for each in map(self.read, self.parts(name)))
-        if name not in self.names:
-            value = mxfp4.dequantize(value, *scales)
-        elif scales:
-            form = self._format(name, BlockFp8)
-            assert isinstance(form, BlockFp8)
-            value = block_fp8.dequantize(value, *scales, form)
+        if scales:
+            form = self._described
+            unpack = partial(block_fp8.dequantize, form=form) if isinstance(form, BlockFp8) else mxfp4.dequantize
+            value = unpack(value, scales[0])
         if value.numel():
             ends = torch.aminmax(value)
             if not (torch.isfinite(ends.min) & torch.isfinite(ends.max)):

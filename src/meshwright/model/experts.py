@@ -20,7 +20,7 @@ from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Toke
 from meshwright.model.layers import FeedForward, Linear, activate
 from meshwright.model.permutation import Permuted, invert_permutation
 from meshwright.model.precision import at_least_float32
-from meshwright.model.weight_gradients import add_grouped_bias, grouped_linear
+from meshwright.model.weight_gradients import grouped_linear
 from meshwright.spec.config import ModelConfig
 
 
@@ -221,12 +221,8 @@ class Experts(nn.Module):
         """Return the outputs [N, H] of this rank's expert MLPs for N token copies `x_NH` (one for each of a token's
         experts), sorted by expert. Where several ranks split an expert's width, the outputs are this rank's partial
         sums. `ends_E`: exclusive end index of each expert's copies."""
-        up_NF = grouped_linear(x_NH, self.up.weight, ends_E, self.up.weight_gradients)
-        if self.up.bias is not None:
-            up_NF = add_grouped_bias(up_NF, self.up.bias, ends_E)
-        hidden_NF = self.activate(up_NF)
-        y_NH = grouped_linear(hidden_NF, self.down.weight, ends_E, self.down.weight_gradients)
-        return y_NH if self.down.bias is None else add_grouped_bias(y_NH, self.down.bias, ends_E, self.first)
+        hidden_NF = self.activate(grouped_linear(x_NH, self.up, ends_E))
+        return grouped_linear(hidden_NF, self.down, ends_E, self.first)
 
     def activate(self, up_NX: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [N, F] of N token copies for their gate and up projections `up_NX` [N, 2F]."""

@@ -250,7 +250,7 @@ class DeviceRunner:
             norms = None
         rotation = self._rotations[self.config.layer_rotation(layer)]
         self._operations.rotate_and_store(qkv, cache, tiles, rotation, norms, config.norm_epsilon)
-        scores = config.score_scale, config.attention_softcap or 0.0
+        scores = config.score_scale, config.attention_softcap or 0.0, attention.sinks
         out = self._operations.attend(qkv, cache, tiles, config.layer_window(layer), scores, *self._scratch)
         return self._linear(attention.output, out)
 
@@ -264,9 +264,10 @@ class DeviceRunner:
         ends_E = torch.searchsorted(
             expert_N, torch.arange(experts.experts, device=x_TH.device), right=True, out_int32=True
         )
-        stacked = [each.weight.view(experts.experts, -1, each.weight.shape[1]) for each in (experts.up, experts.down)]
-        up_NF = self._operations.grouped_product(x_TH.index_select(0, order_N // count), stacked[0], ends_E)
-        y_NH = self._operations.grouped_product(self._activate(up_NF, experts.activation, True), stacked[1], ends_E)
+        up_NF = self._grouped_product(experts.up, x_TH.index_select(0, order_N // count), expert_N, ends_E)
+        swiglu = self.config.activation == "silu" and self.config.swiglu_limit is None
+        inner_NF = self._operations.swiglu(up_NF) if swiglu else experts.activate(up_NF)
+        y_NH = self._grouped_product(experts.down, inner_NF, expert_N, ends_E, experts.first)
         y_TKH = torch.empty_like(y_NH).index_copy_(0, order_N, y_NH).view(tokens, count, hidden).float()
         total_TH = y_TKH[:, 0] * weights_TK[:, :1]  # one by one: the order of torch's sum may depend on T
         for place in range(1, count):
@@ -279,6 +280,18 @@ class DeviceRunner:
                 shared_TH = self._linear(mixture.shared_gate, x_TH).sigmoid() * shared_TH
             total_TH = total_TH + shared_TH
         return self._tensor.leave(total_TH, "mlp.output")
+
+    def _grouped_product(
+        self, layer: modules.Linear, x_NX: torch.Tensor, expert_N: torch.Tensor, ends_E: torch.Tensor, first: int = 0
+    ) -> torch.Tensor:
+        """Return x Wᵀ + b, [N, Y], of token copies `x_NX` for the stacked weights and biases of all experts in `layer`.
+        expert_N: expert of each copy, ascending; ends_E: where the copies of each end; first: output from which on the
+        bias is added."""
+        y_NY = self._operations.grouped_product(x_NX, layer.weight.unflatten(0, (len(ends_E), -1)), ends_E)
+        if layer.bias is not None:
+            bias_EZ = layer.bias.view(len(ends_E), -1)
+            y_NY[:, first : first + bias_EZ.shape[1]] += bias_EZ[expert_N]
+        return y_NY  # type: ignore[no-any-return]
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
         """Return the MLP activation of `up_TF` [T, columns]: if `gated`, activation(first half of the columns) * second
