@@ -151,8 +151,8 @@ class CheckpointFiles:
         return self._described
 
     def file(self, name: str) -> Path:
-        """Return the path of the file that contains the tensor `name`."""
-        return self._place[name]
+        """Return the path of the file that contains the tensor or the packed weights `name`."""
+        return self._place[name if name in self._place else name + BLOCKS]
 
     def _locate_tensors(self) -> dict[str, Path]:
         """Return {tensor name: file}, from the index or the single safetensors file of the directory. Raises UserError

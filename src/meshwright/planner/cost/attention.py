@@ -72,6 +72,8 @@ def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
         yield from _tiled_core(at, window)
     else:
         yield _core(at, window)
+    if config.attention_sinks:
+        yield Operator("attention.sinks", parameters=at.heads)
     inner = at.heads * config.value_dim
     yield linear(
         at, "attention.output", Linear(at.all_tokens, config.hidden, inner, bias=config.output_bias),

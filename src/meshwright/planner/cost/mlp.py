@@ -63,7 +63,9 @@ def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
     yield Operator("mlp.copies", pointwise(at, "mlp.copies", at.copies * hidden, elementwise.COPIES))
     if at.spread:
         yield from _dispatch(at, load, arriving)
-    matrices = Linear(arriving / held, 2 * width, hidden, held), Linear(arriving / held, hidden, width, held)
+    biased, slices = config.mlp_bias, at.etp if at.spread else at.tp  # a rank adds its slice of the second bias
+    matrices = Linear(arriving / held, 2 * width, hidden, held, biased), Linear(arriving / held, hidden, width, held)
+    held_parameters = matrices[0].parameters, matrices[1].parameters + biased * held * (hidden // slices)
     owned = "expert_parameters" if at.spread else "parameters"
     computed = load.computed
     x_up = SavedTensor("mlp.experts.up.output", (computed, 2 * width), "x")
@@ -72,18 +74,22 @@ def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
     found = linear(
         at, "mlp.experts.up", matrices[0], saved=(ends, x_input, x_up), kept=(x_up,), parameters=0,
     )  # fmt: skip
-    yield found._replace(**{owned: matrices[0].parameters})
+    yield found._replace(**{owned: held_parameters[0]})
+    if biased:
+        columns = arriving * (2 * width + hidden // slices)
+        yield Operator("mlp.experts.bias", pointwise(at, "mlp.experts.bias", columns, elementwise.GROUPED_BIAS))
+    clamped = config.swiglu_limit is not None  # one function, which saves its input alone
+    of = elementwise.clamped_swiglu(fusion) if clamped else elementwise.activation(True, fusion)
     yield Operator(
-        "mlp.experts.activation",
-        pointwise(at, "mlp.experts.activation", arriving * width, elementwise.activation(True, fusion)),
-        (SavedTensor("mlp.experts.activation", (computed, width), "x"),),
-    )
+        "mlp.experts.activation", pointwise(at, "mlp.experts.activation", arriving * width, of),
+        () if clamped else (SavedTensor("mlp.experts.activation", (computed, width), "x"),),
+    )  # fmt: skip
     down = SavedTensor("mlp.experts.down.input", (computed, width), "x")
     found = linear(
         at, "mlp.experts.down", matrices[1], saved=(down,),
         kept=(SavedTensor("mlp.experts.down.output", (computed, hidden), "x"),), parameters=0,
     )  # fmt: skip
-    yield found._replace(**{owned: matrices[1].parameters})
+    yield found._replace(**{owned: held_parameters[1]})
     yield from _combine(at, load)
     if config.shared_intermediate:
         yield from _shared_expert(at)
@@ -105,10 +111,10 @@ def _router(at: MicroBatch) -> Iterator[Operator]:
         saved.append(SavedTensor("mlp.router.input", (routed, config.hidden), "wide"))
         saved.append(SavedTensor("mlp.router.weight", (experts, config.hidden), "wide"))
     logits = SavedTensor("mlp.router.logits", (routed, experts), "wide" if config.router == "sigmoid" else "x")
-    product = Linear(routed, experts, config.hidden)
+    product = Linear(routed, experts, config.hidden, bias=config.mlp_bias)
     yield linear(
         at, "mlp.router", product, saved=tuple(saved), kept=(logits,),
-        parameters=experts * (config.hidden + config.router_bias),
+        parameters=experts * (config.hidden + config.router_bias + config.mlp_bias),
     )  # fmt: skip
     saved = [
         SavedTensor("mlp.router.scores", (routed, experts), "wide"),
