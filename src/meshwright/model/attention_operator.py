@@ -40,9 +40,15 @@ def attention_operator(
         """Return the gradients of all inputs (`backward` of torch.library.register_autograd)."""
         q, k, v, sinks, *results = ctx.saved_tensors
         *found, d_sinks = of_gradients(d_out_BNSD, [q, k, v, *results], *ctx.mask, sinks)
-        return *found, *(None for _ in ctx.mask), None if sinks is None else d_sinks
+        nothing = ([None] * len(each) if _holds_tensors(each) else None for each in ctx.mask)
+        return *found, *nothing, None if sinks is None else d_sinks
 
     registered.register_autograd(formula, setup_context=save)
+
+
+def _holds_tensors(argument: Any) -> bool:
+    """Return True for an operator's argument that is a list of tensors, which autograd gives gradients one by one."""
+    return isinstance(argument, list) and all(isinstance(each, torch.Tensor) for each in argument)
 
 
 def add_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> None:

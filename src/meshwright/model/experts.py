@@ -203,10 +203,8 @@ class Experts(nn.Module):
         """Return for each of T tokens the weighted sum of the outputs of its K experts, [T, H]. `x_TH`: hidden states;
         `weights_TK`: factors on the experts' outputs; `chosen_TK`: indices of the experts."""
         tokens, chosen = chosen_TK.shape
-        expert_N, order_N = chosen_TK.flatten().sort(stable=True)
+        _, order_N, ends_E = sort_copies(chosen_TK, self.experts)
         inverse_N = invert_permutation(order_N)
-        experts_E = torch.arange(self.experts, device=x_TH.device)
-        ends_E = torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
 
         sorted_NH = Permuted.apply(x_TH, order_N, inverse_N, chosen)
         if self.dispatcher is None:
@@ -233,6 +231,14 @@ class Experts(nn.Module):
         return activate(gate_NF, config.activation) * up_NF
 
 
+def sort_copies(chosen_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort the token copies, one for each of a token's experts `chosen_TK`, by expert. Return the expert of each, the
+    permutation, [N] each, and the exclusive end index of each expert's copies, int32 [`experts`]."""
+    expert_N, order_N = chosen_TK.flatten().sort(stable=True)
+    experts_E = torch.arange(experts, device=chosen_TK.device)
+    return expert_N, order_N, torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
+
+
 def split_gate(up_NX: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of the gate and the up projection, [N, F] each, in `up_NX` [N, 2F]. `interleaved`: True if their
     columns alternate; False: the gate's come first."""
@@ -250,7 +256,7 @@ class ClampedSwiGLU(torch.autograd.Function):
         context.numbers = limit, alpha, interleaved
         gate_NF, up_NF = split_gate(up_NX, interleaved)
         gate_NF = gate_NF.clamp(max=limit)
-        return (gate_NF * alpha).sigmoid_().mul_(gate_NF).mul_(up_NF.clamp(-limit, limit).add_(1))
+        return torch.sigmoid(gate_NF * alpha).mul_(gate_NF).mul_(up_NF.clamp(-limit, limit).add_(1))
 
     @staticmethod
     def backward(context: Any, d_NF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -258,12 +264,12 @@ class ClampedSwiGLU(torch.autograd.Function):
         (up_NX,) = context.saved_tensors
         limit, alpha, interleaved = context.numbers
         gate_NF, up_NF = split_gate(up_NX, interleaved)
-        limited_NF = gate_NF.clamp(max=limit)
-        sigmoid_NF = (limited_NF * alpha).sigmoid_()
         d_NX = torch.empty_like(up_NX)
         d_gate_NF, d_up_NF = split_gate(d_NX, interleaved)
-        torch.mul(limited_NF, sigmoid_NF, out=d_up_NF).mul_(d_NF).mul_(up_NF.abs() <= limit)
-        # The derivative of g sigmoid(a g) is s + a g s (1 - s).
-        d_gate_NF.copy_(sigmoid_NF).mul_((1 - sigmoid_NF).mul_(limited_NF).mul_(alpha).add_(1))
-        d_gate_NF.mul_(up_NF.clamp(-limit, limit).add_(1)).mul_(d_NF).mul_(gate_NF <= limit)
+        limited_NF = gate_NF.clamp(max=limit)
+        share_NF = torch.sigmoid(limited_NF * alpha)
+        d_up_NF.copy_(share_NF).mul_(limited_NF).mul_(up_NF.abs() <= limit).mul_(d_NF)
+        # The derivative of g sigmoid(a g) is s (1 + a g (1 - s)).
+        d_gate_NF.copy_(limited_NF).mul_(alpha).mul_(1 - share_NF).add_(1).mul_(share_NF)
+        d_gate_NF.mul_(up_NF.clamp(-limit, limit).add_(1)).mul_(gate_NF <= limit).mul_(d_NF)
         return d_NX, None, None, None

@@ -112,12 +112,10 @@ class RingAttention(ContextParallel):
         scores = scores or Scores(q_BNSD.shape[-1] ** -0.5)
         if isinstance(visible, VarlenMask):
             assert not scores.softcap
-            *tensors, window = visible
-            numbers = [float(window), scores.scale]
-            return operators.flash_ring_attention(  # type: ignore[no-any-return]
-                q_BNSD, k_BKSD, v_BKSD, *tensors, numbers, key, scores.sinks
-            )[0]
-        arguments = q_BNSD, k_BKSD, v_BKSD, visible, key, *scores
+            numbers = [float(visible.window), scores.scale]
+            found = operators.flash_ring_attention(q_BNSD, k_BKSD, v_BKSD, visible.tensors, numbers, key, scores.sinks)
+            return found[0]  # type: ignore[no-any-return]
+        arguments = q_BNSD, k_BKSD, v_BKSD, visible, [scores.scale, scores.softcap], key, scores.sinks
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # A custom operator's first call loads the compiler.
             return _attend_by_tiles(*arguments)[0]
@@ -232,42 +230,48 @@ def _empty_results(q_BNCD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torc
 
 
 def _attend_by_tiles(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str,
-    scale: float, softcap: float, sinks: torch.Tensor | None,
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None,
+    numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by tiles (see `_compute_ring_attention`, `ring_spans.attend_by_tiles`). `scale`,
-    `softcap`, `sinks`: fields of `Scores`."""
-    attend_span = partial(ring_spans.attend_by_tiles, first_BC, Scores(scale, softcap))
+    """Compute ring attention by tiles (see `_compute_ring_attention`, `ring_spans.attend_by_tiles`). `numbers`: scale
+    and softcap of the scores."""
+    attend_span = partial(ring_spans.attend_by_tiles, first_BC, Scores(numbers[0], numbers[1]))
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
 
 def _differentiate_by_tiles(
-    d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], first_BC: torch.Tensor | None, key: str, scale: float,
-    softcap: float, sinks: torch.Tensor | None,
+    d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], first_BC: torch.Tensor | None, numbers: list[float], key: str,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of queries, keys, values and sinks by tiles (see `_compute_gradients`)."""
-    add_span = partial(ring_spans.add_by_tiles, first_BC, Scores(scale, softcap))
-    return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
+    return _compute_gradients(
+        d_out_BNCD, saved, key, partial(ring_spans.add_by_tiles, first_BC, Scores(numbers[0], numbers[1])), sinks
+    )
 
 
 def _attend_by_flash(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None, numbers: list[float], key: str, sinks: torch.Tensor | None,
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, tensors: list[torch.Tensor],
+    numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by flash kernels (see `_compute_ring_attention`). `cu_seqlens`, `lengths`: fields
-    of the mask; `numbers`: its window, and the scale of the scores."""
-    attend_span = partial(ring_spans.attend_by_flash, VarlenMask(cu_seqlens, lengths, int(numbers[0])), numbers[1])
+    """Compute ring attention by flash kernels (see `_compute_ring_attention`). `tensors`: of the mask; `numbers`: its
+    window, and the scale of the scores."""
+    attend_span = partial(ring_spans.attend_by_flash, _varlen_mask(tensors, numbers), numbers[1])
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
 
 def _differentiate_by_flash(
-    d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None, numbers: list[float], key: str, sinks: torch.Tensor | None,
+    d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], tensors: list[torch.Tensor], numbers: list[float], key: str,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys, values and sinks by flash kernels (see `_compute_gradients`).
-    `cu_seqlens`, `lengths`, `numbers`: as in the forward."""
-    mask = VarlenMask(cu_seqlens, lengths, int(numbers[0]))
-    return _compute_gradients(d_out_BNCD, saved, key, partial(ring_spans.add_by_flash, mask, numbers[1]), sinks)
+    """Return the gradients of queries, keys, values and sinks by flash kernels (see `_compute_gradients`). `tensors`,
+    `numbers`: as in the forward."""
+    add_span = partial(ring_spans.add_by_flash, _varlen_mask(tensors, numbers), numbers[1])
+    return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
+
+
+def _varlen_mask(tensors: list[torch.Tensor], numbers: list[float]) -> VarlenMask:
+    """Return the mask of which `tensors` and, at first in `numbers`, the window are given."""
+    return VarlenMask(tensors[0], tensors[1], int(numbers[0])) if tensors else VarlenMask(None, None, int(numbers[0]))
 
 
 attention_operator("ring_attention", _attend_by_tiles, _differentiate_by_tiles, _empty_results)

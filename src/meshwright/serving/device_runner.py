@@ -21,7 +21,7 @@ from meshwright.kernels.operations import BLOCK_TOKENS
 from meshwright.model import layers as modules
 from meshwright.model.attention import Attention
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.experts import Mixture
+from meshwright.model.experts import Mixture, sort_copies
 from meshwright.model.loss import cap_logits_
 from meshwright.model.rope import RotaryTable, pad_pairs
 from meshwright.model.transformer import Transformer
@@ -255,19 +255,15 @@ class DeviceRunner:
         return self._linear(attention.output, out)
 
     def _mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output of a mixture-of-experts layer (routed and shared experts), [T, H], summed over
-        tensor-parallel ranks. x_TH: its normed input."""
+        """Return the output [T, H] of a mixture of experts, summed over tensor-parallel ranks. x_TH: normed input."""
         experts, (tokens, hidden) = mixture.experts, x_TH.shape
         weights_TK, chosen_TK = mixture.router.choose(mixture.router.scores(x_TH, self._product))
         count = chosen_TK.shape[1]
-        expert_N, order_N = chosen_TK.flatten().sort(stable=True)
-        ends_E = torch.searchsorted(
-            expert_N, torch.arange(experts.experts, device=x_TH.device), right=True, out_int32=True
-        )
-        up_NF = self._grouped_product(experts.up, x_TH.index_select(0, order_N // count), expert_N, ends_E)
-        swiglu = self.config.activation == "silu" and self.config.swiglu_limit is None
-        inner_NF = self._operations.swiglu(up_NF) if swiglu else experts.activate(up_NF)
-        y_NH = self._grouped_product(experts.down, inner_NF, expert_N, ends_E, experts.first)
+        expert_N, order_N, ends_E = sort_copies(chosen_TK, experts.experts)
+        groups, swiglu = (expert_N, ends_E), self.config.activation == "silu" and self.config.swiglu_limit is None
+        up_NX = self._grouped_product(experts.up, x_TH.index_select(0, order_N // count), groups)
+        inner_NF = self._operations.swiglu(up_NX) if swiglu else experts.activate(up_NX)
+        y_NH = self._grouped_product(experts.down, inner_NF, groups, experts.first)
         y_TKH = torch.empty_like(y_NH).index_copy_(0, order_N, y_NH).view(tokens, count, hidden).float()
         total_TH = y_TKH[:, 0] * weights_TK[:, :1]  # one by one: the order of torch's sum may depend on T
         for place in range(1, count):
@@ -281,12 +277,10 @@ class DeviceRunner:
             total_TH = total_TH + shared_TH
         return self._tensor.leave(total_TH, "mlp.output")
 
-    def _grouped_product(
-        self, layer: modules.Linear, x_NX: torch.Tensor, expert_N: torch.Tensor, ends_E: torch.Tensor, first: int = 0
-    ) -> torch.Tensor:
+    def _grouped_product(self, layer: Any, x_NX: torch.Tensor, groups: Sequence[Any], first: int = 0) -> torch.Tensor:
         """Return x Wᵀ + b, [N, Y], of token copies `x_NX` for the stacked weights and biases of all experts in `layer`.
-        expert_N: expert of each copy, ascending; ends_E: where the copies of each end; first: output from which on the
-        bias is added."""
+        groups: expert of each copy, ascending, and where each expert's end. first: output from which on b is added."""
+        expert_N, ends_E = groups
         y_NY = self._operations.grouped_product(x_NX, layer.weight.unflatten(0, (len(ends_E), -1)), ends_E)
         if layer.bias is not None:
             bias_EZ = layer.bias.view(len(ends_E), -1)
@@ -294,8 +288,7 @@ class DeviceRunner:
         return y_NY  # type: ignore[no-any-return]
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
-        """Return the MLP activation of `up_TF` [T, columns]: if `gated`, activation(first half of the columns) * second
-        half; else activation(up_TF). activation: its name, such as "silu"."""
+        """Return the activation of `up_TF` [T, columns]; `gated`: that of the first half of columns * second half."""
         if not gated:
             return modules.activate(up_TF, activation)
         if activation == "silu":

@@ -16,7 +16,6 @@ from meshwright.errors import UserError
 from meshwright.limits import LIMITS, limit_error
 from meshwright.names import unknown
 from meshwright.spec.adapter_config import AdapterConfig
-from meshwright.spec.encoder_json import find_encoder_problem
 from meshwright.spec.families import FAMILIES, OPTIONS, Experts
 from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.rope_scaling import RopeScaling, Rotation
@@ -160,7 +159,9 @@ class ModelConfig:
         for name in _SIZES:
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
-        if problem := self._size_problem() or self._experts_problem() or find_encoder_problem(self):
+        family = FAMILIES[self.family]
+        of_encoder = family.find_encoder_problem(self.head, self.token_types, self.labels)
+        if problem := self._size_problem() or self._experts_problem() or of_encoder:
             return problem
         if self.heads % self.kv_heads:
             return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"

@@ -1,4 +1,4 @@
-"""Read and write the ``config.json`` keys of an encoder, and check the fields that they set."""
+"""Read and write the ``config.json`` keys of an encoder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.limits import shorten_repr
-from meshwright.spec.families import FAMILIES, Family
+from meshwright.spec.families import Family
 
 if TYPE_CHECKING:
     from meshwright.spec.config import ModelConfig
@@ -63,22 +63,3 @@ def write_encoder(config: ModelConfig, family: Family) -> dict[str, Any]:
         names = {str(number): label for number, label in enumerate(config.labels)}
         written |= {"id2label": names, "label2id": {label: number for number, label in enumerate(config.labels)}}
     return written
-
-
-def find_encoder_problem(config: ModelConfig) -> str | None:
-    """Return an error message for the first invalid or contradictory one of the fields that only encoders have;
-    None if there is none."""
-    if not config.encoder:
-        given = [name for name in ("token_types", "labels") if getattr(config, name)]
-        given += [f"head {config.head!r}"] if config.head != "next" else []
-        return f"family {config.family} is a decoder: leave {given[0]} out" if given else None
-    heads = FAMILIES[config.family].heads.values()
-    if config.head not in heads:
-        return f"head must be one of {', '.join(heads)} in family {config.family}, not {config.head!r}"
-    if config.token_types < 1:
-        return f"token_types must be at least 1 in family {config.family}, not {config.token_types}"
-    if (config.head == "classes") != bool(config.labels):
-        return 'labels name the classes of head "classes": give them with this head and with no other'
-    if config.head == "classes" and len(config.labels) < 2:
-        return f"labels must name at least 2 classes, not {len(config.labels)}"
-    return None

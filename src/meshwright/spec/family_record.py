@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -95,3 +95,21 @@ class Family:
     def encoder(self) -> bool:
         """True if models of this family are encoders: bidirectional attention and post-norm layers."""
         return bool(self.heads)
+
+    def find_encoder_problem(self, head: str, token_types: int, labels: Sequence[str]) -> str | None:
+        """Return an error message for the first invalid or contradictory one of the ModelConfig fields that only
+        encoders have; None if there is none."""
+        if not self.encoder:
+            given = [name for name, value in (("token_types", token_types), ("labels", labels)) if value]
+            given += [f"head {head!r}"] if head != "next" else []
+            return f"family {self.name} is a decoder: leave {given[0]} out" if given else None
+        heads = self.heads.values()
+        if head not in heads:
+            return f"head must be one of {', '.join(heads)} in family {self.name}, not {head!r}"
+        if token_types < 1:
+            return f"token_types must be at least 1 in family {self.name}, not {token_types}"
+        if (head == "classes") != bool(labels):
+            return 'labels name the classes of head "classes": give them with this head and with no other'
+        if head == "classes" and len(labels) < 2:
+            return f"labels must name at least 2 classes, not {len(labels)}"
+        return None
