@@ -260,10 +260,10 @@ class DeviceRunner:
         weights_TK, chosen_TK = mixture.router.choose(mixture.router.scores(x_TH, self._product))
         count = chosen_TK.shape[1]
         expert_N, order_N, ends_E = sort_copies(chosen_TK, experts.experts)
-        groups, swiglu = (expert_N, ends_E), self.config.activation == "silu" and self.config.swiglu_limit is None
+        groups, plain = (expert_N, ends_E), self.config.activation == "silu" and self.config.swiglu_limit is None
+        activate = self._operations.swiglu if plain else experts.activate
         up_NX = self._grouped_product(experts.up, x_TH.index_select(0, order_N // count), groups)
-        inner_NF = self._operations.swiglu(up_NX) if swiglu else experts.activate(up_NX)
-        y_NH = self._grouped_product(experts.down, inner_NF, groups, experts.first)
+        y_NH = self._grouped_product(experts.down, activate(up_NX), groups, experts.first)
         y_TKH = torch.empty_like(y_NH).index_copy_(0, order_N, y_NH).view(tokens, count, hidden).float()
         total_TH = y_TKH[:, 0] * weights_TK[:, :1]  # one by one: the order of torch's sum may depend on T
         for place in range(1, count):
