@@ -282,6 +282,8 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
         found.append("multi-token prediction: only its parameters are priced, not its time and activations")
     if config.latent is not None and (problem.compile or engine.name != "meshwright"):
         found.append("latent attention: kernels and memory are those of this engine's uncompiled blocks")
+    if config.attention_sinks and problem.compile:
+        found.append("attention sinks and clamped SwiGLU: memory is that of compiled blocks without them")
     if config.head == "masked":
         found.append(f"assumed that {MASKED_SHARE:.0%} of the tokens are masked: the head computes only these")
     if problem.assumed is not None:
