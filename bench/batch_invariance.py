@@ -4,7 +4,7 @@
 
 For decode steps of 1, 8 and 32 sequences and prefill steps of 128 and 512 tokens, in float32 and bfloat16, in turns:
 
-- `step`: the engine's whole step: schedule, run, sample, publish;
+- `step`: the engine's whole step: schedule, run, sample, record_results;
 - `runner`: the kernels' list of operations, one call;
 - `ours`: only the matrix products of that list, one call;
 - `torch`: the same products by torch.nn.functional.linear (oneDNN), which may choose another order of operations for
@@ -115,7 +115,7 @@ def measure_case(engine: Engine, kernels: Any, case: str, arguments: Any) -> dic
             timed("ours", partial(products.run, batch))
             timed("torch", partial(multiply_all, inputs, weights))
         found = runner.run(batch)
-        scheduler.publish(batch, sample_batch(batch, found))
+        scheduler.record_results(batch, sample_batch(batch, found))
         if tokens > 1:
             engine.cancel(f"{turn + arguments.turns} 0")
     for request in list(scheduler._requests):

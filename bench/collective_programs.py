@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import paired_ratio, write_result
 from meshwright.collectives.library import generate
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.programs import Buffers, Executable
+from meshwright.comm.programs import Executable, ScratchBuffers
 from meshwright.program.check_collective import check_collective
 
 SIZES = {"64 KiB": 2**16, "256 KiB": 2**18, "1 MiB": 2**20, "4 MiB": 2**22, "16 MiB": 2**24, "64 MiB": 2**26}
@@ -37,7 +37,7 @@ def measure(algorithms: tuple[str, ...], size: int, repeats: int) -> dict[str, l
     """Seconds of each repeat on this rank, by name."""
     vector = torch.empty(size // 4)
     runs: dict[str, Callable[[], Any]] = {"gloo": lambda: dist.all_reduce(vector)}
-    buffers = Buffers()
+    buffers = ScratchBuffers()
     for name in algorithms:
         checked = check_collective(generate("all-reduce", name, dist.get_world_size()))
         executable = Executable(checked, buffers=buffers)

@@ -123,7 +123,7 @@ def find_ours(encoder: ExampleEncoder, record: dict[str, Any], kind: str = "chat
     messages = *example.prompt, *example.branches[0]
     given: dict[str, Any] = {"tools": example.tools, "variables": example.variables}
     rendered = encoder.template.render_with_spans(messages, len(example.prompt), **given)
-    ((tokens, marks),) = encoder._encode([rendered])
+    ((tokens, marks),) = encoder._tokenize([rendered])
     return tokens.tolist(), (marks & TRAINED_BIT != 0).tolist()
 
 
@@ -255,7 +255,7 @@ def compare(name: str, source: str, kinds: Sequence[str], results: dict[str, Any
     """
     with tempfile.TemporaryDirectory() as folder:
         ends = write_tokenizer(Path(folder), source)
-        encoder, peers = ExampleEncoder.of_directory(Path(folder)), {}
+        encoder, peers = ExampleEncoder.from_directory(Path(folder)), {}
         for peer in kinds:
             result = results.setdefault(peer, {"records": Counter(), "runs": Counter(), "unexplained": []})
             try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.manifest import Damaged
+from meshwright.checkpoint.manifest import DamagedCheckpoint
 from meshwright.checkpoint.slices import check_bounds, read_index
 from meshwright.data.records.chat_template import ChatTemplate
 from meshwright.data.records.messages import Message
@@ -185,7 +185,7 @@ def test_failed_allocation_is_one_error_line():
 def test_checkpoint_index_entries_are_checked(tmp_path: Path, entries: list, said: str):
     (tmp_path / "training").mkdir()
     (tmp_path / "training/index.json").write_text(json.dumps({"files": {"f": entries}}))
-    with pytest.raises(Damaged, match=said):
+    with pytest.raises(DamagedCheckpoint, match=said):
         check_bounds(read_index(tmp_path), {"f": 16})
 
 

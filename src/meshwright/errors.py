@@ -21,6 +21,7 @@ class UserError(MeshwrightError):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
+        """Create the error with one line of text; a long one is shortened as the class says."""
         text = re.sub(r"\S+", lambda word: word[0] if len(word[0]) < 1000 else f"{word[0][:200]}...", message)
         super().__init__(text if len(text) <= 8000 else f"{text[:6000]} ... {text[-1900:]}")
 

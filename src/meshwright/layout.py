@@ -81,7 +81,7 @@ class Layout:
     precision: str | None = None
 
     def __post_init__(self) -> None:
-        # Options without effect on an axis of one rank are reset, so that equal layouts print and compare equal.
+        """Reset options without effect, so that equal layouts compare equal; raise `UserError` if impossible."""
         if self.tp == 1:
             object.__setattr__(self, "tensor_sequence_parallel", True)
         if self.cp == 1:
@@ -95,7 +95,7 @@ class Layout:
             raise UserError(f"impossible layout: {reason}")
 
     def _find_conflict(self) -> str | None:
-        """Return why the combination of fields is impossible, as an error text; None if it is possible."""
+        """Return the reason why the combination of fields is impossible, as text; None if it is possible."""
         for part, field in _FIELD_BY_PART.items():
             if part not in ("zero", "hs") and getattr(self, field) < 1:
                 return f"{part}{getattr(self, field)}: {part} must be at least 1"
@@ -116,7 +116,7 @@ class Layout:
         return self._find_hybrid_conflict() or self._find_expert_conflict() or self._find_pipeline_conflict()
 
     def _find_hybrid_conflict(self) -> str | None:
-        """Return why hybrid sharding (`hsN`) is impossible here, as an error text; None if it is possible."""
+        """Return the reason why hybrid sharding (`hsN`) is impossible here, as text; None if it is possible."""
         if self.hybrid is None:
             return None
         part, data = f"hs{self.hybrid}", self.dp * self.cp
@@ -131,7 +131,7 @@ class Layout:
         return None
 
     def _find_expert_conflict(self) -> str | None:
-        """Return why expert parallelism (`epN:etpM`) is impossible here, as an error text; None if it is possible."""
+        """Return the reason why expert parallelism (`epN:etpM`) is impossible here, as text; None if it is possible."""
         if self.etp < 1:
             return f"etp{self.etp}: etp must be at least 1"
         stage, experts = self.tp * self.cp * self.dp, self.ep * self.etp
@@ -147,7 +147,7 @@ class Layout:
         return None
 
     def _find_pipeline_conflict(self) -> str | None:
-        """Return why the pipeline schedule is impossible here, as an error text; None if it is possible."""
+        """Return the reason why the pipeline schedule is impossible here, as text; None if it is possible."""
         name = self.schedule
         if self.chunks > MAX_COUNT:
             return f"pp{self.pp}:{name}:{self.chunks}: chunks must be at most {MAX_COUNT:,}"

@@ -173,7 +173,7 @@ class Schema(Generic[Root]):
         return [f"{key} number {inside[0] + 1}", name, reason]
 
     def _explain_problem(self, key: str, problem: Any) -> str:
-        """Return why pydantic rejected the value of the dotted key `key`, as text. problem: one entry of
+        """Return the reason why pydantic rejected the value of the dotted key `key`, as text. problem: one entry of
         `ValidationError.errors()`."""
         if problem["type"] == "extra_forbidden":
             return self._describe_unknown_key(key, is_table=isinstance(problem["input"], Mapping))

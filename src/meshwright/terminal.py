@@ -62,8 +62,8 @@ def print_message(text: str) -> None:
 
 
 def render_tables(parts: Iterable[Any], width: int = 120) -> str:
-    """Render rich tables and texts as one string for standard output: on a terminal in colour and at the terminal's
-    width, else without colour and `width` characters wide."""
+    """Render `parts`, rich tables and texts, as one string for standard output: on a terminal in colour and at the
+    terminal's width, else without colour and `width` characters wide."""
     from rich.console import Console
 
     terminal = sys.stdout.isatty()

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch.profiler import profile
 
-from meshwright.checkpoint import Checkpointer, SaveOptions, best, newest, read_manifest, verify_checkpoint
+from meshwright.checkpoint import Checkpointer, SaveOptions, find_best, find_newest, read_manifest, verify_checkpoint
 from meshwright.checkpoint import checkpointer as checkpointer_module
-from meshwright.checkpoint.manifest import Damaged
+from meshwright.checkpoint.manifest import DamagedCheckpoint
 from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
@@ -164,10 +164,12 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path):
     for step, loss in ((1, 3.0), (2, 1.5), (3, 2.0), (4, None), (5, float("nan")), (6, 1.9)):
         save(keeper, step, validation_loss=loss)
     assert cases.entries(tmp_path) == ["step-000002", "step-000005", "step-000006"]
-    assert best(tmp_path).step == 2 and best(tmp_path).validation_loss == 1.5 and newest(tmp_path).step == 6
+    assert (
+        find_best(tmp_path).step == 2 and find_best(tmp_path).validation_loss == 1.5 and find_newest(tmp_path).step == 6
+    )
     save(checkpointer(tmp_path, keep=1, keep_best=False), 7)
     assert cases.entries(tmp_path) == ["step-000007"]
-    assert best(tmp_path) is None
+    assert find_best(tmp_path) is None
 
 
 def test_save_waits_for_previous_save(tmp_path):
@@ -213,14 +215,14 @@ def test_incomplete_state_is_not_saved(tmp_path):
     keeper.wait()
     with pytest.raises(AssertionError, match="exp_avg_sq of"):
         keeper.failed()
-    assert newest(tmp_path) is None
+    assert find_newest(tmp_path) is None
 
 
 def test_manifest_of_a_later_format_is_refused(saved, tmp_path):
     shutil.copytree(saved / "step-000200", tmp_path / "step-000200")
     file = tmp_path / "step-000200/manifest.json"
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(Damaged, match="format 2; this version reads format 1"):
+    with pytest.raises(DamagedCheckpoint, match="format 2; this version reads format 1"):
         read_manifest(tmp_path / "step-000200")
 
 
@@ -264,7 +266,7 @@ def test_full_disk_keeps_older_checkpoints(small_disk, found, monkeypatch):
     shutil.rmtree(small_disk / "checkpoints/step-000001")
     keeper.save(3, cases.state_pieces(config, 0, 1), {})  # with free space, the same run saves again
     keeper.wait()
-    assert keeper.failed() is None and newest(small_disk / "checkpoints").step == 3
+    assert keeper.failed() is None and find_newest(small_disk / "checkpoints").step == 3
 
 
 def test_full_disk_is_reported_on_both_ranks(two, small_disk):
@@ -342,7 +344,7 @@ def test_kill_during_save_keeps_newest_intact_checkpoint(tmp_path):
                 "it failed to load the state after the previous kill"
             )
             skipped: list[str] = []
-            found = newest(directory, skipped.append)
+            found = find_newest(directory, skipped.append)
             assert skipped == []  # no partial checkpoint has a checkpoint's name
             if found is not None:
                 assert verify_checkpoint(found.path) == []

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from meshwright.collectives.choose import Choice, Chooser, Settings
+from meshwright.collectives.choose import AlgorithmOptions, Choice, Chooser
 from meshwright.collectives.crossover import Curves
 from meshwright.collectives.library import ALGORITHMS, generate
 from meshwright.collectives.topologies import parse_topology
@@ -90,16 +90,16 @@ def test_segments_are_simulated_where_closed_form_is_inaccurate():
 
 def test_settings_come_from_network_unless_given():
     chooser = Chooser("all-reduce", parse_topology("nodes:2x6", 12))
-    assert chooser.resolve_settings("hierarchical") == Settings(groups=6)
+    assert chooser.resolve_settings("hierarchical") == AlgorithmOptions(groups=6)
     assert (
-        Chooser("all-reduce", parse_topology("nodes:2x6", 12), requested=Settings(groups=3))
+        Chooser("all-reduce", parse_topology("nodes:2x6", 12), requested=AlgorithmOptions(groups=3))
         .resolve_settings("hierarchical")
         .groups
         == 3
     )
     torus = Chooser("all-reduce", parse_topology("torus:3x4", 12))
     assert torus.resolve_settings("2d-torus").dims == torus.resolve_settings("torus").dims == (3, 4)
-    assert torus.resolve_settings("3d-torus").dims is None and torus.resolve_settings("ring") == Settings()
+    assert torus.resolve_settings("3d-torus").dims is None and torus.resolve_settings("ring") == AlgorithmOptions()
 
 
 def test_ties_are_listed_and_first_in_library_wins():

@@ -224,7 +224,7 @@ def axis_pairs(world_size: int) -> None:
     arrived = [torch.cat([each[j] for each in split]) for j in range(world_size)]
     sum((value.sin() * weight).sum() for value, weight in zip(arrived, got, strict=True)).backward()
     x = rows[rank].clone().requires_grad_()
-    y = operators.exchange(x, axis, "exchange", counts[rank], [each[rank] for each in counts])
+    y = operators.all_to_all_rows(x, axis, "exchange", counts[rank], [each[rank] for each in counts])
     assert torch.equal(y, arrived[rank])
     (y.sin() * got[rank]).sum().backward()
     torch.testing.assert_close(x.grad, everybody[rank].grad)

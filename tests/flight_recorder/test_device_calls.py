@@ -126,5 +126,5 @@ def test_rank_that_queued_fewer_calls_is_blamed(ranks: list[Rank]):
     for rank in ranks:
         rank.calls.find_overdue(0.0)
     verdict = Snapshot.take({at: rank.descriptor for at, rank in enumerate(ranks)}).verdict
-    assert verdict is not None and (verdict.kind, verdict.odd, verdict.index) == ("behind", (1,), 4)
+    assert verdict is not None and (verdict.kind, verdict.blamed, verdict.index) == ("behind", (1,), 4)
     assert "rank 1 has not entered call 4" in verdict.line and "rank 0 has been waiting" in verdict.line

@@ -80,7 +80,7 @@ def test_absent_rank_is_named_with_missing_call(count, calls, data):
     ranks = in_step(count, calls, group)
     left_waiting(ranks, odd, calls, group)
     verdict = diagnose([rank.seen(state if rank.rank == odd else "S") for rank in ranks], ranks[odd].clock + 30)
-    assert (verdict.kind, verdict.odd, verdict.group, verdict.index) == (kind, (odd,), group, calls + 1)
+    assert (verdict.kind, verdict.blamed, verdict.group, verdict.index) == (kind, (odd,), group, calls + 1)
     site = STEP[calls % len(STEP)]
     assert verdict.line.startswith(f"rank {odd} has not entered call {calls + 1} of ranks ")
     assert f"(all_reduce {site} over axis), where rank" in verdict.line and state_text in verdict.line
@@ -108,7 +108,7 @@ def test_rank_is_named_with_first_call_it_skipped(count, at, skipped, silent, da
         for n in range(first + 2 * silent + 1):
             rank.call(mine[n], group, done=n < first + 2 * silent)
     verdict = diagnose([rank.seen() for rank in ranks], 1000.0)
-    assert (verdict.kind, verdict.odd, verdict.index) == ("skipped", (odd,), steps + at + first + 1)
+    assert (verdict.kind, verdict.blamed, verdict.index) == ("skipped", (odd,), steps + at + first + 1)
     assert f"rank {odd} has skipped call {verdict.index} of ranks " in verdict.line
     assert f"(all_reduce {sequence[first]} over axis)" in verdict.line and f"{theirs[first]}.py:1" in verdict.line
 
@@ -122,7 +122,7 @@ def test_rank_with_different_shape_is_named_with_both_shapes(count, at, data):
     for rank in ranks:
         rank.call(STEP[at], group, form="float32[5]" if rank.rank == odd else "float32[4]", done=False)
     verdict = diagnose([rank.seen(ended="was killed by signal 6" if rank.rank != odd else "") for rank in ranks], 99.0)
-    assert (verdict.kind, verdict.odd) == ("shape", (odd,))
+    assert (verdict.kind, verdict.blamed) == ("shape", (odd,))
     assert verdict.line.startswith(f"rank {odd} passes float32[5] to call {2 * len(STEP) + at + 1} of ranks ")
     assert "float32[4]" in verdict.line and f"at {STEP[at]}.py:1 (f)" in verdict.line
 
@@ -170,7 +170,7 @@ def test_call_name_lost_on_full_heap_matches_any_name(lost):
     ranks[0].calls[19] = replace(ranks[0].calls[19], **unknown)
     ranks[1].calls[19] = replace(ranks[1].calls[19], form="float32[5]")
     verdict = diagnose([rank.seen() for rank in ranks], 99.0)
-    assert verdict.is_call_mismatch and 0 not in verdict.odd, "the other two ranks are still compared"
+    assert verdict.is_call_mismatch and 0 not in verdict.blamed, "the other two ranks are still compared"
     ranks[0].calls[19] = replace(ranks[0].calls[19], site="other", operation="all_reduce", form="")
     assert diagnose([rank.seen() for rank in (ranks[0], ranks[2])], 99.0).is_call_mismatch, (
         "calls of different sites must not match"
@@ -194,7 +194,7 @@ def test_pipeline_hang_is_attributed_to_first_stopped_stage(stages):
             source = rank.rank - 1 if rank.rank > stopped else rank.rank + 1
             rank.call("pipeline", Group(everybody, (source, rank.rank)), done=False)
     verdict = diagnose([rank.seen("T" if rank.rank == stopped else "S") for rank in ranks], 99.0)
-    assert (verdict.kind, verdict.odd) == ("stopped", (stopped,))
+    assert (verdict.kind, verdict.blamed) == ("stopped", (stopped,))
     assert f"rank {stopped} has not entered call 2 of ranks" in verdict.line
 
 
@@ -203,7 +203,7 @@ def test_ranks_waiting_in_circle_are_all_named():
     for rank in ranks:
         rank.call("ring", Group((0, 1, 2), ((rank.rank - 1) % 3, rank.rank)), done=False)
     verdict = diagnose([rank.seen() for rank in ranks], 11.0)
-    assert (verdict.kind, verdict.odd) == ("circle", (0, 2, 1))
+    assert (verdict.kind, verdict.blamed) == ("circle", (0, 2, 1))
     assert (
         "have been waiting for each other for 10.0 s: rank 0 in call 1 (transfer ring over axis) for rank 2"
         in verdict.line
@@ -218,7 +218,7 @@ def test_stopped_or_dead_rank_in_common_call_is_found():
             rank.call("norm", group, done=False)
         seen = [rank.seen() for rank in ranks[:2]] + [ranks[2].seen(state, ended)]
         verdict = diagnose(seen, 99.0)
-        assert (verdict.kind, verdict.odd) == (kind, (2,)), verdict.line
+        assert (verdict.kind, verdict.blamed) == (kind, (2,)), verdict.line
         assert describe_position(seen[2]) == "in call 6 (all_reduce norm over axis)"
 
 
@@ -229,9 +229,9 @@ def test_late_rank_is_distinguished_from_dead_network():
         rank.clock += 20.0 * (rank.rank == 1)
         rank.call("norm", group, done=False)
     verdict = diagnose([rank.seen() for rank in ranks], ranks[0].clock + 25)
-    assert (verdict.kind, verdict.odd) == ("late", (1,)) and "20.0 s after rank 0" in verdict.line
+    assert (verdict.kind, verdict.blamed) == ("late", (1,)) and "20.0 s after rank 0" in verdict.line
     verdict = diagnose([rank.seen() for rank in ranks], ranks[0].clock + 125)
-    assert (verdict.kind, verdict.odd) == ("link", ()) and "the network carries no data between them" in verdict.line
+    assert (verdict.kind, verdict.blamed) == ("link", ()) and "the network carries no data between them" in verdict.line
 
 
 @pytest.mark.parametrize("state, ended, kind", [("T", "", "stopped"), ("X", "", "dead"), ("S", "", "behind")])
@@ -245,7 +245,7 @@ def test_rank_with_fewest_queued_calls_is_named(state, ended, kind):
                 ranks[rank].call("gradients", groups[pair])
     seen = [rank.seen(state if rank.rank == 1 else "X" if rank.rank == 0 else "S") for rank in ranks]
     verdict = diagnose(seen, 30.0)
-    assert (verdict.kind, verdict.odd, verdict.index) == (kind, (1,), 5)
+    assert (verdict.kind, verdict.blamed, verdict.index) == (kind, (1,), 5)
     assert re.match(
         r"rank 1 has not entered call 5 of ranks 0,1 \(all_reduce gradients over axis\), which rank 0 queued "
         r"25\.0 s ago at gradients\.py:1 \(f\); its last completed call was call 4",
@@ -257,7 +257,7 @@ def test_rank_with_fewest_queued_calls_is_named(state, ended, kind):
     for rank in ranks:
         rank.calls = []  # overwritten by calls of other groups
     short = diagnose([each.seen(state) for each, state in zip(ranks, "XTSS", strict=True)], 30.0)
-    assert short.odd == (1,) and "has made 4 calls of ranks 0,1 and rank 0 9" in short.line
+    assert short.blamed == (1,) and "has made 4 calls of ranks 0,1 and rank 0 9" in short.line
 
 
 def test_ranks_of_another_host_are_reported_as_unknown():
@@ -265,9 +265,9 @@ def test_ranks_of_another_host_are_reported_as_unknown():
     for rank in ranks[:2]:
         rank.call("norm", Group((0, 1, 2, 3)), done=False)
     verdict = diagnose([rank.seen() for rank in ranks[:2]], 99.0)
-    assert verdict.odd == (2, 3) and "ranks 2, 3, whose calls cannot be read on this host" in verdict.line
+    assert verdict.blamed == (2, 3) and "ranks 2, 3, whose calls cannot be read on this host" in verdict.line
     left_behind = diagnose([ranks[0].seen(), ranks[2].seen("T")], 99.0)
-    assert left_behind.odd == (2,), "a readable rank that is behind is blamed first"
+    assert left_behind.blamed == (2,), "a readable rank that is behind is blamed first"
 
 
 def test_hang_report_lists_every_rank_up_to_diverging_calls():

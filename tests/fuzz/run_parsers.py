@@ -116,9 +116,9 @@ def read_job(data: bytes, directory: Path) -> None:
 
 
 def damaged() -> tuple[type[Exception], ...]:
-    from meshwright.checkpoint.manifest import Damaged
+    from meshwright.checkpoint.manifest import DamagedCheckpoint
 
-    return (UserError, Damaged)
+    return (UserError, DamagedCheckpoint)
 
 
 def manifest_bytes() -> bytes:

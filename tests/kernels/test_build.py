@@ -149,7 +149,7 @@ def test_damaged_file_is_built_again(compiler: Path, damage: str):
 def test_kernels_are_unavailable_without_a_working_compiler_or_cache(
     compiler: Path, prepare: Callable[[Path], object], reason: str
 ):
-    if not build.supported_instruction_sets():
+    if not build.list_supported_instruction_sets():
         pytest.skip("no kernels for this processor")
     prepare(compiler)
     assert load_kernels() is None
@@ -158,7 +158,7 @@ def test_kernels_are_unavailable_without_a_working_compiler_or_cache(
 
 
 def test_instruction_set_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(build, "supported_instruction_sets", lambda: ("avx2",))
+    monkeypatch.setattr(build, "list_supported_instruction_sets", lambda: ("avx2",))
     with pytest.raises(ValueError, match="runs avx2, not amx"):
         load_kernels("amx")
 

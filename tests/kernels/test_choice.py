@@ -23,7 +23,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(choice.INSTRUCTION_SET_VARIABLE, raising=False)
     monkeypatch.setenv("MESHWRIGHT_PROBE", "1")
-    monkeypatch.setattr(build, "supported_instruction_sets", lambda: ("amx", "avx512", "avx2"))
+    monkeypatch.setattr(build, "list_supported_instruction_sets", lambda: ("amx", "avx512", "avx2"))
     monkeypatch.setattr(build, "compute_version", lambda compiler, name: f"version of {name}")
     monkeypatch.setattr(build, "find_compiler", lambda: "g++")
     monkeypatch.setattr(choice, "_open_library", lambda name, log: name)
@@ -99,7 +99,7 @@ def test_most_capable_instruction_set_is_taken_where_measuring_is_off(measured: 
 
 
 def test_no_measurement_without_a_choice(measured: list, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(build, "supported_instruction_sets", lambda: ("avx2",))
+    monkeypatch.setattr(build, "list_supported_instruction_sets", lambda: ("avx2",))
     assert choice.choose_instruction_set() == "avx2" and not measured
 
 
@@ -109,13 +109,13 @@ def test_reason_is_given_where_no_kernels_can_be_built(measured: list, monkeypat
     monkeypatch.setattr(choice, "_open_library", cannot_open("amx", "avx512", "avx2"))
     with pytest.raises(KernelsUnavailable, match="no avx2 here"):
         choice.choose_instruction_set()
-    monkeypatch.setattr(build, "supported_instruction_sets", tuple)
+    monkeypatch.setattr(build, "list_supported_instruction_sets", tuple)
     with pytest.raises(KernelsUnavailable, match="no x86-64 with AVX2"):
         choice.choose_instruction_set()
 
 
 def test_preparation_falls_back_to_plain_torch_with_one_line(measured: list, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(build, "supported_instruction_sets", lambda: ("avx2",))
+    monkeypatch.setattr(build, "list_supported_instruction_sets", lambda: ("avx2",))
     monkeypatch.setattr(choice, "_open_library", lambda name, log: SimpleNamespace(instruction_set=name))
     experts = Layout(tp=2, ep=2, tensor_sequence_parallel=False)
     lines = list[str]()

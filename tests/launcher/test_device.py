@@ -15,12 +15,12 @@ from meshwright.launcher.host_memory import GPU, HostMemory
 def test_ranks_get_the_memory_of_their_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "_has_driver", lambda: True)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout="[[7, 8], [5, 6]]\n"))
-    assert device.devices_of_ranks("auto", 1) == [HostMemory(8, 7, GPU)]
-    assert device.devices_of_ranks("cuda", 2) == [HostMemory(8, 7, GPU), HostMemory(6, 5, GPU)]
-    assert device.devices_of_ranks("cpu", 3) == []
+    assert device.choose_rank_devices("auto", 1) == [HostMemory(8, 7, GPU)]
+    assert device.choose_rank_devices("cuda", 2) == [HostMemory(8, 7, GPU), HostMemory(6, 5, GPU)]
+    assert device.choose_rank_devices("cpu", 3) == []
     for wanted in ("auto", "cuda"):
         with pytest.raises(UserError, match="has 2 CUDA devices, and each of the layout's 3 ranks here needs one"):
-            device.devices_of_ranks(wanted, 3)
+            device.choose_rank_devices(wanted, 3)
 
 
 def test_failing_gpu_query_is_one_error_line(monkeypatch: pytest.MonkeyPatch):
@@ -28,20 +28,20 @@ def test_failing_gpu_query_is_one_error_line(monkeypatch: pytest.MonkeyPatch):
     failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nRuntimeError: busy\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(UserError, match=r"cannot be queried \(RuntimeError: busy\)"):
-        device.devices_of_ranks("auto", 1)
+        device.choose_rank_devices("auto", 1)
 
 
 def test_auto_device_is_cpu_without_driver(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "_has_driver", lambda: False)
-    assert device.devices_of_ranks("auto", 4) == []
+    assert device.choose_rank_devices("auto", 4) == []
     with pytest.raises(UserError, match='device "cuda": this machine has no CUDA device'):
-        device.devices_of_ranks("cuda", 1)
+        device.choose_rank_devices("cuda", 1)
     with pytest.raises(UserError, match='unknown device "gpu"'):
-        device.devices_of_ranks("gpu", 1)
+        device.choose_rank_devices("gpu", 1)
 
 
 def test_gpu_query_program_runs(monkeypatch: pytest.MonkeyPatch):
     """With a driver but no GPU that torch can use, the other process finds none."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(device, "_has_driver", lambda: True)
-    assert len(device.devices_of_ranks("auto", torch.cuda.device_count())) == torch.cuda.device_count()
+    assert len(device.choose_rank_devices("auto", torch.cuda.device_count())) == torch.cuda.device_count()

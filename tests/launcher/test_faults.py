@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import newest, verify_checkpoint
+from meshwright.checkpoint import find_newest, verify_checkpoint
 from meshwright.comm.local import LocalRanks
 from tests.forked_commands import ForkedCommand
 from tests.training import training_cases as cases
@@ -88,7 +88,7 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(two, tmp_path, command_line):
     asked = time.monotonic()
     line = end(running, 143)[-1]
     assert time.monotonic() - asked < 60
-    step = newest(place / "run/checkpoints").step
+    step = find_newest(place / "run/checkpoints").step
     assert 3 < step < STEPS and last_step(place) == step
     assert line == f"meshwright: stopped by SIGTERM after saving step {step}; the same command resumes the run"
 
@@ -97,7 +97,7 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(two, tmp_path, command_line):
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the whole group
     lines = end(running, 130)
     assert f"resumed from step-{step:06d}: {step} of {STEPS} steps are done" in lines
-    step = newest(place / "run/checkpoints").step
+    step = find_newest(place / "run/checkpoints").step
     last = f"meshwright: stopped by an interrupt after saving step {step}; the same command resumes the run"
     assert lines[-1] == last and "" not in lines and not any("interrupt" in line for line in lines[:-1])
 

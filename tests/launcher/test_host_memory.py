@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launcher.host_memory import HostMemory, machine_memory
+from meshwright.launcher.host_memory import HostMemory, read_machine_memory
 
 GIB = 2**30
 
@@ -75,5 +75,5 @@ def test_limit_is_the_lowest_of_machine_and_control_groups(
 
 def test_memory_of_this_machine_is_plausible():
     found = HostMemory.read()
-    assert 0 < found.available <= found.total == machine_memory()
+    assert 0 < found.available <= found.total == read_machine_memory()
     assert found.total <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

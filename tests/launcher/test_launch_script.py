@@ -18,9 +18,9 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.launcher import hosts
-from meshwright.launcher.hosts import address_towards, find_interface, is_here
-from meshwright.launcher.launch_script import Resources, launch_script, split_over_hosts
-from meshwright.launcher.rendezvous import read_place, tensor_across_hosts
+from meshwright.launcher.hosts import find_address_towards, find_interface, is_this_host
+from meshwright.launcher.launch_script import Resources, build_launch_script, split_over_hosts
+from meshwright.launcher.rendezvous import read_place, warn_of_tensor_across_hosts
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from tests.rank_processes import read_ranks
@@ -81,7 +81,7 @@ def test_impossible_host_counts_are_refused_with_valid_ones(layout, nodes, devic
     ],
 )
 def test_tensor_parallel_groups_across_hosts_are_warned_of(layout, per_host, inside):
-    warning = tensor_across_hosts(Layout.parse(layout), per_host)
+    warning = warn_of_tensor_across_hosts(Layout.parse(layout), per_host)
     assert (warning is None) == (inside is None) and (inside or "") in (warning or "")
 
 
@@ -100,16 +100,16 @@ def test_ranks_per_host_follow_torchrun_or_slurm():
 def test_interface_is_found_by_its_address():
     assert find_interface("127.0.0.1") in ("lo", "lo0") and find_interface("127.0.1.1") == find_interface("127.0.0.1")
     assert find_interface("198.51.100.7") is None
-    assert address_towards("localhost") in ("127.0.0.1", "::1")
-    assert is_here("localhost") and not is_here("198.51.100.7")
+    assert find_address_towards("localhost") in ("127.0.0.1", "::1")
+    assert is_this_host("localhost") and not is_this_host("198.51.100.7")
     with pytest.raises(UserError, match='"no.such.host.invalid" cannot be resolved'):
-        address_towards("no.such.host.invalid")
+        find_address_towards("no.such.host.invalid")
 
 
 def test_rendezvous_host_resolving_to_loopback_finds_its_own_address(monkeypatch, capsys):
     """As on Debian, where /etc/hosts maps the host's name to 127.0.1.1."""
     ways = {"node1": "127.0.1.1", "node1.cluster": "127.0.1.1", "localhost": "127.0.0.1", hosts._ELSEWHERE: "192.0.2.5"}
-    monkeypatch.setattr(hosts, "address_towards", lambda host: ways.get(host, host))
+    monkeypatch.setattr(hosts, "find_address_towards", lambda host: ways.get(host, host))
     monkeypatch.setattr(hosts.socket, "gethostname", lambda: "node1")
     for name in ("node1", "node1.cluster"):
         assert hosts.main([name]) == 0 and capsys.readouterr().out == "192.0.2.5\n"
@@ -144,7 +144,7 @@ def test_unusual_names_are_quoted_as_one_word(kind, odd, recipe, tmp_path, monke
     shutil.copy(recipe, f"{odd}.toml")
     options = {"sbatch": ["--partition=gpu"], "time": "1-0:30"} if kind == "slurm" else {}
     overrides = ["layout=dp2 tp2", f"data.cache={json.dumps(odd)}"]
-    made = launch_script(kind, f"{odd}.toml", overrides, Resources(nodes=2, cpus_per_device=3, **options))
+    made = build_launch_script(kind, f"{odd}.toml", overrides, Resources(nodes=2, cpus_per_device=3, **options))
     if SHELLCHECK:
         checked = subprocess.run(
             [SHELLCHECK, "-e", "SC2016", "-s", "bash", "-"], input=made.script, capture_output=True, text=True
@@ -173,13 +173,13 @@ def test_unusual_names_are_quoted_as_one_word(kind, odd, recipe, tmp_path, monke
 
 
 def test_slurm_script_requests_resources_of_recipe(recipe):
-    made = launch_script(
+    made = build_launch_script(
         "slurm", recipe.name, ["layout=dp4 tp4", "train.batch=16"], Resources(nodes=4, time="24:00:00")
     )
     directives = re.findall("^#SBATCH (.*)$", made.script, re.MULTILINE)
     asked = {"--nodes=4", "--ntasks-per-node=4", "--time=24:00:00", "--requeue", "--output=tiny-%j.out"}
     assert asked <= set(directives) and not any("gpu" in line for line in directives)  # run.device = "cpu"
-    made = launch_script("slurm", recipe.name, ["layout=dp4 tp4", "train.batch=16", "run.device=auto"])
+    made = build_launch_script("slurm", recipe.name, ["layout=dp4 tp4", "train.batch=16", "run.device=auto"])
     assert (made.nodes, made.devices_per_node) == (2, 8) and "#SBATCH --gpus-per-node=8\n" in made.script
 
 
@@ -265,7 +265,7 @@ def slurm_with(recipe: Path, cluster: Path, rank: str) -> str:
     """The SLURM script of two ranks, each of which is the shell script `rank` instead; $1 is the count of starts."""
     (cluster / "python").write_text(f'#!/bin/bash\nset -- "$(stat -c %s starts)"\n{rank}\n')
     (cluster / "python").chmod(0o755)
-    made = launch_script("slurm", recipe.name, ["layout=dp2"], Resources(restarts=2))
+    made = build_launch_script("slurm", recipe.name, ["layout=dp2"], Resources(restarts=2))
     return re.sub(r"^python=.*$", f"python={cluster}/python", made.script, flags=re.MULTILINE)
 
 
@@ -308,8 +308,8 @@ def test_slurm_script_saves_before_time_limit_and_requeues(number, recipe, clust
 def test_launch_scripts_train_and_torchrun_survives_killed_rank(recipe, cluster):
     """Two runs that must give equal results: two ranks by the SLURM script, and by torchrun's with a killed rank."""
     overrides = ["layout=dp2 zero1 fp32", "checkpoint.every=10"]
-    slurm = launch_script("slurm", recipe.name, [*overrides, "run.name=slurm"])
-    torchrun = launch_script("torchrun", recipe.name, [*overrides, "run.name=torchrun"], Resources(restarts=1))
+    slurm = build_launch_script("slurm", recipe.name, [*overrides, "run.name=slurm"])
+    torchrun = build_launch_script("torchrun", recipe.name, [*overrides, "run.name=torchrun"], Resources(restarts=1))
     directory = RunDirectory("runs/torchrun")
     with started(slurm.script) as undisturbed:
         assert undisturbed.wait(timeout=120) == 0, undisturbed.stderr.read()
@@ -332,5 +332,5 @@ def test_documentation_shows_printed_launch_scripts(repository, monkeypatch):
     recipe, overrides = repository / "recipes/quickstart.toml", ["layout=dp8 zero1 tp2 bf16"]
     options = {"torchrun": {}, "slurm": {"time": "24:00:00", "sbatch": ["--partition=gpu"]}}
     for kind in KINDS:
-        script = launch_script(kind, recipe, overrides, Resources(nodes=2, **options[kind])).script
+        script = build_launch_script(kind, recipe, overrides, Resources(nodes=2, **options[kind])).script
         assert f"```bash\n{script}```\n" in page.replace("recipes/quickstart.toml", str(recipe))

@@ -13,13 +13,13 @@ from meshwright.errors import UserError
 from meshwright.launcher import rank_threads
 from meshwright.launcher.rank_threads import (
     agree_on_threads,
+    choose_local_threads,
     compute_layer_flops,
-    cores_of_rank,
-    local_threads,
-    min_cores_per_rank,
+    compute_min_cores_per_rank,
+    format_thread_change,
+    ranks_share_one_host,
+    read_rank_cores,
     resolve_threads,
-    share_this_host,
-    thread_change_note,
 )
 from meshwright.launcher.rendezvous import Place
 from meshwright.recipe import Recipe, load_recipe
@@ -84,8 +84,8 @@ def test_every_rank_gets_threads_or_error_of_rank_0(recipe, monkeypatch, problem
         if problem is not None:
             raise UserError(problem)
 
-    monkeypatch.setattr(rank_threads, "resumed_state", state)
-    monkeypatch.setattr(rank_threads, "cores_of_rank", lambda _: {"host": "a", "cores": 6, "shared": True})
+    monkeypatch.setattr(rank_threads, "read_resumed_state", state)
+    monkeypatch.setattr(rank_threads, "read_rank_cores", lambda _: {"host": "a", "cores": 6, "shared": True})
     store, places = Store(), [Place(rank, 2, rank, "env://", "torchrun", 2) for rank in (1, 0)]
     with suppress(KeyError):  # rank 1 comes first, and would wait
         agree_on_threads(recipe("layout=dp2"), places[0], store)
@@ -100,23 +100,23 @@ def test_every_rank_gets_threads_or_error_of_rank_0(recipe, monkeypatch, problem
 def test_ranks_with_own_cores_do_not_divide_host_cores(monkeypatch):
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     place = Place(0, 4, 0, "env://", "SLURM", 4)
-    assert share_this_host(place) and not share_this_host(replace(place, host_ranks=2))
+    assert ranks_share_one_host(place) and not ranks_share_one_host(replace(place, host_ranks=2))
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
-    assert not share_this_host(place)
+    assert not ranks_share_one_host(place)
 
 
 def test_changed_thread_count_is_one_line_about_last_bits():
-    line = thread_change_note(2, 1)
+    line = format_thread_change(2, 1)
     assert line is not None and line.startswith("threads per rank changed from 2 to 1: ")
     assert "last bits" in line
-    assert [thread_change_note(*pair) for pair in ((2, 2), (None, 2), (2, None))] == [None] * 3
+    assert [format_thread_change(*pair) for pair in ((2, 2), (None, 2), (2, None))] == [None] * 3
 
 
 def test_small_model_gets_one_thread_large_model_its_share(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("meshwright.threads.count_available_cores", lambda: 8)
     elsewhere = f"run.directory={tmp_path}/none"
     small, large = recipe(elsewhere), recipe(elsewhere, "model.hidden=1024", "data.sequence=1024")
-    assert [local_threads(each, 2).count for each in (small, large)] == [1, 4]
+    assert [choose_local_threads(each, 2).count for each in (small, large)] == [1, 4]
     work = compute_layer_flops(large)
     assert work is not None
     for layout, part in (("dp2", 2), ("dp2 mb2", 4), ("tp2", 2), ("cp2", 2)):
@@ -127,15 +127,15 @@ def test_small_model_gets_one_thread_large_model_its_share(recipe, tmp_path, mon
 
 def test_ranks_on_several_hosts_use_smallest_core_count(monkeypatch):
     monkeypatch.setattr(rank_threads, "count_available_cores", lambda: 8)
-    shared = cores_of_rank({})
+    shared = read_rank_cores({})
     assert shared["cores"] == 8 and shared["shared"]
-    own = cores_of_rank({"SLURM_CPUS_PER_TASK": "3"})
+    own = read_rank_cores({"SLURM_CPUS_PER_TASK": "3"})
     assert own["cores"] == 3 and not own["shared"]
     there = {"host": "other", "cores": 4, "shared": True}
-    assert min_cores_per_rank([shared, shared]) == 4
-    assert min_cores_per_rank([shared, there, there]) == 2
-    assert min_cores_per_rank([own, own, own]) == 3
-    assert min_cores_per_rank([there] * 9) == 1
+    assert compute_min_cores_per_rank([shared, shared]) == 4
+    assert compute_min_cores_per_rank([shared, there, there]) == 2
+    assert compute_min_cores_per_rank([own, own, own]) == 3
+    assert compute_min_cores_per_rank([there] * 9) == 1
 
 
 def test_resumed_run_reports_its_threads(tmp_path, monkeypatch, capsys):

@@ -19,8 +19,8 @@ from meshwright.launcher.rendezvous import (
     Place,
     check_world_size,
     connect_to_store,
-    first_host,
     is_started_by_others,
+    parse_first_host,
     read_place,
 )  # fmt: skip
 from meshwright.layout import Layout
@@ -87,7 +87,7 @@ def test_slurm_environment_gives_rank_and_first_host_as_rendezvous():
     ],
 )
 def test_first_host_of_node_list(nodes, host):
-    assert first_host(nodes) == host
+    assert parse_first_host(nodes) == host
 
 
 @pytest.mark.parametrize(
@@ -204,24 +204,24 @@ def test_ranks_agree_on_devices_at_every_store(kind, tmp_path, monkeypatch):
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(agreed, range(2), stores))
 
-    monkeypatch.setattr(device, "_visible_devices", lambda: list(GPUS))
+    monkeypatch.setattr(device, "_list_visible_devices", lambda: list(GPUS))
     assert both("two") == ["cuda:0", "cuda:1"]
-    monkeypatch.setattr(device, "_visible_devices", lambda: list(GPUS[:1]))
+    monkeypatch.setattr(device, "_list_visible_devices", lambda: list(GPUS[:1]))
     first, second = both("one")
     assert first == second and "ranks 0 and 1 on " in first
-    monkeypatch.setattr(device, "_visible_devices", list)
+    monkeypatch.setattr(device, "_list_visible_devices", list)
     assert both("none") == ["cpu", "cpu"]
 
 
 RANK = """
 import json, os, sys
 import torch, torch.distributed as dist
-from meshwright.launcher.rendezvous import Place, initialise, connect_to_store, read_place
+from meshwright.launcher.rendezvous import Place, initialise_process_group, connect_to_store, read_place
 sums = {}
 for name, rendezvous, environment in json.loads(sys.argv[1]):
     environment = {key: value for key, value in {**os.environ, **environment}.items() if value is not None}
     here = read_place(rendezvous, environment)
-    initialise(here, connect_to_store(here, 60.0), "cpu", 60.0)
+    initialise_process_group(here, connect_to_store(here, 60.0), "cpu", 60.0)
     value = torch.tensor([2.0 ** dist.get_rank()])
     dist.all_reduce(value)
     dist.barrier()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.comm.local import LocalRanks
-from meshwright.launcher.launch_script import Resources, launch_script
+from meshwright.launcher.launch_script import Resources, build_launch_script
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe
 from tests.conftest import exhaustive
@@ -88,7 +88,7 @@ def test_two_hosts_match_one_host_bit_for_bit(layout, per_host, hosts, tmp_path)
     with LocalRanks(2 * per_host) as ranks:
         ranks.run(train, recipe(one, layout, **changes).to_toml())
     path = written(recipe(two, layout, **changes), two / "recipe.toml")
-    made = launch_script("torchrun", path, resources=Resources(nodes=2, restarts=0))
+    made = build_launch_script("torchrun", path, resources=Resources(nodes=2, restarts=0))
     assert (made.devices_per_node, made.warnings) == (per_host, ())
     with ExitStack() as stack:
         command = ["bash", "-c", made.script]

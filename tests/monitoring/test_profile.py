@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.comm.watched_calls import WatchedCall
+from meshwright.comm.timed_calls import TimedCall
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_recipe
 from meshwright.layout import Layout
@@ -231,10 +231,10 @@ def test_clock_offsets_are_medians_over_barriers():
 def rank_steps(rank: int = 0, zero: int = 1_000_000) -> RankSteps:
     span = Span("update", "update", "update", zero + 5000, zero + 9000)
     calls = [
-        WatchedCall("first", "all_reduce", "data", 8, zero + 1000, zero + 3000, zero + 4000),
-        WatchedCall("second", "all_gather", "data", 8, zero + 2000, None, zero + 5000),
-        WatchedCall("third", "all_gather", "data", 8, zero + 4000, None, zero + 6000),
-        WatchedCall("never", "all_gather", "data", 8, zero + 4500),
+        TimedCall("first", "all_reduce", "data", 8, zero + 1000, zero + 3000, zero + 4000),
+        TimedCall("second", "all_gather", "data", 8, zero + 2000, None, zero + 5000),
+        TimedCall("third", "all_gather", "data", 8, zero + 4000, None, zero + 6000),
+        TimedCall("never", "all_gather", "data", 8, zero + 4500),
     ]
     return RankSteps(rank, zero, [span], calls)
 

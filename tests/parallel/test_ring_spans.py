@@ -28,7 +28,7 @@ def calls_of(rank: int, ranks: int, chunk: int, rows: int, documents: Documents,
     for source in range(ranks):
         theirs = indices[list(ring_spans.held_chunks(source, ranks))].flatten()
         for span in ring_spans.list_spans(rank, source, ranks, 2 * chunk):
-            for at, there, call in ring_spans.list_pieces(mask, span, rows):
+            for at, there, call in ring_spans.list_kernel_calls(mask, span, rows):
                 queries, keys = mine[at[3]], theirs[there[2]]
                 if call.cu_seqlens is None:
                     pairs = visible_pairs(len(queries), len(keys), (len(queries), len(keys)), call.causal, call.left)

@@ -23,7 +23,7 @@ from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.hardware.measured import FORMS, read
 from meshwright.probe import points, stopwatch
 from meshwright.probe import ranks as probe_ranks
-from meshwright.probe.communication import OPERATIONS, slowest_median
+from meshwright.probe.communication import OPERATIONS, compute_slowest_median
 from meshwright.probe.compare import THRESHOLD
 from meshwright.probe.points import MeasurementPlan, MeasurementPoint, make_call, time_call, time_point
 from meshwright.probe.report import fit_link, format_cluster_file, format_summary, make_cluster_tables, make_document
@@ -249,8 +249,8 @@ def test_time_includes_waits_if_ranks_share_cores(monkeypatch: pytest.MonkeyPatc
 
 
 def test_collective_time_is_slowest_rank_without_waits_for_cores():
-    assert slowest_median([[1, 9, 3], [2, 1, 8], [1, 1, 1]], [[0] * 3] * 3) == 8
-    assert slowest_median([[5.0], [6.0]], [[1.0], [3.0]]) == 2.0
+    assert compute_slowest_median([[1, 9, 3], [2, 1, 8], [1, 1, 1]], [[0] * 3] * 3) == 8
+    assert compute_slowest_median([[5.0], [6.0]], [[1.0], [3.0]]) == 2.0
 
 
 def test_link_latency_and_bandwidth_are_fitted_from_message_times():

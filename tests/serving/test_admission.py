@@ -164,7 +164,7 @@ def run(requests: list[Request], blocks: int, reserved: bool = False) -> tuple[i
         batch = scheduler.schedule()
         assert batch is not None, "deadlock"
         assert oldest is None or oldest in batch.sequences, "the oldest sequence pauses"
-        scheduler.publish(batch, [TokenResult(1) for _ in batch.output_rows])
+        scheduler.record_results(batch, [TokenResult(1) for _ in batch.output_rows])
         check_scheduler(scheduler)
         steps += 1
         most = max(most, len(batch.sequences))

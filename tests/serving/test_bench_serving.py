@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.serving.serve import _Phases
+from meshwright.serving.serve import _StartupTimer
 from tests.conftest import REPOSITORY
 
 
@@ -25,7 +25,7 @@ def test_phases_of_the_last_start_are_read_from_its_lines(bench: tuple[Any, Any]
     log.write_text("HTTP started: 9.00 s\n")
     contender = SimpleNamespace(log=log, _log_start=log.stat().st_size)
     with log.open("a") as lines:
-        phases = _Phases(lambda line: print(line, file=lines))
+        phases = _StartupTimer(lambda line: print(line, file=lines))
         phases.end("checkpoint checked, tokenizer loaded")
         phases.end("ranks started (2 ranks, avx2, kernels d792001ea9501f9c, weights and pool in 0.18 s)")
         print(

@@ -82,7 +82,7 @@ def test_tokens_passed_to_the_next_step_are_the_sampled_ones(options: list[dict]
     found = on_device(logits, [prepare_draw(each, position=number) for number, each in enumerate(requests)])
     if found.decided:
         tokens = torch.zeros(len(options), dtype=torch.int32)
-        found.pass_on(tokens)
+        found.copy_tokens_to(tokens)
         rows = list(found)
         expected = [
             sample(HostRow(values), sampling, position=number).token
@@ -112,7 +112,7 @@ def test_plain_sampling_is_decided_by_the_device_and_narrowed_sampling_is_not():
 def test_invalid_logits_pass_on_a_token_of_the_vocabulary():
     tokens = torch.full((2,), 77, dtype=torch.int32)
     logits = np.full((2, 9), np.nan, np.float32)
-    on_device(logits, [prepare_draw(Sampling()), prepare_draw(Sampling(temperature=1.0))]).pass_on(tokens)
+    on_device(logits, [prepare_draw(Sampling()), prepare_draw(Sampling(temperature=1.0))]).copy_tokens_to(tokens)
     assert all(0 <= token < 9 for token in tokens.tolist())
 
 

@@ -210,7 +210,7 @@ def answer_on_rank(directory: str, layout: str) -> tuple[list[list[int]], dict[s
     mesh = Mesh.create(Layout.parse(layout))
     weights = RankWeights(Path(directory), mesh)
     runner = DeviceRunner(weights, mesh, torch.float32, LIMITS, device_reference, graphs=False)
-    runner._capture()  # the warm-up steps, which also on a GPU capture nothing here
+    runner._warm_up()  # the warm-up steps, which also on a GPU capture nothing here
     scheduler = build_scheduler(runner.config, StepLimits(48, 11, 6, 64), groups=mesh.pp.size)
     engine = Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)
     found = run_prompts(engine), runner.memory(), mesh.pp.rank

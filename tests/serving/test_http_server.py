@@ -273,8 +273,8 @@ def test_low_limit_on_open_files_is_reported(monkeypatch: pytest.MonkeyPatch):
     limits, lines = [(512, 1000)], list[str]()
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, each: limits.append(each))
-    assert http_server.allow_connections(300, lines.append) == 300 and not lines
-    assert http_server.allow_connections(1024, lines.append) == 372 and limits[-1] == (1000, 1000)
+    assert http_server.raise_open_file_limit(300, lines.append) == 300 and not lines
+    assert http_server.raise_open_file_limit(1024, lines.append) == 372 and limits[-1] == (1000, 1000)
     assert len(lines) == 1 and "open files (ulimit -n) of 1000" in lines[0]
 
 

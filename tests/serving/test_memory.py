@@ -13,7 +13,7 @@ from meshwright.layout import Layout
 from meshwright.planner.serving.device_ledger import CONTEXT_BYTES
 from meshwright.planner.serving.ledger import ServingSizes, serving_ledger
 from meshwright.planner.serving.torch_ledger import torch_ledger
-from meshwright.serving.memory import DEFAULT_POOL, Steps, parse_memory, plan_memory
+from meshwright.serving.memory import DEFAULT_POOL, StepSettings, parse_memory, plan_memory
 from meshwright.spec.presets import preset
 
 GIB = 2**30
@@ -52,7 +52,7 @@ def test_kv_pool_has_default_bound_and_fills_given_memory():
     assert ledger.blocks == DEFAULT_POOL // ledger.kv_block
     ledger = plan_memory(config, Layout(), "bfloat16", "0.75", 8192, hosts=[HOST])
     assert ledger.total <= 12 * GIB < ledger.total + ledger.kv_block
-    tiny = plan_memory(preset("llama-tiny"), Layout(), "float32", "0.75", 64, steps=Steps(64, 4), hosts=[HOST])
+    tiny = plan_memory(preset("llama-tiny"), Layout(), "float32", "0.75", 64, steps=StepSettings(64, 4), hosts=[HOST])
     assert tiny.blocks == 2 * 4 * 4  # twice what four sequences hold
 
 
@@ -65,7 +65,7 @@ def test_memory_on_gpus_is_bounded_by_gpu_memory_only():
     assert pair.items()["slack"] == 2 * pair.stages[0].slack
     smaller = HostMemory(40 * GIB, 38 * GIB, GPU)
     for layout, hosts in ((Layout(pp=2), [host, host]), (Layout(tp=2), [host, smaller])):
-        ledger = plan_memory(config, layout, "bfloat16", "0.9", 131072, steps=Steps(512, 512), hosts=hosts)
+        ledger = plan_memory(config, layout, "bfloat16", "0.9", 131072, steps=StepSettings(512, 512), hosts=hosts)
         least = 0.9 * min(each.total for each in hosts)
         taken = [stage.fixed + ledger.blocks * stage.kv_block for stage in ledger.stages]
         assert max(taken) <= least < max(taken) + max(stage.kv_block for stage in ledger.stages)
@@ -79,7 +79,7 @@ def test_memory_without_kernels_is_that_of_plain_torch():
     plan = partial(plan_memory, config, layout, max_length=4096, hosts=[HOST])
     for ledger, expected in (
         (plan("bfloat16"), serving_ledger(config, layout, sizes)),
-        (plan("bfloat16", steps=Steps(compiled=False)), torch_ledger(config, layout, sizes)),
+        (plan("bfloat16", steps=StepSettings(compiled=False)), torch_ledger(config, layout, sizes)),
         (plan("float16"), torch_ledger(config, layout, replace(sizes, dtype="float16"))),
     ):
         assert ledger.stages == expected.stages and ledger.total <= 0.9 * HOST.total
@@ -97,4 +97,4 @@ def test_default_length_is_largest_that_fits():
     with pytest.raises(UserError, match="1 to 131072"):
         plan_memory(config, Layout(), "bfloat16", "1", 131073, hosts=[host])
     with pytest.raises(UserError, match="--max-sequences 0"):
-        plan_memory(config, Layout(), "bfloat16", steps=Steps(512, 0), hosts=[host])
+        plan_memory(config, Layout(), "bfloat16", steps=StepSettings(512, 0), hosts=[host])

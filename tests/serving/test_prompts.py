@@ -118,7 +118,7 @@ def test_directory_gives_tokenizer_template_and_all_end_tokens(tmp_path: Path):
     made = make_prompts(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     config = SimpleNamespace(bos_token=None, eos_token=5, eos_tokens=(5,), vocabulary=300)
-    read = Prompts.of_directory(tmp_path, config, 64)
+    read = Prompts.from_directory(tmp_path, config, 64)
     assert read.ends == {5, 7, 9}
     assert read.chat_ends == {5, 7, 9} | made.ends  # the template ends a turn by the tokenizer's end token
     assert read.chat_template == made.chat_template
@@ -127,7 +127,7 @@ def test_directory_gives_tokenizer_template_and_all_end_tokens(tmp_path: Path):
 
 def test_directory_without_tokenizer_is_one_line(tmp_path: Path):
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
-        Prompts.of_directory(tmp_path, None, 64)  # type: ignore[arg-type]
+        Prompts.from_directory(tmp_path, None, 64)  # type: ignore[arg-type]
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be read as a tokenizer"):
-        Prompts.of_directory(tmp_path, None, 64)  # type: ignore[arg-type]
+        Prompts.from_directory(tmp_path, None, 64)  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def answer_alone(request: Request, windows: Windows = (None,)) -> Answer:
     scheduler.add(request)
     while not scheduler.idle:
         batch = scheduler.schedule()
-        for output in scheduler.publish(batch, sample_batch(batch, runner.run(batch))):
+        for output in scheduler.record_results(batch, sample_batch(batch, runner.run(batch))):
             answer.add(output)
     return answer
 
@@ -145,7 +145,7 @@ def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
         batch = None
         if (landed := flying[group]) is not None:
             batch = scheduler.schedule_following(landed[0]) if ahead else None
-            for output in scheduler.publish(*landed):
+            for output in scheduler.record_results(*landed):
                 answers[output.request_id].add(output)
             if batch is not None:
                 batch.tokens[:] = [result.token for result in landed[1]]
@@ -173,7 +173,7 @@ def finish(scheduler: Scheduler, runner: HashRunner) -> dict[str, Answer]:
     answers: dict[str, Answer] = {}
     while not scheduler.idle:
         batch = scheduler.schedule()
-        for output in scheduler.publish(batch, sample_batch(batch, runner.run(batch))):
+        for output in scheduler.record_results(batch, sample_batch(batch, runner.run(batch))):
             answers.setdefault(output.request_id, Answer()).add(output)
         check_scheduler(scheduler)
     return answers
@@ -186,7 +186,7 @@ def make(blocks: int = 40, windows: Windows = (None,), groups: int = 1, **option
 
 def step(scheduler: Scheduler, runner: HashRunner) -> StepBatch:
     batch = scheduler.schedule()
-    scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
+    scheduler.record_results(batch, sample_batch(batch, runner.run(batch)))
     return batch
 
 
@@ -230,7 +230,7 @@ def test_prompts_and_answers_are_found_in_the_prefix_cache():
         outputs = []
         while not scheduler.idle:
             batch = scheduler.schedule()
-            outputs += scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
+            outputs += scheduler.record_results(batch, sample_batch(batch, runner.run(batch)))
         assert [output.cached_tokens for output in outputs] == [hit]
     drawn = Request("drawn", text, Sampling(temperature=1.0, max_tokens=9))
     scheduler.add(drawn)
@@ -256,7 +256,7 @@ def test_prefill_time_begins_at_the_admission():
     found: dict[str, list[float]] = {"a": [], "b": []}
     while (batch := scheduler.schedule()) is not None:
         time.sleep(0.05)
-        for output in scheduler.publish(batch, sample_batch(batch, runner.run(batch))):
+        for output in scheduler.record_results(batch, sample_batch(batch, runner.run(batch))):
             found[output.request_id].append(output.prefill_seconds)
     for first, second in found.values():
         assert 0.05 <= first < 0.095 and second == 0.0
@@ -274,7 +274,7 @@ def test_cancelled_request_frees_blocks_by_next_step():
     batch = scheduler.schedule()
     assert scheduler.cancel("b") is not None  # during a step: when it is published
     held = scheduler.stats["held"]
-    outputs = scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
+    outputs = scheduler.record_results(batch, sample_batch(batch, runner.run(batch)))
     assert "b" not in {output.request_id for output in outputs}
     check_scheduler(scheduler)
     assert scheduler.stats["held"] == held - 3
@@ -288,7 +288,7 @@ def test_following_step_is_scheduled_only_if_all_sequences_decode_and_nothing_el
         scheduler.add(Request(name, prompt(14, ord(name)), Sampling(max_tokens=6)))
     batch = scheduler.schedule()
     assert scheduler.schedule_following(batch) is None  # a prompt
-    scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
+    scheduler.record_results(batch, sample_batch(batch, runner.run(batch)))
     batch = scheduler.schedule()
     scheduler.add(Request("c", prompt(3), Sampling(max_tokens=1)))
     assert scheduler.schedule_following(batch) is None  # a request waits
@@ -296,17 +296,17 @@ def test_following_step_is_scheduled_only_if_all_sequences_decode_and_nothing_el
     following = scheduler.schedule_following(batch)
     assert following is not None and (following.positions.tolist(), following.context.tolist()) == ([15, 15], [16, 16])
     for each in (batch, following):
-        scheduler.publish(each, sample_batch(each, runner.run(each)))
+        scheduler.record_results(each, sample_batch(each, runner.run(each)))
     batch = scheduler.schedule()  # takes the last two blocks
     scheduler.cancel("a")
     assert scheduler.schedule_following(batch) is None
-    scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
+    scheduler.record_results(batch, sample_batch(batch, runner.run(batch)))
     batch = scheduler.schedule()
     following = scheduler.schedule_following(batch)
     assert following is not None
-    scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
+    scheduler.record_results(batch, sample_batch(batch, runner.run(batch)))
     assert scheduler.schedule_following(following) is None  # b ends with its sixth token
-    scheduler.publish(following, sample_batch(following, runner.run(following)))
+    scheduler.record_results(following, sample_batch(following, runner.run(following)))
     assert scheduler.idle
 
 
@@ -329,7 +329,7 @@ def test_sequence_cancelled_with_two_batches_in_flight_keeps_its_blocks_until_th
     following = scheduler.schedule_following(batch)
     assert following is not None and scheduler.cancel("a") is not None
     for each, held in ((batch, 2), (following, 0)):
-        assert scheduler.publish(each, sample_batch(each, runner.run(each))) == []
+        assert scheduler.record_results(each, sample_batch(each, runner.run(each))) == []
         assert scheduler.stats["held"] == held
     assert scheduler.idle
 
@@ -353,7 +353,7 @@ def test_blocks_before_the_window_are_freed(windows: Windows, most: int):
     held, answer = 0, Answer()
     while not scheduler.idle:
         batch = scheduler.schedule()
-        for output in scheduler.publish(batch, sample_batch(batch, runner.run(batch))):
+        for output in scheduler.record_results(batch, sample_batch(batch, runner.run(batch))):
             answer.add(output)
         check_scheduler(scheduler)
         held = max(held, scheduler.stats["held"])
@@ -413,7 +413,7 @@ def test_logits_rows_are_bounded_and_cover_every_prompt_token():
     while not scheduler.idle:
         batch = scheduler.schedule()
         assert len(batch.output_rows) <= 6
-        for output in scheduler.publish(batch, sample_batch(batch, runner.run(batch))):
+        for output in scheduler.record_results(batch, sample_batch(batch, runner.run(batch))):
             answers.setdefault(output.request_id, Answer()).add(output)
     assert (answers["a"].tokens, answers["a"].reason) == ([], "length")
     assert answers["a"].prompt[0] is None
@@ -427,11 +427,11 @@ def test_pipeline_groups_are_balanced_and_separate():
     batches = [None] * 3
     for tick in range(9):
         if batches[tick % 3] is not None:
-            scheduler.publish(batches[tick % 3], sample_batch(batches[tick % 3], runner.run(batches[tick % 3])))
+            scheduler.record_results(batches[tick % 3], sample_batch(batches[tick % 3], runner.run(batches[tick % 3])))
         batches[tick % 3] = scheduler.schedule(tick % 3)
     members = [{sequence.request.id for sequence in batch.sequences} for batch in batches]
     assert [len(each) for each in members] == [2, 2, 2] and set.union(*members) == set("abcdef")
-    with pytest.raises(AssertionError, match="has not been published"):
+    with pytest.raises(AssertionError, match="has not been recorded"):
         scheduler.schedule(0)
 
 
@@ -475,7 +475,7 @@ def test_non_finite_logits_end_only_their_own_request(options: dict[str, float],
         if place is not None:
             mine = (batch.output_rows >= batch.starts[place]) & (batch.output_rows < batch.starts[place + 1])
             logits[mine, 7] = value
-        for output in scheduler.publish(batch, sample_batch(batch, logits)):
+        for output in scheduler.record_results(batch, sample_batch(batch, logits)):
             if output.request_id == "damaged":
                 assert output == Output("damaged", [], "error")
             else:

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from meshwright.errors import Terminated
-from meshwright.kernels.build import supported_instruction_sets
+from meshwright.kernels.build import list_supported_instruction_sets
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
 from meshwright.planner.serving.ledger import ServingSizes
@@ -190,7 +190,7 @@ def test_what_the_start_says(stories: Path, command_line: Callable[..., Any], mo
     """One line each; here before a port in use ends the start."""
     gpu = HostMemory(64 << 30, 64 << 30, GPU)
     monkeypatch.setattr(
-        serve_module, "devices_of_ranks", lambda wanted, ranks: [] if wanted == "cpu" else [gpu] * ranks
+        serve_module, "choose_rank_devices", lambda wanted, ranks: [] if wanted == "cpu" else [gpu] * ranks
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -214,7 +214,7 @@ def test_server_without_compiler_says_why_and_bills_plain_torch(stories: Path, t
     compiler.write_text("#!/bin/sh\necho no license >&2; exit 3\n")
     compiler.chmod(0o755)
     reason = f"{compiler} ended with exit code 3 (no license)"
-    if not supported_instruction_sets():
+    if not list_supported_instruction_sets():
         reason = "the processor is no x86-64 with AVX2"
     with running(stories, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path)) as (process, ready):
         predicted, measured = ready["memory"]["predicted"], ready["memory"]["measured"]

@@ -15,7 +15,7 @@ from meshwright.flight_recorder import device_calls
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.flight_recorder.device_calls import DeviceCalls
 from meshwright.launcher.rank_process import end_as_lost, run_rank
-from meshwright.launcher.rendezvous import Place, connect_to_store, initialise
+from meshwright.launcher.rendezvous import Place, connect_to_store, initialise_process_group
 
 ROOT = str(Path(__file__).resolve().parents[2])
 COMMAND = (
@@ -207,7 +207,7 @@ def case_meet(description: dict[str, Any], start: Place) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    initialise(start, connect_to_store(start, 60.0), "cpu", 60.0)
+    initialise_process_group(start, connect_to_store(start, 60.0), "cpu", 60.0)
     total = torch.tensor([2.0**start.rank])
     dist.all_reduce(total)
     dist.destroy_process_group()

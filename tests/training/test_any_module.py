@@ -10,7 +10,7 @@ import statistics
 import pytest
 import torch
 
-from meshwright.checkpoint import newest, verify_checkpoint
+from meshwright.checkpoint import find_newest, verify_checkpoint
 from meshwright.errors import UserError
 from meshwright.monitoring.report import write_report
 from meshwright.parallel.module.table import describe_module
@@ -109,7 +109,7 @@ def undisturbed(two, tmp_path_factory):
 
 def test_killed_run_resumes_bit_for_bit(two, undisturbed, tmp_path):
     two.run(cases.run, str(tmp_path), "dp2 zero3", 5)  # after the checkpoint of step 4
-    assert newest(tmp_path / "checkpoints").step == 4
+    assert find_newest(tmp_path / "checkpoints").step == 4
     outcomes = two.run(cases.run, str(tmp_path), "dp2 zero3")
     assert_equal_states(outcomes, undisturbed[1])
     lines = [[json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
@@ -135,7 +135,7 @@ def test_run_resumes_on_another_layout_with_next_samples(two, undisturbed, tmp_p
 
 def test_checkpoint_contains_whole_module(two, undisturbed):
     place, outcomes = undisturbed
-    checkpoint = newest(place / "checkpoints")
+    checkpoint = find_newest(place / "checkpoints")
     verify_checkpoint(checkpoint.path)
     module = load(cases.Noisy(), place)
     assert module.layers[0][1].num_batches_tracked == 6

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.checkpoint import newest, verify_checkpoint
+from meshwright.checkpoint import find_newest, verify_checkpoint
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
@@ -65,7 +65,7 @@ def test_expert_parallel_checkpoint_loads_bitwise_on_every_layout(four, home):
         shutil.copytree(begun, place)
         outcomes = run(None if layout == "dp1" else four, place, layout, train_steps=2, model=model)
         assert cases.same(cases.whole_state(outcomes), written), layout
-    checkpoint = newest(begun / "run/checkpoints")
+    checkpoint = find_newest(begun / "run/checkpoints")
     assert checkpoint is not None and verify_checkpoint(checkpoint) == []
 
 

@@ -257,7 +257,7 @@ def test_checkpoint_stores_its_chat_template(chats: Path, tmp_path: Path):
     messages = [{"role": "user", "content": "What does <|eot_id|> do?"}]
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|begin_of_text|>### Instruction:\nWhat does <|eot_id|> do?\n\n### Response:\n"
-    prompts = Prompts.of_directory(checkpoint, config_from_path(checkpoint), 120)
+    prompts = Prompts.from_directory(checkpoint, config_from_path(checkpoint), 120)
     tokens = prompts.encode_chat(Conversation([Message("user", "What does <|eot_id|> do?")]))
     assert theirs.decode(tokens) == text and tokens.count(theirs.eos_token_id) == 0
     ends = GenerationConfig.from_pretrained(checkpoint).eos_token_id

@@ -356,7 +356,7 @@ def test_launcher_measures_with_the_run_directory_locked(asked, measured_memory,
         launch_recipe(recipe)
     assert asked == measured_memory == []
     done = SimpleNamespace(step=recipe.train.steps)
-    monkeypatch.setattr(first_start, "newest", lambda directory: done)
+    monkeypatch.setattr(first_start, "find_newest", lambda directory: done)
     launch_recipe(recipe)
     assert asked == measured_memory == []
     done.step -= 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.checkpoint import newest
+from meshwright.checkpoint import find_newest
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.recipe import load_recipe
@@ -180,7 +180,7 @@ def test_loss_scale_follows_torch_grad_scaler():
 def test_master_weights_are_saved_in_float32(home):
     place = home / "masters"
     (outcome,) = run(None, place, "dp1 fp16")
-    checkpoint = newest(place / "run/checkpoints")
+    checkpoint = find_newest(place / "run/checkpoints")
     saved = load_file(checkpoint.path / "model.safetensors")
     assert {value.dtype for value in saved.values()} == {torch.float32}
     kept = {
@@ -227,7 +227,7 @@ def test_loss_scale_is_restored_on_resume(two, home):
     whole, broken = home / "whole", home / "crashed"
     expected = cases.whole_state(run(two, whole, "dp2 zero1 fp16", **changes))
     run(two, broken, "dp2 zero1 fp16", crash_after=5, **changes)
-    assert newest(broken / "run/checkpoints").state()["loss_scale"] == {"value": 2048.0, "finite_steps": 1}
+    assert find_newest(broken / "run/checkpoints").state()["loss_scale"] == {"value": 2048.0, "finite_steps": 1}
     outcomes = run(two, broken, "dp2 zero1 fp16", **changes)
     assert [line["loss_scale"] for line in steps(broken)] == [1024.0] * 3 + [2048.0] * 3 + [4096.0] * 3
     assert cases.trace(broken) == cases.trace(whole)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import newest, verify_checkpoint
+from meshwright.checkpoint import find_newest, verify_checkpoint
 from meshwright.comm.local import LocalRanks
 from tests.training import training_cases as cases
 
@@ -80,7 +80,7 @@ def test_pipeline_checkpoint_loads_bitwise_on_every_layout(four, home):
         shutil.copytree(begun, place)
         outcomes = run(ranks, place, f"{layout} fp32", train_steps=2, train_schedule="constant")
         assert cases.same(cases.whole_state(outcomes), written), layout
-    checkpoint = newest(begun / "run/checkpoints")
+    checkpoint = find_newest(begun / "run/checkpoints")
     assert checkpoint is not None and verify_checkpoint(checkpoint) == []
 
 

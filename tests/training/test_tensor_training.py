@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.checkpoint import newest, verify_checkpoint
+from meshwright.checkpoint import find_newest, verify_checkpoint
 from meshwright.comm.local import LocalRanks
 from meshwright.data import prepare
 from tests.conftest import exhaustive
@@ -82,7 +82,7 @@ def test_tensor_parallel_checkpoint_loads_bitwise_on_every_layout(two, four, hom
         shutil.copytree(begun, place)
         outcomes = run(ranks, place, f"{layout} fp32", train_steps=2, model=model, train_schedule="constant")
         assert cases.same(cases.whole_state(outcomes), written), layout
-    checkpoint = newest(begun / "run/checkpoints")
+    checkpoint = find_newest(begun / "run/checkpoints")
     assert checkpoint is not None and verify_checkpoint(checkpoint) == []
 
 

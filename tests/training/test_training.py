@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.checkpoint import best, newest, verify_checkpoint
+from meshwright.checkpoint import find_best, find_newest, verify_checkpoint
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.errors import CheckFailed, UserError
@@ -223,7 +223,7 @@ def test_stop_signal_to_one_rank_stops_all_after_save(two, home):
     outcomes = cases.run(two, stopped, "dp2 zero2 fp32", fault="stop_in_step_4")
     line = "Terminated: stopped by SIGTERM after saving step 4; the same command resumes the run"
     assert [outcome["error"] for outcome in outcomes] == [line] * 2
-    assert newest(stopped / "run/checkpoints").step == 4
+    assert find_newest(stopped / "run/checkpoints").step == 4
     outcomes = cases.run(two, stopped, "dp2 zero2 fp32")
     assert cases.same(cases.whole_state(outcomes), expected) and cases.trace(stopped) == cases.trace(whole)
 
@@ -275,7 +275,7 @@ def test_newest_and_best_checkpoints_are_kept(home):
     directory = place / "run/checkpoints"
     kept = sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
     assert kept == ["step-000004", "step-000008"]
-    assert best(directory).step == 4 and best(directory).validation_loss == 1.0
+    assert find_best(directory).step == 4 and find_best(directory).validation_loss == 1.0
     assert outcome["result"]["best_checkpoint"] == str(directory / "step-000004")
     assert outcome["result"]["checkpoint"] == str(directory / "step-000008")
     assert [verify_checkpoint(directory / name) for name in kept] == [[], []]
@@ -296,7 +296,7 @@ def test_memory_for_saving_is_reserved_before_first_step(home, monkeypatch):
 
 def test_saved_state_has_position_in_data(learnt):
     place, _ = learnt
-    state = newest(place / "run/checkpoints").state()
+    state = find_newest(place / "run/checkpoints").state()
     assert (state["step"], state["samples"], state["optimizer_steps"], state["skipped_steps"]) == (40, 320, 40, 0)
     assert state["initial_values"] == INITIAL_VALUES_VERSION == 2
     assert load_recipe_text(state["recipe"], "state") == cases.recipe(
@@ -441,7 +441,7 @@ def test_non_finite_gradient_on_one_rank_is_skipped_everywhere(two, home, layout
     assert all(line["loss"] is not None for line in lines) and lines[1]["gradient_norm"] is None
     assert outcomes[0]["result"]["skipped_steps"] == 2
     assert "step 2 skipped on all ranks: loss 5." in "\n".join(outcomes[0]["said"])
-    state = newest(place / "run/checkpoints").state()
+    state = find_newest(place / "run/checkpoints").state()
     assert state["optimizer_steps"] == 4 and state["skipped_steps"] == 2
     assert all(values.isfinite().all() for values in cases.whole_state(outcomes).values())
 
@@ -453,7 +453,7 @@ def test_updates_before_the_outcome_is_known_give_the_same_weights(two, home):
         place = home / f"early {fault}"
         outcomes = cases.run(two, place, "dp2 zero1 fp32", fault=fault, train_clip=0.3)
         assert all(line["gradient_norm"] > 0.3 for line in steps(place))
-        assert newest(place / "run/checkpoints").state()["optimizer_steps"] == 6
+        assert find_newest(place / "run/checkpoints").state()["optimizer_steps"] == 6
         found.append(cases.whole_state(outcomes))
     assert found[0].keys() == found[1].keys()
     for name, values in found[0].items():
@@ -534,7 +534,7 @@ def test_forbidden_recipe_changes_are_refused_by_name(home, key):
         loop.train(recipe, Mesh.single(), RunDirectory(recipe.run_directory), show_progress=False)
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert (place / "run/metrics.jsonl").read_bytes() == before
-    assert verify_checkpoint(newest(place / "run/checkpoints").path) == []
+    assert verify_checkpoint(find_newest(place / "run/checkpoints").path) == []
 
 
 def test_changed_text_is_refused(home):

@@ -40,7 +40,7 @@ def test_memory_is_checked_when_external_launcher_fills_one_host(
 
     start = Place(0, 1, 0, "env://", rendezvous.LAUNCHER, host_ranks=host_ranks)
     monkeypatch.setattr(rendezvous, "read_place", lambda address: start)
-    monkeypatch.setattr(worker, "machine_memory", lambda: 1)
+    monkeypatch.setattr(worker, "read_machine_memory", lambda: 1)
     monkeypatch.setattr(worker, "_run_as_rank", train)
     with pytest.raises(UserError if refused else Passed, match="take at least" if refused else None):
         worker.train_as_rank(load_recipe(tiny_recipe, ["run.device=cpu"]), probe=False)

@@ -55,7 +55,7 @@ def changed_messages() -> Iterator[None]:
     def sending(messages: Any, axis: Any) -> list[Handle]:
         handles = transfer(messages, axis)
         for message in messages:
-            if not message.arrives:
+            if not message.is_receive:
                 message.tensor.add_(1)
         return handles
 

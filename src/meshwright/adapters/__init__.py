@@ -1,1 +1,1 @@
-"""Adapters: LoRA and its kin on the linear layers of a model, on any layout."""
+"""Adapters: LoRA and its variants on the linear layers of a model, on any layout."""

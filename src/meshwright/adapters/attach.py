@@ -60,8 +60,9 @@ def attach_adapters(
 
 
 def _list_rows(weight: ModelParameter, second: ModelParameter, layout: Layout) -> Iterator[Rows]:
-    """Yield the output features of a layer that each matrix B in `second` produces on a rank. weight: the layer's
-    weight, which may fuse several matrices."""
+    """Yield the range of a layer's output features on this rank that each adapted matrix produces, such as the range of
+    the queries in a fused qkv. weight: the layer's weight, which may fuse several matrices; second: the adapter's
+    stacked matrices B; layout: parallel layout."""
     adapted = {each.name: each for each in second.entries}
     for entry in weight.entries:
         found = adapted.get(f"{PEFT_PREFIX}{entry.name.removesuffix('.weight')}.{ADAPTER_PARTS['b']}")
@@ -72,12 +73,13 @@ def _list_rows(weight: ModelParameter, second: ModelParameter, layout: Layout) -
 def make_initial_values(
     base: ParameterTable, read_base: Callable[[ParameterEntry], torch.Tensor], seed: int
 ) -> Callable[[ParameterEntry], torch.Tensor]:
-    """Return a function that computes the initial value of an adapter's parameter entry: A is random, B zero, and
-    DoRA's magnitudes are the norms of the base weight's rows, so that the adapted model computes what the base does.
-    base: table of the base model; read_base: reads its entries, in their shape on disk; seed: of the random values."""
+    """Return a function that computes the initial value of an adapter's parameter entry (checkpoint tensor): A is
+    random, B zero, and DoRA's magnitudes are the norms of the base weight's rows, so that the adapted model computes
+    what the base model does. base: parameter table of the base model; read_base: function that reads the value of one
+    of its entries, in its shape on disk; seed: seed of the random values."""
 
     def value_of(entry: ParameterEntry) -> torch.Tensor:
-        """Return the initial value of one entry, in its shape on disk."""
+        """Return the initial value of one parameter entry of the adapter, in its shape on disk."""
         if not entry.name.endswith(_MAGNITUDE):
             return initial_value(entry, seed)
         weight = base.entry(f"{entry.name.removeprefix(PEFT_PREFIX).removesuffix(_MAGNITUDE)}.weight")
@@ -89,8 +91,8 @@ def make_initial_values(
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Context manager in which `model` computes its base model alone, as if it had no adapters: the reference of
-    preference training."""
+    """Context manager in which the adapters of `model` are switched off, so that it computes what its base model does:
+    the reference policy of preference training."""
     found = [module for module in model.modules() if isinstance(module, LowRank)]
     for module in found:
         module.enabled = False

@@ -22,7 +22,7 @@ class WeightDecomposed(LowRank):
     and `magnitude`, the m of all adapted output features.
 
     rows, inputs, rank, scale, options: as in `LowRank`. tensor: communication of tensor parallelism for a row-parallel
-    layer, whose ranks each hold some columns of W'; None: the rows are whole."""
+    layer, whose ranks each hold some columns of W'; None: this rank holds all columns."""
 
     def __init__(
         self,
@@ -38,7 +38,9 @@ class WeightDecomposed(LowRank):
         self.magnitude = nn.Parameter(torch.empty(self.b.shape[0], **options))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, layer: Linear) -> torch.Tensor:
-        """Return the output of the adapted layer without bias, [..., Y]; arguments as in `LowRank.forward`."""
+        """Return the output of the adapted layer without bias, [..., Y], for its input `x` [..., X] and the base
+        layer's output `y` [..., Y] without bias (in a row-parallel layer this rank's partial sums, as is the result).
+        `layer`: the base layer, whose weight the row norms need."""
         if not self.enabled:
             return y
         weight = layer.weight if layer.packed is None else layer.packed.unpack(layer.weight, self.a.dtype)
@@ -54,8 +56,9 @@ class WeightDecomposed(LowRank):
 
     @torch.no_grad()
     def _row_norms(self, weight_YX: torch.Tensor) -> torch.Tensor:
-        """Return the norm of each adapted row of W + s B A, without forming that matrix: the square is ||W||² + 2 s (W
-        Aᵀ) B + s² B (A Aᵀ) Bᵀ, row by row. `weight_YX`: W, of a row-parallel layer this rank's columns."""
+        """Return the Euclidean norm of each adapted row of W + s B A, [adapted output features], without forming that
+        matrix: its square is ||W||² + 2 s (W Aᵀ) B + s² B (A Aᵀ) Bᵀ, row by row. `weight_YX`: W; in a row-parallel
+        layer this rank's columns of it, and the squares are summed over tp."""
         squares, wide = [], at_least_float32(weight_YX.dtype)
         groups = zip(self.rows, self.a.split(self.rank), self.b.split([r.size for r in self.rows]), strict=True)
         for each, a_RX, b_YR in groups:

@@ -17,19 +17,20 @@ from meshwright.model.layers import Linear
 
 
 class Rows(NamedTuple):
-    """Output features [start, start + size) of a layer on this rank, those of one adapted matrix."""
+    """Range [start, start + size) of a layer's output features on this rank that one adapted matrix produces (query,
+    key or value of a fused qkv)."""
 
     start: int
     size: int
 
 
 class LowRank(nn.Module):
-    """Adapter of one linear layer y = x Wᵀ: y + s x Aᵀ Bᵀ (Hu et al. 2021, arXiv:2106.09685, eq. 3). Parameters: `a` [M
-    x R, X], the matrices A stacked, and `b`, the matrices B stacked, [outputs of all adapted matrices, R]; both are
-    uninitialised.
+    """LoRA adapter of one linear layer y = x Wᵀ: it returns y + s x Aᵀ Bᵀ (Hu et al. 2021, arXiv:2106.09685, eq. 3).
+    Parameters: `a` [M x R, X], the matrices A of M adapted matrices stacked, and `b`, their matrices B stacked, [output
+    features of all adapted matrices, R]; both are uninitialised.
 
-    rows: output features of each adapted matrix, in ascending order; inputs: X; rank: R; scale: s; options: `device`
-    and `dtype` of the parameters. Attribute `enabled`: False to compute the base layer alone."""
+    rows: range of output features of each adapted matrix, in ascending order; inputs: X; rank: R; scale: s; options:
+    `device` and `dtype` of the parameters. Attribute `enabled`: False to return y, the base layer's output."""
 
     def __init__(self, rows: Sequence[Rows], inputs: int, rank: int, scale: float, **options: Any) -> None:
         super().__init__()
@@ -39,12 +40,13 @@ class LowRank(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, layer: Linear) -> torch.Tensor:
         """Return the output of the adapted layer without bias, [..., Y], for its input `x` [..., X] and the base
-        layer's output `y` without bias. With a row-parallel layer both are this rank's partial sums. `layer`: the
-        base layer, whose weight DoRA reads."""
+        layer's output `y` [..., Y] without bias. In a row-parallel layer `y` and the result are this rank's partial
+        sums. `layer`: the base layer; unused here (DoRA reads its weight)."""
         return y + self.product(x, y.shape[-1]) if self.enabled else y
 
     def product(self, x: torch.Tensor, outputs: int) -> torch.Tensor:
-        """Return s x Aᵀ Bᵀ, [..., Y], for `x` [..., X]; zeros for output features without adapter. outputs: Y."""
+        """Return s x Aᵀ Bᵀ, the adapter's contribution to the layer's output, [..., Y], for `x` [..., X]; zeros for
+        output features without adapter. outputs: Y."""
         low = F.linear(x, self.a) * self.scale
         parts, end = [], 0
         factors = zip(self.rows, low.split(self.rank, dim=-1), self.b.split([r.size for r in self.rows]), strict=True)

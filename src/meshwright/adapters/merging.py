@@ -36,8 +36,8 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth")
 @dataclass(frozen=True)
 class Adapter:
     """Adapter of a model, read from a PEFT directory. files: its tensors; config: the model's configuration with the
-    adapter; names: name of each adapted weight in the base model's files -> its module; transposed: names of those that
-    the files hold as [input, output]."""
+    adapter; names: name of an adapted weight in the base model's files -> name of its module; transposed: names of the
+    adapted weights that these files store as [input, output]."""
 
     files: CheckpointFiles
     config: ModelConfig
@@ -46,12 +46,13 @@ class Adapter:
 
     @property
     def settings(self) -> AdapterConfig:
-        """Kind, rank and scale of the adapter."""
+        """Settings of the adapter: kind (LoRA, DoRA ...), rank, scale, target modules."""
         assert self.config.adapter is not None
         return self.config.adapter
 
     def product(self, name: str) -> torch.Tensor:
-        """Return s B A in float64, in the shape in which the base model's files hold the weight `name`."""
+        """Return s B A, the adapter's change of the weight `name`, in float64 and in the shape of that weight in the
+        base model's files."""
         prefix = f"{PEFT_PREFIX}{self.names[name]}"
         first, second = (self.files.read_weights(f"{prefix}.{ADAPTER_PARTS[part]}").double() for part in "ab")
         product = self.settings.scale * second @ first
@@ -82,13 +83,15 @@ def open_model_adapter(directory: Path, base: Path) -> tuple[CheckpointFiles, Ad
 
 
 def _selected(config: ModelConfig, settings: AdapterConfig) -> dict[str, Any]:
-    """Return {module: entry of its weight} of the layers that an adapter, read from a file, adapts."""
+    """Return {name of a module: parameter entry of its weight} for the layers of the base model of configuration
+    `config` that the adapter with `settings` adapts."""
     known = adaptable_entries(parameter_table(config).entries)
     return {module: known[module] for module in settings.targets}
 
 
 def find_base(directory: Path) -> Path:
-    """Return the directory of the base model that an adapter names. Raises `UserError` if it is not there."""
+    """Return the directory of the base model that the adapter in the PEFT directory `directory` names
+    (base_model_name_or_path). Raises `UserError` if there is no such directory."""
     _, settings = open_adapter(directory)
     base = Path(settings.base)
     if not settings.base or not base.is_dir():
@@ -165,8 +168,9 @@ def rewrite_model(
 
 
 def find_format(directory: Path) -> str | None:
-    """Return the format in which the base of an adapter was packed in training, such as "nf4", from the recipe in its
-    checkpoint; None: not packed, or the directory is no checkpoint of a run."""
+    """Return the format in which the base model's weights were quantized when the adapter in the checkpoint `directory`
+    was trained, "nf4" or "int8", as its recipe says; None: not quantized, or the directory is no checkpoint of a run.
+    """
     try:
         state = read_json(directory / "training" / "state.json")
         base = parse_toml(state["recipe"], "recipe")["adapter"]["base"]
@@ -179,14 +183,15 @@ def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None 
     """Write the base model with the adapter in `directory` merged into it to `target`; return the JSON document of
     `meshwright adapter merge`.
 
-    packed: format in which the base was held in training; the adapter is merged into the unpacked base, since it was
-    trained on that. The document's "rounding" is the relative error of the
-    merged weights by their rounding to the files' dtype; "quantization" that of the quantized base."""
+    packed: format in which the base weights were quantized in training ("nf4", "int8"; None: not quantized); the
+    adapter is then merged into the dequantized weights, because it was trained on those. In the document, "rounding" is
+    the relative error of the merged weights due to rounding to the files' dtype, "quantization" that of the base
+    weights due to quantization."""
     _, adapter = open_model_adapter(directory, base)
     rounding, lost = _RelativeError(), _RelativeError()
 
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return one tensor of the merged model."""
+        """Return the tensor `name` of the merged model, given the base model's `weight`."""
         if name not in adapter.names:
             return weight
         started = weight
@@ -213,7 +218,7 @@ def unmerge_adapter(directory: Path, merged: Path, target: Path) -> dict[str, An
         raise UserError(f"{directory}: a merged DoRA adapter cannot be removed: the norms of the base are not stored")
 
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return one tensor of the base model."""
+        """Return the tensor `name` of the base model, given the merged model's `weight`."""
         if name not in adapter.names:
             return weight
         return (weight.double() - adapter.product(name)).to(weight.dtype)
@@ -263,7 +268,8 @@ def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict
 
 
 def write_adapter(target: Path, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the adapter of `config` with the given tensors as a PEFT directory."""
+    """Write an adapter as the PEFT directory `target`. config: the model's configuration with the adapter; tensors:
+    PEFT tensor name -> value."""
     with new_directory(target) as partial:
         save_file(tensors, partial / ADAPTER_FILE, {"format": "pt"})
         (partial / ADAPTER_CONFIG).write_text(json.dumps(adapter_to_peft(config), indent=1) + "\n")
@@ -276,11 +282,11 @@ class _RelativeError:
         self._difference = self._norm = 0.0
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add a tensor `a` whose exact value is `b`."""
+        """Add the tensor `a`, an approximation of the exact tensor `b` of the same shape."""
         self._difference += float((a.double() - b.double()).square().sum())
         self._norm += float(b.double().square().sum())
 
     @property
     def value(self) -> float:
-        """The relative error of all tensors added."""
+        """Relative error ‖a - b‖ / ‖b‖ over all tensors added so far."""
         return math.sqrt(self._difference / self._norm) if self._norm else 0.0

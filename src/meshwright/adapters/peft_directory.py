@@ -18,7 +18,8 @@ from meshwright.spec.parameters import parameter_table
 
 
 def open_adapter(directory: str | Path) -> tuple[CheckpointFiles, AdapterConfig]:
-    """Open a PEFT directory; return its tensors and settings. Raises `UserError` if a file is missing or damaged."""
+    """Open a PEFT directory; return (reader of its tensors, its settings). Raises `UserError` if a file is missing or
+    damaged."""
     files = CheckpointFiles(directory, ADAPTER_FILE)
     return files, read_adapter_config(directory, files.names)
 
@@ -42,16 +43,16 @@ def check_adapter(files: CheckpointFiles, config: ModelConfig) -> None:
 
 
 def with_adapter_of(files: CheckpointFiles, adapter: AdapterConfig, base: ModelConfig) -> ModelConfig:
-    """Return the configuration `base` with an adapter that was read from a directory, whose tensors must fit the model;
-    `UserError` otherwise."""
+    """Return the model configuration `base` with the settings `adapter` of an adapter that was read from a PEFT
+    directory. Raises `UserError` if the adapter's tensors (`files`) do not fit the model in names and shapes."""
     config = dataclasses.replace(base, adapter=adapter)
     check_adapter(files, config)
     return config
 
 
 def read_peft_adapter(directory: str | Path, config: ModelConfig) -> Callable[[ParameterEntry], torch.Tensor]:
-    """Return a function that reads a parameter entry of the adapter from a PEFT directory. Raises `UserError` if the
-    directory holds another adapter than that of `config`."""
+    """Return a function that reads a parameter entry of the adapter (one of its tensors) from a PEFT directory. Raises
+    `UserError` if the directory holds another adapter than that of the model configuration `config`."""
     files, adapter = open_adapter(directory)
     if (difference := same_adapter(config, adapter)) is not None:
         raise UserError(f"{directory}: holds an adapter with {difference}; give [adapter] the values of the directory")

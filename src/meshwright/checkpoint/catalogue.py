@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.files import sync_directory
-from meshwright.checkpoint.manifest import MANIFEST, Damaged, Manifest, check_contents, check_sizes, read_manifest
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    DamagedCheckpoint,
+    Manifest,
+    check_contents,
+    check_sizes,
+    read_manifest,
+)
 from meshwright.errors import UserError
 from meshwright.spec.adapter_json import ADAPTER_CONFIG
 from meshwright.untrusted import read_json
@@ -76,17 +83,17 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
     """Open the checkpoint directory `path`; return (checkpoint, manifest). All file sizes and the hashes of small files
-    are verified, the hashes of tensor files are not. Raises `Damaged`."""
+    are verified, the hashes of tensor files are not. Raises `DamagedCheckpoint`."""
     manifest = read_manifest(path)
     if manifest.step != parse_step(path.name) and parse_step(path.name) is not None:
-        raise Damaged(f"its manifest is that of step {manifest.step}")
+        raise DamagedCheckpoint(f"its manifest is that of step {manifest.step}")
     check_sizes(path, manifest)
     return CheckpointPath(path, manifest.step, manifest.validation_loss), manifest
 
 
 def open_model(path: Path) -> CheckpointPath:
     """Open the checkpoint directory `path` to load the model without the optimizer state: the hash of every file
-    outside training/ is verified. Raises `Damaged`."""
+    outside training/ is verified. Raises `DamagedCheckpoint`."""
     checkpoint, manifest = open_checkpoint(path)
     check_contents(path, manifest, (name for name in manifest.files if not name.startswith("training/")))
     return checkpoint
@@ -94,7 +101,7 @@ def open_model(path: Path) -> CheckpointPath:
 
 def _open_unverified(path: Path) -> CheckpointPath:
     """Open the checkpoint directory `path` without verifying the hashes of tensor files; all file sizes and the hashes
-    of small files are verified. Raises `Damaged`."""
+    of small files are verified. Raises `DamagedCheckpoint`."""
     return open_checkpoint(path)[0]
 
 
@@ -119,22 +126,22 @@ def _iterate_intact(
 ) -> Iterator[CheckpointPath]:
     """Open the checkpoints in `directory` one by one, highest step first, and yield the intact ones. log: called with
     one line for each damaged checkpoint. open_it: function that opens and checks a checkpoint directory; it raises
-    `Damaged` if the checkpoint is not intact."""
+    `DamagedCheckpoint` if the checkpoint is not intact."""
     for path in list_candidates(directory):
         try:
             yield open_it(path)
-        except Damaged as damage:
+        except DamagedCheckpoint as damage:
             log(f"checkpoint {path} is damaged and skipped: {damage}")
 
 
-def newest(
+def find_newest(
     directory: Path | str,
     log: Callable[[str], None] = lambda line: None,
     open_it: Callable[[Path], CheckpointPath] = _open_unverified,
 ) -> CheckpointPath | None:
     """Return the intact checkpoint of the highest step in `directory` (the checkpoints/ of a run); None without one.
     log: called with one line for each damaged checkpoint of a higher step. open_it: function that opens and checks a
-    checkpoint directory; it raises `Damaged` if the checkpoint is not intact."""
+    checkpoint directory; it raises `DamagedCheckpoint` if the checkpoint is not intact."""
     return next(_iterate_intact(Path(directory), log, open_it), None)
 
 
@@ -154,12 +161,12 @@ def find_checkpoint(
     if (path / MANIFEST).exists() or parse_step(path.name) is not None:
         try:
             return open_it(path).path
-        except Damaged as damage:
+        except DamagedCheckpoint as damage:
             raise UserError(f"checkpoint {path} is damaged: {damage}") from None
     if (path / "config.json").is_file() or (path / ADAPTER_CONFIG).is_file():
         return path
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = newest(directory, log, open_it)
+    found = find_newest(directory, log, open_it)
     if found is None:
         damaged = len(list_candidates(directory))
         problem = f"no intact checkpoint in it ({damaged} damaged)" if damaged else "no checkpoint in it"
@@ -167,17 +174,18 @@ def find_checkpoint(
     return found.path
 
 
-def best(directory: Path | str) -> CheckpointPath | None:
+def find_best(directory: Path | str) -> CheckpointPath | None:
     """Return the intact checkpoint in `directory` with the lowest validation loss (in a tie, the one of the highest
     step); None if no checkpoint has a validation loss."""
-    return _best(list_intact(Path(directory)))
+    return _select_best(list_intact(Path(directory)))
 
 
-def _best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
+def _select_best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
     """Return the checkpoint with the lowest finite validation loss (in a tie, the one of the highest step); None
     without one."""
 
     def loss(checkpoint: CheckpointPath) -> float:
+        """Return the checkpoint's validation loss, infinite if it has none or if it is NaN."""
         value = checkpoint.validation_loss
         return math.inf if value is None or math.isnan(value) else value
 
@@ -194,7 +202,7 @@ def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = 
     """
     checkpoints = [checkpoint for checkpoint in list_intact(directory) if saved is None or checkpoint.step <= saved]
     kept = {checkpoint.step for checkpoint in checkpoints[:keep]}
-    best = _best(checkpoints)
+    best = _select_best(checkpoints)
     if keep_best and best is not None:
         kept.add(best.step)
     for checkpoint in checkpoints:

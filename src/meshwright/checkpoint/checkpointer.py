@@ -20,7 +20,7 @@ from meshwright.checkpoint.catalogue import CheckpointPath, read_state
 from meshwright.checkpoint.directory_lock import DirectoryLock
 from meshwright.checkpoint.files import to_json_bytes
 from meshwright.checkpoint.loading import load_slices
-from meshwright.checkpoint.manifest import Damaged
+from meshwright.checkpoint.manifest import DamagedCheckpoint
 from meshwright.checkpoint.model_files import INDEX, plan_model_files
 from meshwright.checkpoint.saving import Save, SaveCancelled, SaveFailed
 from meshwright.checkpoint.settings import SaveOptions, SaveTarget
@@ -192,15 +192,15 @@ class Checkpointer:
 
     # --- loading
 
-    def newest(self) -> CheckpointPath | None:
+    def find_newest(self) -> CheckpointPath | None:
         """Return the intact checkpoint of the highest step in the run's directory, or None. Damaged ones of higher
         steps are logged, each once."""
-        return catalogue.newest(self.directory, self._log_once)
+        return catalogue.find_newest(self.directory, self._log_once)
 
-    def best(self) -> CheckpointPath | None:
+    def find_best(self) -> CheckpointPath | None:
         """Return the path of the run's intact checkpoint with the lowest validation loss; None if no intact checkpoint
         has a validation loss."""
-        return catalogue.best(self.directory)
+        return catalogue.find_best(self.directory)
 
     def load_newest(self, slices: Sequence[TensorSlice]) -> tuple[CheckpointPath, dict[str, Any]] | None:
         """Load the newest checkpoint that is intact on all ranks into the tensors of `slices`. Return (checkpoint,
@@ -217,7 +217,7 @@ class Checkpointer:
             try:
                 state = self._load(path, slices)
                 checkpoint = catalogue.open_checkpoint(path)[0]
-            except Damaged as damage:
+            except DamagedCheckpoint as damage:
                 problem = str(damage)
             if self._agreement.all_true(problem is None):
                 return checkpoint, state
@@ -234,8 +234,8 @@ class Checkpointer:
 
     def _load(self, path: Path, slices: Sequence[TensorSlice]) -> dict[str, Any]:
         """Load the checkpoint directory `path` into the tensors of `slices` on this rank; return the content of its
-        training/state.json: step, layout, recipe and more, by name. Raises `Damaged`, or `UserError` for another model.
-        """
+        training/state.json: step, layout, recipe and more, by name. Raises `DamagedCheckpoint`, or `UserError` for
+        another model."""
         catalogue.open_checkpoint(path)
         self._contents.check(path)
         load_slices(path, slices, self._mesh.rank, self._mesh.world_size)
@@ -355,9 +355,10 @@ def _check_config(config: ModelConfig, path: Path) -> None:
 def make_small_files(
     config: ModelConfig, dtype: str, tokenizer_directory: Path | None, tokenizer_files: Sequence[str] = TOKENIZER_FILES
 ) -> dict[str, bytes]:
-    """Return the configuration and tokenizer files of a Hugging Face directory, as file name -> content. dtype: dtype
-    of the exported weights. tokenizer_directory: directory of the tokenizer files; None: no tokenizer. tokenizer_files:
-    names of the files to copy from there; missing ones are left out."""
+    """Return the files of a Hugging Face directory besides the weights, as file name -> content: those of the model
+    configuration `config`, and the tokenizer's. dtype: dtype of the exported weights. tokenizer_directory: directory of
+    the tokenizer files; None: no tokenizer. tokenizer_files: names of the files to copy from there; missing ones are
+    left out."""
     tokens: dict[str, Any] = {"_from_model_config": True}
     if config.bos_token is not None:
         tokens["bos_token_id"] = config.bos_token

@@ -19,11 +19,11 @@ import torch
 
 from meshwright.checkpoint.catalogue import open_checkpoint
 from meshwright.checkpoint.files import open_descriptor
-from meshwright.checkpoint.manifest import BLOCK_BYTES, Damaged, FileRecord, block_count
+from meshwright.checkpoint.manifest import BLOCK_BYTES, DamagedCheckpoint, FileRecord, count_blocks
 from meshwright.checkpoint.model_files import DTYPE_CODES
 from meshwright.checkpoint.slices import (
     MatrixRange,
-    Read,
+    PlannedRead,
     check_bounds,
     intersect_ranges,
     list_kinds,
@@ -49,14 +49,14 @@ class _BlockTask:
 
     file: str
     block: int
-    copies: Sequence[tuple[Read, int, int, int]]
+    copies: Sequence[tuple[PlannedRead, int, int, int]]
 
 
 def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int) -> None:
     """Load the checkpoint in the directory `path` into the tensors of `slices`. Every block that is read is verified by
     its hash. The blocks of the exported model files, which are not needed, are verified too, divided among all ranks.
 
-    rank, ranks: number of this rank, and number of ranks. Raises `Damaged` (the tensors may then be partly
+    rank, ranks: number of this rank, and number of ranks. Raises `DamagedCheckpoint` (the tensors may then be partly
     overwritten), and `UserError` if the checkpoint lacks a kind of state, such as "momentum".
     """
     _, manifest = open_checkpoint(path)
@@ -80,7 +80,7 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
         (name, block)
         for name, record in sorted(manifest.files.items())
         if name.endswith(".safetensors") and not name.startswith("training/")
-        for block in range(block_count(record.size))
+        for block in range(count_blocks(record.size))
     ]
     tasks += [_BlockTask(name, block, ()) for name, block in unread[rank::ranks]]
     buffers = threading.local()
@@ -113,7 +113,7 @@ def copy_common(source: torch.Tensor, has: MatrixRange, destination: torch.Tenso
 def _read_block(path: Path, task: _BlockTask, record: FileRecord, memory: np.ndarray) -> np.ndarray:
     """Read one block of a file into `memory` (uint8 [BLOCK_BYTES]) and verify its hash; return the bytes read, a view
     of `memory`. path: checkpoint directory. task: names the file and the block. record: expected hashes of the file.
-    Raises `Damaged`."""
+    Raises `DamagedCheckpoint`."""
     start = task.block * BLOCK_BYTES
     size = min(BLOCK_BYTES, record.size - start)
     view = memory.data[:size]
@@ -123,10 +123,10 @@ def _read_block(path: Path, task: _BlockTask, record: FileRecord, memory: np.nda
             while done < size:
                 count = os.preadv(descriptor, [view[done:]], start + done)
                 if count == 0:
-                    raise Damaged(f"{task.file} ends at byte {start + done}")
+                    raise DamagedCheckpoint(f"{task.file} ends at byte {start + done}")
                 done += count
     except OSError as error:
-        raise Damaged(f"{task.file} cannot be read: {error_reason(error)}") from None
+        raise DamagedCheckpoint(f"{task.file} cannot be read: {error_reason(error)}") from None
     if hashlib.sha256(view).hexdigest() != record.blocks[task.block]:
-        raise Damaged(f"{task.file} was altered between bytes {start} and {start + size}")
+        raise DamagedCheckpoint(f"{task.file} was altered between bytes {start} and {start + size}")
     return memory[:size]

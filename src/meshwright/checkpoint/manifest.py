@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 _READ_BYTES = 4 * 2**20
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """Error: a checkpoint cannot be used because a file is missing or altered; the message names the file and the
     reason."""
 
@@ -64,22 +64,22 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Load the manifest of the checkpoint directory `path`. Raises `Damaged` if it is missing or invalid, or if its
-    content does not match the SHA-256 stored in it."""
+    """Load the manifest of the checkpoint directory `path`. Raises `DamagedCheckpoint` if it is missing or invalid, or
+    if its content does not match the SHA-256 stored in it."""
     try:
         content = read_json(path / MANIFEST, "checkpoint_bytes")
     except FileNotFoundError:
-        raise Damaged(f"it has no {MANIFEST}") from None
+        raise DamagedCheckpoint(f"it has no {MANIFEST}") from None
     except (OSError, ValueError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read: {error}") from None
+        raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise Damaged(f"{MANIFEST} is not a JSON object")
+        raise DamagedCheckpoint(f"{MANIFEST} is not a JSON object")
     own = content.pop("manifest_sha256", None)
     if content.get("format") != FORMAT:
         found = shorten_repr(content.get("format"))
-        raise Damaged(f"{MANIFEST} has format {found}; this version reads format {FORMAT}")
+        raise DamagedCheckpoint(f"{MANIFEST} has format {found}; this version reads format {FORMAT}")
     if own != _hash_content(content) or content.get("block_bytes") != BLOCK_BYTES:
-        raise Damaged(f"{MANIFEST} was altered: it does not match its own hash")
+        raise DamagedCheckpoint(f"{MANIFEST} was altered: it does not match its own hash")
     try:
         files = {name: _parse_record(name, record) for name, record in content["files"].items()}
         step, loss = content["step"], content["validation_loss"]
@@ -87,7 +87,7 @@ def read_manifest(path: Path) -> Manifest:
             raise TypeError("step or validation_loss is not a number")
         return Manifest(step, loss, files)
     except (KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} does not conform to format {FORMAT}: {error}") from None
+        raise DamagedCheckpoint(f"{MANIFEST} does not conform to format {FORMAT}: {error}") from None
 
 
 def _parse_record(name: str, found: Any) -> FileRecord:
@@ -99,31 +99,32 @@ def _parse_record(name: str, found: Any) -> FileRecord:
     hashes = [sha256, *blocks] if isinstance(blocks, list) else [None]
     if type(size) is not int or size < 0 or not all(isinstance(each, str) for each in hashes):
         raise TypeError(f"{name[:80]} has no size and hashes")
-    if len(blocks) != block_count(size):
+    if len(blocks) != count_blocks(size):
         raise TypeError(f"{name[:80]} of {size} bytes has {len(blocks)} blocks")
     return FileRecord(size, sha256, tuple(blocks))
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
     """Check the files of the checkpoint directory `path` against its manifest: the size of every file, and the SHA-256
-    of every file that is not a tensor file (.safetensors). Raises `Damaged` for a missing file or a difference."""
+    of every file that is not a tensor file (.safetensors). Raises `DamagedCheckpoint` for a missing file or a
+    difference."""
     for name, record in manifest.files.items():
         try:
             size = (path / name).stat().st_size
         except OSError:
-            raise Damaged(f"{name} is missing") from None
+            raise DamagedCheckpoint(f"{name} is missing") from None
         if size != record.size:
-            raise Damaged(f"{name} has {size} bytes instead of {record.size}")
+            raise DamagedCheckpoint(f"{name} has {size} bytes instead of {record.size}")
         if not name.endswith(".safetensors") and _hash_whole(path / name) != record.sha256:
-            raise Damaged(f"{name} was altered: its sha256 does not match the manifest")
+            raise DamagedCheckpoint(f"{name} was altered: its sha256 does not match the manifest")
 
 
 def check_contents(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Verify the hashes of the files `names` of the checkpoint directory `path` against its manifest, reading every
-    byte. Raises `Damaged` for the first file that differs."""
+    byte. Raises `DamagedCheckpoint` for the first file that differs."""
     for name in names:
         if (problem := _find_damage(path, name, manifest.files[name], whole=False)) is not None:
-            raise Damaged(problem)
+            raise DamagedCheckpoint(problem)
 
 
 def verify_checkpoint(path: Path | str) -> list[str]:
@@ -132,7 +133,7 @@ def verify_checkpoint(path: Path | str) -> list[str]:
     path = Path(path)
     try:
         manifest = read_manifest(path)
-    except Damaged as damage:
+    except DamagedCheckpoint as damage:
         return [str(damage)]
     found = (_find_damage(path, name, record, whole=True) for name, record in sorted(manifest.files.items()))
     return [problem for problem in found if problem is not None]
@@ -154,7 +155,7 @@ def _find_damage(path: Path, name: str, record: FileRecord, *, whole: bool) -> s
     return f"{name} does not match its sha256" if whole and sha256 != record.sha256 else None
 
 
-def block_count(size: int) -> int:
+def count_blocks(size: int) -> int:
     """Return the number of blocks of `BLOCK_BYTES` in a file of `size` bytes; the last block may be shorter."""
     return -(-size // BLOCK_BYTES)
 
@@ -163,9 +164,9 @@ def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> File
     """Compute the size of a file, its hash, and the hashes of its blocks, in one pass. keep_going: called between
     reads; it stops the hashing by raising an exception."""
     size = path.stat().st_size
-    whole, blocks = hash_blocks(path, True, range(block_count(size)), keep_going)
+    whole, blocks = hash_blocks(path, True, range(count_blocks(size)), keep_going)
     assert whole is not None
-    return FileRecord(size, whole, tuple(blocks[index] for index in range(block_count(size))))
+    return FileRecord(size, whole, tuple(blocks[index] for index in range(count_blocks(size))))
 
 
 def hash_blocks(
@@ -179,7 +180,7 @@ def hash_blocks(
     wanted = set(blocks)
     found = {}
     with open_descriptor(path, os.O_RDONLY) as descriptor:
-        for index in range(block_count(size)) if whole else sorted(wanted):
+        for index in range(count_blocks(size)) if whole else sorted(wanted):
             block = hashlib.sha256()
             for part in _read_chunks(descriptor, index * BLOCK_BYTES, min(size, (index + 1) * BLOCK_BYTES)):
                 keep_going()
@@ -205,7 +206,7 @@ def distribute_hashing(sizes: Mapping[str, int], ranks: int) -> list[dict[str, t
     for name, size in sizes.items():
         tasks.append((size, name, -1))
         if size > BLOCK_BYTES:
-            tasks += [(min(BLOCK_BYTES, size - n * BLOCK_BYTES), name, n) for n in range(block_count(size))]
+            tasks += [(min(BLOCK_BYTES, size - n * BLOCK_BYTES), name, n) for n in range(count_blocks(size))]
     busy = [0] * ranks
     plan: list[dict[str, tuple[bool, list[int]]]] = [{} for _ in range(ranks)]
     for size, name, block in sorted(tasks, key=lambda task: (-task[0], task[1], task[2])):
@@ -213,7 +214,7 @@ def distribute_hashing(sizes: Mapping[str, int], ranks: int) -> list[dict[str, t
         busy[rank] += size
         whole, blocks = plan[rank].get(name, (False, []))
         if block < 0:
-            plan[rank][name] = (True, blocks if sizes[name] > BLOCK_BYTES else list(range(block_count(sizes[name]))))
+            plan[rank][name] = (True, blocks if sizes[name] > BLOCK_BYTES else list(range(count_blocks(sizes[name]))))
         else:
             plan[rank][name] = (whole, [*blocks, block])
     return plan
@@ -235,11 +236,11 @@ def _format_block_range(block: int, size: int) -> str:
 
 
 def _hash_whole(path: Path) -> str:
-    """Return the hex SHA-256 of a whole file. Raises `Damaged` if it cannot be read."""
+    """Return the hex SHA-256 of a whole file. Raises `DamagedCheckpoint` if it cannot be read."""
     try:
         return hash_blocks(path, True, [])[0] or ""
     except OSError as error:
-        raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
+        raise DamagedCheckpoint(f"{path.name} cannot be read: {error.strerror}") from None
 
 
 def _hash_content(content: Any) -> str:

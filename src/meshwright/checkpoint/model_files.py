@@ -135,11 +135,10 @@ def split_disk_runs(
     """Split a slice of an exported tensor into runs of elements that are contiguous on disk. Yield (index of the run's
     first element in the tensor on disk, values of the run).
 
-    values: elements [start, start + len(values)) of the flattened tensor. A matrix is flattened row-major as [outputs,
-    inputs]; with `columns` it is first reduced to these input columns. On disk it may be transposed: then there is one
-    run per row on disk, unless the slice is the whole matrix. Otherwise there is one run, or with `columns` one per
-    matrix row.
-    """
+    entry: parameter entry of the tensor (its shape on disk). values: elements [start, start + len(values)) of the
+    flattened tensor. A matrix is flattened row-major as [outputs, inputs]; with `columns` it is first reduced to these
+    input columns. On disk it may be transposed: then there is one run per row on disk, unless the slice is the whole
+    matrix. Otherwise there is one run, or with `columns` one per matrix row."""
     stop = start + len(values)
     if not entry.transposed:
         if columns is None:
@@ -147,7 +146,7 @@ def split_disk_runs(
             return
         for line in range(start // columns.width, -(-stop // columns.width)):
             low, high = max(start, line * columns.width), min(stop, (line + 1) * columns.width)
-            yield line * (columns.of - columns.width) + columns.start + low, values[low - start : high - start]
+            yield line * (columns.total - columns.width) + columns.start + low, values[low - start : high - start]
         return
     outputs, inputs = entry.model_shape
     leftmost = 0

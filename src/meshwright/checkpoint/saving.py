@@ -27,7 +27,7 @@ from meshwright.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
-    block_count,
+    count_blocks,
     distribute_hashing,
     hash_blocks,
     hash_file,
@@ -35,7 +35,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.model_files import DTYPE_CODES, make_safetensors_header, write_slice
 from meshwright.checkpoint.save_markers import SaveMarkers
 from meshwright.checkpoint.settings import SaveTarget
-from meshwright.checkpoint.slices import Slice, slice_file_name, slice_tensor_name
+from meshwright.checkpoint.slices import StoredSlice, slice_file_name, slice_tensor_name
 from meshwright.checkpoint.snapshot import Snapshot
 from meshwright.collectives.quantities import format_bytes
 from meshwright.errors import error_reason
@@ -125,7 +125,7 @@ class Save:
         self._mark("written", [dataclasses.astuple(part) for part in own])
         self._wait_for(lambda: self.markers.ranks_with("written"), set(range(self.target.ranks)), "written its part")
 
-    def _write_slices(self) -> list[Slice]:
+    def _write_slices(self) -> list[StoredSlice]:
         """Write this rank's file of master weights and optimizer state; return the position of each slice in the
         file."""
         file = slice_file_name(self.target.rank, self.target.ranks)
@@ -143,7 +143,7 @@ class Save:
                 position += len(data)
             os.fsync(descriptor)
         return [
-            Slice(item.kind, item.name, item.start, item.stop, code, file, offsets[name], item.columns)
+            StoredSlice(item.kind, item.name, item.start, item.stop, code, file, offsets[name], item.columns)
             for item, code, name in zip(slices, codes, names, strict=True)
         ]
 
@@ -207,7 +207,7 @@ class Save:
             self._wait_for_outcome()
             return
         everything = [
-            Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
+            StoredSlice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
             for rank in range(target.ranks)
             for kind, name, start, stop, code, file, offset, columns in self.markers.read("written", rank)
         ]
@@ -243,7 +243,7 @@ class Save:
                     whole[name] = sha256
                 blocks.setdefault(name, {}).update({int(index): digest for index, digest in found.items()})
         records = {
-            name: FileRecord(size, whole[name], tuple(blocks[name][index] for index in range(block_count(size))))
+            name: FileRecord(size, whole[name], tuple(blocks[name][index] for index in range(count_blocks(size))))
             for name, size in sizes.items()
         }
         for name in (*self.target.small_files, catalogue.STATE, slices.INDEX):
@@ -258,20 +258,20 @@ class Save:
         self._writing = self.markers.marker_name(what)
         self.markers.mark(what, content)
 
-    def _wait_for(self, there: Callable[[], set[int]], all_of_them: Iterable[int], what: str) -> None:
-        """Wait for other ranks: poll `there()`, which returns a set of ranks, until the set contains all ranks in
-        `all_of_them`. Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled or failed
-        on another rank. what: verb phrase for the time-out message "rank 3 has not ...", such as "written its part"."""
+    def _wait_for(self, list_done: Callable[[], set[int]], ranks: Iterable[int], action: str) -> None:
+        """Wait for other ranks: poll `list_done()`, which returns the ranks that have done an action, until they
+        include all of `ranks`. Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled or
+        failed on another rank. action: participle for the message "rank 3 has not ...", such as "written its part"."""
         deadline = time.monotonic() + self.target.options.timeout_seconds
         pause = 0.002
-        while missing := set(all_of_them) - there():
+        while missing := set(ranks) - list_done():
             self._check_cancelled()
             if (failure := self._find_other_failure()) is not None:
                 raise SaveCancelled(failure)
             if time.monotonic() > deadline:
                 others = f" (nor have {len(missing) - 1} others)" if len(missing) > 1 else ""
                 raise SaveFailed(
-                    f"checkpoint of step {self.step} aborted: rank {min(missing)} has not {what} after "
+                    f"checkpoint of step {self.step} aborted: rank {min(missing)} has not {action} after "
                     f"{self.target.options.timeout_seconds:.0f} s{others}; {self._describe_newest()}"
                 )
             self.cancelled.wait(pause)
@@ -369,7 +369,7 @@ class Save:
 
     def _describe_newest(self) -> str:
         """Return a clause for error messages that names the newest intact checkpoint or says that there is none."""
-        newest = catalogue.newest(self.target.directory)
+        newest = catalogue.find_newest(self.target.directory)
         return f"the newest intact checkpoint is {newest.name}" if newest else "there is no intact checkpoint yet"
 
     def _format_unexplained(self, rank: int) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.files import to_json_bytes
-from meshwright.checkpoint.manifest import Damaged
+from meshwright.checkpoint.manifest import DamagedCheckpoint
 from meshwright.checkpoint.model_files import ITEM_BYTES
 from meshwright.parallel.flat_buffers import Columns
 from meshwright.spec.parameters import ParameterTable
@@ -23,7 +23,7 @@ INDEX = "training/index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class StoredSlice:
     """Location on disk of a slice of the training state: elements [start, stop) of the flattened tensor `name`. A
     matrix is flattened row-major as [outputs, inputs]; if `columns` is given, it is first reduced to these input
     columns.
@@ -75,7 +75,7 @@ class MatrixRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class PlannedRead:
     """Planned read from a file to fill a part of one destination slice.
 
     offset: byte of the file at which the read begins. code: safetensors dtype of the elements, such as "F32".
@@ -117,7 +117,7 @@ def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Colu
     return f"{kind}:{name}{of}[{start}:{stop}]"
 
 
-def serialize_index(slices: Iterable[Slice]) -> bytes:
+def serialize_index(slices: Iterable[StoredSlice]) -> bytes:
     """Serialize the index of a checkpoint's training state to JSON. slices: locations of all ranks' slices."""
     files: dict[str, list[Any]] = {}
     for part in slices:
@@ -127,22 +127,22 @@ def serialize_index(slices: Iterable[Slice]) -> bytes:
     return to_json_bytes({"format": 1, "columns": entries, "files": files})
 
 
-def read_index(path: Path) -> list[Slice]:
+def read_index(path: Path) -> list[StoredSlice]:
     """Load the index of the training state in the checkpoint directory `path`; return the locations of all slices.
-    Raises `Damaged`."""
+    Raises `DamagedCheckpoint`."""
     try:
         files = read_json(path / INDEX, "checkpoint_bytes")["files"]
         return [_parse_slice(file, *row) for file, rows in files.items() for row in rows]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{INDEX} cannot be read: {error}") from None
+        raise DamagedCheckpoint(f"{INDEX} cannot be read: {error}") from None
 
 
 def _parse_slice(
     file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int
-) -> Slice:
-    """Build a `Slice` from one entry of the JSON index; the arguments are its fields. columns: empty, or (first column,
-    end column (exclusive), number of columns of the matrix). Raises `ValueError` for invalid values."""
-    part = Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
+) -> StoredSlice:
+    """Build a `StoredSlice` from one entry of the JSON index; the arguments are its fields. columns: empty, or (first
+    column, end column (exclusive), number of columns of the matrix). Raises `ValueError` for invalid values."""
+    part = StoredSlice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
     first, end, of = part.columns or (0, 1, 1)
     texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)
     if not all(isinstance(each, str) for each in texts) or not all(type(each) is int for each in numbers):
@@ -154,20 +154,20 @@ def _parse_slice(
     return part
 
 
-def check_bounds(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
-    """Raise `Damaged` if one of `slices` ends beyond the end of its file. sizes: bytes by file name."""
+def check_bounds(slices: Iterable[StoredSlice], sizes: Mapping[str, int]) -> None:
+    """Raise `DamagedCheckpoint` if one of `slices` ends beyond the end of its file. sizes: bytes by file name."""
     for part in slices:
         if part.file not in sizes:
-            raise Damaged(f"{part.file[:80]} is not in the manifest")
+            raise DamagedCheckpoint(f"{part.file[:80]} is not in the manifest")
         if part.offset + (part.stop - part.start) * ITEM_BYTES[part.code] > sizes[part.file]:
-            raise Damaged(f"{INDEX} has a slice beyond the {sizes[part.file]} bytes of {part.file}")
+            raise DamagedCheckpoint(f"{INDEX} has a slice beyond the {sizes[part.file]} bytes of {part.file}")
 
 
-def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
+def check_coverage(table: ParameterTable, slices: Iterable[StoredSlice]) -> None:
     """Check that for each kind of state (master weights, each optimizer moment) the slices cover every element of every
     tensor of `table` exactly once. Buffers and frozen parameters need slices of the kind "master" only. Raises
     `AssertionError`."""
-    parts: dict[str, dict[str, list[Slice]]] = {"master": {}}
+    parts: dict[str, dict[str, list[StoredSlice]]] = {"master": {}}
     for part in slices:
         parts.setdefault(part.kind, {}).setdefault(part.name, []).append(part)
     for kind, by_name in parts.items():
@@ -177,7 +177,7 @@ def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
             if kind != "master" and entry.kept is not None:
                 continue  # frozen
             found = by_name.get(entry.name, [])
-            width = next((part.columns.of for part in found if part.columns), entry.numel)
+            width = next((part.columns.total for part in found if part.columns), entry.numel)
             column = 0  # column ranges are adjacent, and within each the element ranges are
             for columns in sorted({part.columns or Columns(0, width, width) for part in found}):
                 assert columns.start == column, f"{kind} of {entry.name}: columns {column} to {columns.start}"
@@ -193,17 +193,17 @@ def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
 
 
 def plan_reads(
-    slices: Sequence[Slice], wanted: Sequence[tuple[str, str, int, int, Columns | None]]
-) -> dict[str, list[Read]]:
+    slices: Sequence[StoredSlice], wanted: Sequence[tuple[str, str, int, int, Columns | None]]
+) -> dict[str, list[PlannedRead]]:
     """Plan the reads from files that fetch the wanted elements; return file name -> reads.
 
     slices: what the files hold. wanted: for each destination, the slice to fill: (kind, name, start, stop, columns),
-    with the meanings of `Slice`. Raises `Damaged` if an element is in no file.
+    with the meanings of `StoredSlice`. Raises `DamagedCheckpoint` if an element is in no file.
     """
-    by_entry: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
+    by_entry: dict[tuple[str, str], dict[Columns | None, list[StoredSlice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):
         by_entry.setdefault((part.kind, part.name), {}).setdefault(part.columns, []).append(part)
-    reads: dict[str, list[Read]] = {}
+    reads: dict[str, list[PlannedRead]] = {}
     for number, (kind, name, start, stop, columns) in enumerate(wanted):
         found = 0
         for others, parts in by_entry.get((kind, name), {}).items():
@@ -218,14 +218,16 @@ def plan_reads(
                 low, high = max(begin, part.start), min(end, part.stop)
                 if low < high:
                     offset = part.offset + (low - part.start) * ITEM_BYTES[part.code]
-                    read = Read(offset, part.code, number, MatrixRange(low, high, *source), destination)
+                    read = PlannedRead(offset, part.code, number, MatrixRange(low, high, *source), destination)
                     boxes = intersect_ranges(read.source, destination)
                     common = sum((bottom - top) * (right - left) for top, bottom, left, right in boxes)
                     if common:
                         found += common
                         reads.setdefault(part.file, []).append(read)
         if found != stop - start:
-            raise Damaged(f"it holds {found} of the {stop - start} elements of {kind} of {name} from {start} to {stop}")
+            raise DamagedCheckpoint(
+                f"it holds {found} of the {stop - start} elements of {kind} of {name} from {start} to {stop}"
+            )
     return reads
 
 
@@ -247,21 +249,23 @@ def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int
     can be treated as a matrix with a single column."""
     if a == b:
         return (0, 1), (0, 1)
-    of = (a or b or Columns(0, 1, 1)).of
-    (first_a, end_a, _), (first_b, end_b, _) = a or (0, of, of), b or (0, of, of)
+    total = (a or b or Columns(0, 1, 1)).total
+    (first_a, end_a, _), (first_b, end_b, _) = a or (0, total, total), b or (0, total, total)
     return (first_a, end_a - first_a), (first_b, end_b - first_b)
 
 
-def list_kinds(slices: Iterable[Slice]) -> set[str]:
+def list_kinds(slices: Iterable[StoredSlice]) -> set[str]:
     """Return the kinds of training state in the slices, such as {"master", "exp_avg"}."""
     return {part.kind for part in slices}
 
 
-def split_reads(reads: Iterable[Read], block_bytes: int) -> Mapping[int, list[tuple[Read, int, int, int]]]:
+def split_reads(
+    reads: Iterable[PlannedRead], block_bytes: int
+) -> Mapping[int, list[tuple[PlannedRead, int, int, int]]]:
     """Split the reads of one file at the boundaries of its blocks of `block_bytes` bytes. Return block number -> parts
     of reads in this block: (read, index of the part's first element within the read, number of elements, byte in the
     block at which they begin)."""
-    cut: dict[int, list[tuple[Read, int, int, int]]] = {}
+    cut: dict[int, list[tuple[PlannedRead, int, int, int]]] = {}
     for read in reads:
         item, done = ITEM_BYTES[read.code], 0
         while done < read.count:

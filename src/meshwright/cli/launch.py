@@ -47,13 +47,13 @@ def command(
     sbatch. trust: the recipe may run code that it names. as_json: print JSON.
     """
     from meshwright.errors import UserError
-    from meshwright.launcher.launch_script import Resources, launch_script
+    from meshwright.launcher.launch_script import Resources, build_launch_script
 
     with result_printer(as_json) as answer:
         if kind is None:
             raise UserError("launch: choose what starts the ranks, --torchrun or --slurm")
         resources = Resources(nodes, devices_per_node, cpus_per_device, restarts, time, sbatch)
-        made = launch_script(kind, recipe, overrides, resources, trust=trust)
+        made = build_launch_script(kind, recipe, overrides, resources, trust=trust)
         for line in made.warnings:
             print_message(f"meshwright: warning: {line}")
         answer(asdict(made), made.script.rstrip("\n"))

@@ -286,14 +286,14 @@ def _find_gpus(device: str, ranks: int, memory: str | None) -> list[HostMemory]:
     device: "auto", "cpu" or "cuda". memory: text of --memory, a fraction or a size, or None. With "cuda" and a size,
     GPUs of that size are assumed, which this machine need not have.
     """
-    from meshwright.launcher.device import devices_of_ranks
+    from meshwright.launcher.device import choose_rank_devices
     from meshwright.launcher.host_memory import GPU, HostMemory
     from meshwright.serving.memory import parse_memory
 
     unknown = HostMemory(2**80, 2**80, GPU)  # so large that any fraction exceeds every size
     if device == "cuda" and memory is not None and (size := parse_memory(memory, unknown)) < 2**60:
         return [HostMemory(size, size, GPU)] * ranks
-    return devices_of_ranks(device, ranks)
+    return choose_rank_devices(device, ranks)
 
 
 def _run_jobs(path: str) -> None:

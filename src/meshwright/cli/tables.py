@@ -37,6 +37,7 @@ class FittedTable:
     least important first."""
 
     def __init__(self, table: Table, optional: Sequence[Collection[str]]) -> None:
+        """Wrap `table`; arguments: see the class."""
         self.table, self.optional = table, optional
 
     def __rich_console__(self, console: Any, options: Any) -> Any:

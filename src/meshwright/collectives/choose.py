@@ -24,7 +24,7 @@ _MANY_RANKS, _MANY_SEGMENTS = 64, 16  # above, only algorithms with a closed for
 
 
 @dataclass(frozen=True)
-class Settings:
+class AlgorithmOptions:
     """Options of a collective algorithm; None: the algorithm's default.
 
     segments: number of segments of a pipelined algorithm. groups: ranks per node, for hierarchical algorithms. dims:
@@ -51,7 +51,7 @@ class Candidate:
     """
 
     algorithm: str
-    settings: Settings
+    settings: AlgorithmOptions
     seconds: float
     closed_form_seconds: float | None
 
@@ -92,10 +92,10 @@ class Chooser:
     network: Network
     root: int = 0
     reduce_bytes_per_second: float = float("inf")
-    requested: Settings = Settings()
-    _simulators: dict[tuple[str, Settings], CollectiveSimulator] = field(default_factory=dict)
+    requested: AlgorithmOptions = AlgorithmOptions()
+    _simulators: dict[tuple[str, AlgorithmOptions], CollectiveSimulator] = field(default_factory=dict)
     _refused: dict[str, str] = field(default_factory=dict)
-    _settings: dict[str, Settings] = field(default_factory=dict)
+    _settings: dict[str, AlgorithmOptions] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
@@ -157,7 +157,7 @@ class Chooser:
                 return other
         return best
 
-    def _simulate_candidate(self, algorithm: str, settings: Settings, total_bytes: float) -> Candidate | None:
+    def _simulate_candidate(self, algorithm: str, settings: AlgorithmOptions, total_bytes: float) -> Candidate | None:
         """Simulate an algorithm with the options `settings` for a vector of `total_bytes` bytes; return it with its
         time, or None if it does not accept the network's number of ranks."""
         simulator = self._get_simulator(algorithm, settings)
@@ -177,7 +177,7 @@ class Chooser:
         vector of `total_bytes` bytes."""
         return compute_lower_bound_seconds(self.operation, self.network, total_bytes, self.root)
 
-    def resolve_settings(self, algorithm: str) -> Settings:
+    def resolve_settings(self, algorithm: str) -> AlgorithmOptions:
         """Return the options with which to generate an algorithm's program. An option is the one that the user
         requested; else the one that the network suggests (such as its ranks per node); else None (the algorithm's
         default)."""
@@ -185,13 +185,13 @@ class Chooser:
         groups = self.requested.groups or (self.network.groups if 1 < (self.network.groups or 0) < n else None)
         dims = self.requested.dims or self.network.dims
         wanted = 2 if algorithm.startswith("2d") else 3 if algorithm.startswith("3d") else len(dims or ())
-        return Settings(
+        return AlgorithmOptions(
             self.requested.segments if "segments" in has else None,
             groups if "groups" in has else None,
             dims if "dims" in has and dims and len(dims) == wanted else None,
         )
 
-    def _list_settings(self, algorithm: str, total_bytes: float) -> list[Settings]:
+    def _list_settings(self, algorithm: str, total_bytes: float) -> list[AlgorithmOptions]:
         """Return the options of an algorithm to try for a vector of `total_bytes` bytes; first come those for which its
         formula gives the lowest time.
 
@@ -207,7 +207,7 @@ class Chooser:
         best = forms.index(min(forms))
         return [tried[best], *tried[max(0, best - 1) : best], *tried[best + 1 : best + 2]]
 
-    def _compute_form(self, algorithm: str, settings: Settings, total_bytes: float) -> float | None:
+    def _compute_form(self, algorithm: str, settings: AlgorithmOptions, total_bytes: float) -> float | None:
         """Return the seconds of an algorithm for a vector of `total_bytes` bytes by its closed form (formula), with the
         options `settings`; None if it has no formula, or none for this number of ranks."""
         try:
@@ -215,12 +215,12 @@ class Chooser:
         except UserError:  # the generator reports it with more detail
             return None
 
-    def generate_program(self, algorithm: str, settings: Settings) -> CollectiveProgram:
+    def generate_program(self, algorithm: str, settings: AlgorithmOptions) -> CollectiveProgram:
         """Generate the program (steps of every rank) of an algorithm with the options `settings` for the network's
         number of ranks."""
         return generate(self.operation, algorithm, self.network.ranks, root=self.root, **asdict(settings))
 
-    def _get_simulator(self, algorithm: str, settings: Settings) -> CollectiveSimulator | None:
+    def _get_simulator(self, algorithm: str, settings: AlgorithmOptions) -> CollectiveSimulator | None:
         """Return the cached simulator of an algorithm with the options `settings`; None if the algorithm does not
         accept the network's number of ranks (the reason is then stored in `_refused`)."""
         key = (algorithm, settings)

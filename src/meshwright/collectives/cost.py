@@ -42,7 +42,7 @@ class Tier:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class CostInputs:
     """Inputs of a closed form (formula of an algorithm's time): ranks, vector size, links and options.
 
     size: bytes of the vector. link, inner: links between and inside nodes (or leaf switches), equal in a uniform
@@ -86,7 +86,7 @@ class Inputs:
         return self.ranks // size, size
 
 
-Form = Callable[[Inputs], float]
+Form = Callable[[CostInputs], float]
 
 
 def compute_closed_form_seconds(
@@ -114,31 +114,31 @@ def compute_closed_form_seconds(
     shape = tuple(dims) if dims is not None else None
     n, cables = network.ranks, not network.switches
     ports = max(1, network.links // n) if cables else 1
-    return form(Inputs(n, total_bytes, outer, inner, segments, groups, shape, cables, ports))
+    return form(CostInputs(n, total_bytes, outer, inner, segments, groups, shape, cables, ports))
 
 
 # --- rings and pairs
 
 
 def _ring_form(phases: int) -> Form:
-    """Return the closed form (function from `Inputs` to seconds) of a ring algorithm with `phases` x (n - 1) rounds, in
-    which each of n ranks sends 1/n of the vector per round."""
+    """Return the closed form (function from `CostInputs` to seconds) of a ring algorithm with `phases` x (n - 1)
+    rounds, in which each of n ranks sends 1/n of the vector per round."""
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share)
 
 
 def _bidirectional_ring_form(phases: int) -> Form:
-    """Return the closed form (function from `Inputs` to seconds) of an algorithm on a ring used in both directions at
-    once. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
+    """Return the closed form (function from `CostInputs` to seconds) of an algorithm on a ring used in both directions
+    at once. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share / (2 if c.cables and c.ranks > 2 else 1))
 
 
 def _all_pairs_form(phases: int) -> Form:
-    """Return the closed form (function from `Inputs` to seconds) of an algorithm with `phases` rounds, in each of which
-    every rank sends 1/n of the vector to each of the n - 1 others, spread over its ports."""
+    """Return the closed form (function from `CostInputs` to seconds) of an algorithm with `phases` rounds, in each of
+    which every rank sends 1/n of the vector to each of the n - 1 others, spread over its ports."""
     return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
-def _linear_gather_form(c: Inputs) -> float:
+def _linear_gather_form(c: CostInputs) -> float:
     """Compute the seconds of a gather in which all ranks send to the root at once, spread over its ports. c: ranks,
     vector size and links."""
     return c.link.time_rounds(1, (c.ranks - 1) / c.ports * c.share)
@@ -147,19 +147,19 @@ def _linear_gather_form(c: Inputs) -> float:
 # --- recursive halving and doubling
 
 
-def _butterfly_form(c: Inputs) -> float:
+def _butterfly_form(c: CostInputs) -> float:
     """Compute the seconds of the butterfly all-reduce by closed form. c: ranks, vector size and links. It has two more
     rounds if the number of ranks is not a power of two."""
     return c.link.time_rounds(math.log2(c.core) + (2 if c.extra else 0), c.size)
 
 
-def _rabenseifner_form(c: Inputs) -> float:
+def _rabenseifner_form(c: CostInputs) -> float:
     """Compute the seconds of the Rabenseifner all-reduce by closed form. c: ranks, vector size and links."""
     halves = 2 * (math.log2(c.core) * c.link.alpha + (c.core - 1) / c.core * c.size * c.link.beta)
     return halves + (c.link.time_rounds(2, c.size) if c.extra else 0.0)
 
 
-def _compute_exchange_seconds(c: Inputs) -> float:
+def _compute_exchange_seconds(c: CostInputs) -> float:
     """Compute the seconds of the pairwise exchanges of recursive halving or doubling on n ranks. Only m ranks take
     part, m the largest power of two up to n; each of the others has given its data to one of them. There are log2 m
     exchanges. Exchange i moves 2^i shares, each 1/n of the vector, and up to twice as many because of ranks that act
@@ -168,21 +168,21 @@ def _compute_exchange_seconds(c: Inputs) -> float:
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
 
-def _recursive_halving_form(c: Inputs) -> float:
+def _recursive_halving_form(c: CostInputs) -> float:
     """Compute the seconds of a recursive-halving reduce-scatter by closed form. c: ranks, vector size and links."""
     return _compute_exchange_seconds(c) + (
         c.link.time_rounds(1, c.size) + c.link.time_rounds(1, c.share) if c.extra else 0.0
     )
 
 
-def _recursive_doubling_form(c: Inputs) -> float:
+def _recursive_doubling_form(c: CostInputs) -> float:
     """Compute the seconds of a recursive-doubling all-gather by closed form. c: ranks, vector size and links."""
     return _compute_exchange_seconds(c) + (
         c.link.time_rounds(1, c.share) + c.link.time_rounds(1, c.size - c.share) if c.extra else 0.0
     )
 
 
-def _bruck_all_to_all_form(c: Inputs) -> float:
+def _bruck_all_to_all_form(c: CostInputs) -> float:
     """Compute the seconds of the Bruck all-to-all by closed form. c: ranks, vector size and links."""
     moved = [sum(1 for place in range(c.ranks) if place >> bit & 1) for bit in range(c.levels)]
     return sum(c.link.time_rounds(1, blocks * c.share) for blocks in moved)
@@ -192,11 +192,11 @@ def _bruck_all_to_all_form(c: Inputs) -> float:
 
 
 def _binomial_tree_form(rounds_of_tree: int) -> Form:
-    """Return the closed form (function from `Inputs` to seconds) of a binomial-tree algorithm, pipelined over segments
-    of the vector. rounds_of_tree: number of passes over the tree, 1 for broadcast or reduce, 2 for all-reduce. With a
-    switch, the messages that a rank sends in one round, up to one per level of the tree, share its link."""
+    """Return the closed form (function from `CostInputs` to seconds) of a binomial-tree algorithm, pipelined over
+    segments of the vector. rounds_of_tree: number of passes over the tree, 1 for broadcast or reduce, 2 for all-reduce.
+    With a switch, the messages that a rank sends in one round, up to one per level of the tree, share its link."""
 
-    def form(c: Inputs) -> float:
+    def form(c: CostInputs) -> float:
         """Return the seconds of the algorithm for the inputs `c` (ranks, vector size, links, segments)."""
         k = c.segments or 1
         at_once = 1 if c.cables else min(k, c.levels)
@@ -205,18 +205,18 @@ def _binomial_tree_form(rounds_of_tree: int) -> Form:
     return form
 
 
-def _binomial_scatter_form(c: Inputs) -> float:
+def _binomial_scatter_form(c: CostInputs) -> float:
     """Compute the seconds of a binomial-tree scatter or gather by closed form. c: ranks, vector size and links."""
     return c.levels * c.link.alpha + (c.ranks - 1) * c.share * c.link.beta
 
 
-def _chain_form(c: Inputs) -> float:
+def _chain_form(c: CostInputs) -> float:
     """Compute the seconds of a chain broadcast or reduce by closed form. c: ranks, vector size, links, segments."""
     k = c.segments or max(1, c.ranks - 1)
     return c.link.time_rounds(c.ranks + k - 2, c.size / k)
 
 
-def _double_tree_all_reduce_form(c: Inputs) -> float:
+def _double_tree_all_reduce_form(c: CostInputs) -> float:
     """Compute the seconds of the double-binary-tree all-reduce. c: ranks, vector size, links and segments."""
     height, k = c.ranks.bit_length() - 1, c.segments or 8
     return (2 * height + k - 1) * c.link.time_concurrent(
@@ -224,7 +224,7 @@ def _double_tree_all_reduce_form(c: Inputs) -> float:
     )  # one message up each tree, two down one of them
 
 
-def _double_tree_form(c: Inputs) -> float:
+def _double_tree_form(c: CostInputs) -> float:
     """Compute the seconds of a double-binary-tree broadcast or reduce (trees over all ranks but the root) by closed
     form. c: ranks, vector size, links and segments."""
     height, k = max(0, (c.ranks - 1).bit_length() - 1), c.segments or 8
@@ -234,7 +234,7 @@ def _double_tree_form(c: Inputs) -> float:
 # --- nodes
 
 
-def _hierarchical_all_reduce_form(c: Inputs) -> float:
+def _hierarchical_all_reduce_form(c: CostInputs) -> float:
     """Compute the seconds of the hierarchical all-reduce (trees inside nodes, ring between). c: ranks, ranks per node,
     vector size, links."""
     nodes, each = c.get_node_shape()
@@ -243,10 +243,10 @@ def _hierarchical_all_reduce_form(c: Inputs) -> float:
 
 
 def _hierarchical_form(phases: int) -> Form:
-    """Return the closed form (function from `Inputs` to seconds) of a hierarchical algorithm with rings inside nodes
-    and between nodes. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
+    """Return the closed form (function from `CostInputs` to seconds) of a hierarchical algorithm with rings inside
+    nodes and between nodes. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
 
-    def form(c: Inputs) -> float:
+    def form(c: CostInputs) -> float:
         """Return the seconds of the algorithm for the inputs `c` (ranks, ranks per node, vector size, links)."""
         nodes, each = c.get_node_shape()
         return phases * (c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.share))
@@ -254,13 +254,13 @@ def _hierarchical_form(phases: int) -> Form:
     return form
 
 
-def _hierarchical_tree_form(c: Inputs) -> float:
+def _hierarchical_tree_form(c: CostInputs) -> float:
     """Compute the seconds of a hierarchical broadcast or reduce. c: ranks, ranks per node, vector size and links."""
     nodes, each = c.get_node_shape()
     return c.link.time_rounds((nodes - 1).bit_length(), c.size) + c.inner.time_rounds((each - 1).bit_length(), c.size)
 
 
-def _hierarchical_all_to_all_form(c: Inputs) -> float:
+def _hierarchical_all_to_all_form(c: CostInputs) -> float:
     """Compute the seconds of the hierarchical all-to-all. c: ranks, ranks per node, vector size and links."""
     nodes, each = c.get_node_shape()
     return c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.size / nodes)
@@ -270,15 +270,15 @@ def _hierarchical_all_to_all_form(c: Inputs) -> float:
 
 
 def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form (function from `Inputs` to seconds) of a torus algorithm, which runs one axis after the
-    other, each in both directions.
+    """Return the closed form (function from `CostInputs` to seconds) of a torus algorithm, which runs one axis after
+    the other, each in both directions.
 
     phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have no
     `dims`. turns: True if the vector is cut into one part per axis, and part i begins with axis i; False if the whole
     vector begins with axis 0.
     """
 
-    def form(c: Inputs) -> float:
+    def form(c: CostInputs) -> float:
         """Return the seconds of the algorithm for the inputs `c` (ranks, sides of the grid, vector size, links)."""
         shape = resolve_sides("torus", c.ranks, c.dims, dimensions)
         ways = [2 if side > 2 else 1 for side in shape]
@@ -292,13 +292,13 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form (function from `Inputs` to seconds) of a mesh algorithm that runs one axis after another.
+    """Return the closed form (function from `CostInputs` to seconds) of a mesh algorithm, one axis after another.
 
     phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have no
     `dims`. turns: True if part i of the vector begins with axis i; False if all of it begins with axis 0.
     """
 
-    def form(c: Inputs) -> float:
+    def form(c: CostInputs) -> float:
         """Return the seconds of the algorithm for the inputs `c` (ranks, sides of the grid, vector size, links)."""
         rounds = _compute_axis_bytes(resolve_sides("mesh", c.ranks, c.dims, dimensions), c.size, turns)
         return phases * sum(c.link.time_rounds(1, max(sizes) if c.cables else 2 * sum(sizes)) for sizes in rounds)
@@ -325,9 +325,9 @@ def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> lis
     return rounds
 
 
-def _latency_form(rounds: Callable[[Inputs], float]) -> Form:
-    """Return the closed form (function from `Inputs` to seconds) of an algorithm whose messages have no data, such as a
-    barrier. rounds: function from `Inputs` to the number of rounds."""
+def _latency_form(rounds: Callable[[CostInputs], float]) -> Form:
+    """Return the closed form (function from `CostInputs` to seconds) of an algorithm whose messages have no data, such
+    as a barrier. rounds: function from `CostInputs` to the number of rounds."""
     return lambda c: c.link.alpha * rounds(c)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.collectives.choose import Choice, Chooser, Settings
+from meshwright.collectives.choose import AlgorithmOptions, Choice, Chooser
 from meshwright.collectives.cost import compute_closed_form_seconds
 from meshwright.collectives.crossover import Crossover, Curves
 from meshwright.collectives.library import find_generator, generate
@@ -40,7 +40,7 @@ class CollectiveReport:
     """
 
     checked: CheckedCollective
-    settings: Settings
+    settings: AlgorithmOptions
     total_bytes: int
     timing: CollectiveTiming
     closed_form_seconds: float | None
@@ -189,7 +189,7 @@ def format_crossovers(crossovers: Sequence[Crossover]) -> str:
 
 
 @dataclass(frozen=True)
-class CollectiveOptions(Settings):
+class CollectiveOptions(AlgorithmOptions):
     """Options of an algorithm (segments, ranks per node, sides of the grid), of the operation and of the network, for
     the function `collective`.
 
@@ -224,7 +224,7 @@ def collective(
     arguments, ProgramError for an incorrect program.
     """
     root, reduction = options.root, options.reduction
-    requested = Settings(options.segments, options.groups, options.dims)
+    requested = AlgorithmOptions(options.segments, options.groups, options.dims)
     if operation not in OPERATIONS:
         raise UserError(unknown("operation", operation, OPERATIONS))
     if algorithm != "auto" and not algorithm.startswith("@"):

@@ -53,7 +53,7 @@ TOPOLOGIES = {
 
 
 @dataclass
-class _Settings:
+class _TopologySettings:
     """Settings parsed from a topology's text. A setting that the text does not give has no entry.
 
     latency: class of links, such as "inner" or "outer" -> seconds. bandwidth: class of links -> bytes per second.
@@ -100,13 +100,13 @@ def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidt
     return replace(network, name=",".join([head, *tiers, *rest]))
 
 
-def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
+def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _TopologySettings:
     """Parse the settings in a topology's text, such as `25GB/s,1us`.
 
     text: text of the whole topology, such as `torus:4x4,25GB/s,1us`. name: name of the topology, for errors. kind:
     settings that this topology accepts. Raises UserError for an unknown or invalid setting.
     """
-    settings = _Settings({}, {}, {}, set())
+    settings = _TopologySettings({}, {}, {}, set())
     tier = kind.tiers[0] if len(kind.tiers) == 1 else ""
     keys = (*kind.tiers, *kind.numbers)
     for item in text.split(",")[1:]:
@@ -168,7 +168,7 @@ def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
     return sides
 
 
-def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
+def _build_nodes(sides: tuple[int, ...], settings: _TopologySettings) -> Network:
     """Build a network of nodes joined by an outer network.
 
     sides: (number of nodes, ranks per node). settings: latency and bandwidth of inner and outer links, number of
@@ -183,7 +183,7 @@ def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
     return networks.build_nodes(sides[0], sides[1], inner, outer, "rails" in settings.flags, adapters)
 
 
-def _build_spine_leaf(sides: tuple[int, ...], settings: _Settings) -> Network:
+def _build_spine_leaf(sides: tuple[int, ...], settings: _TopologySettings) -> Network:
     """Build a spine-leaf network: leaf switches with ranks, joined by spine switches. sides: (leaves, ranks per leaf).
     settings: latency, bandwidth, oversubscription and number of spines."""
     oversubscription, spines = settings.numbers.get("oversubscription", 1.0), _get_whole_number(settings, "spines") or 1
@@ -192,7 +192,7 @@ def _build_spine_leaf(sides: tuple[int, ...], settings: _Settings) -> Network:
     )
 
 
-def _get_whole_number(settings: _Settings, key: str) -> int | None:
+def _get_whole_number(settings: _TopologySettings, key: str) -> int | None:
     """Return the setting `key`, such as `spines`, as an integer, or None if it is not given.
 
     Raises UserError for a fraction.
@@ -204,7 +204,7 @@ def _get_whole_number(settings: _Settings, key: str) -> int | None:
 
 
 _UNIFORM = {"switch": networks.build_switch, "ring": networks.build_ring, "full-mesh": networks.build_full_mesh}
-_SHAPED: dict[str, Callable[[tuple[int, ...], _Settings], Network]] = {
+_SHAPED: dict[str, Callable[[tuple[int, ...], _TopologySettings], Network]] = {
     "torus": lambda sides, given: networks.build_torus(sides, given.latency["link"], given.bandwidth["link"]),
     "mesh": lambda sides, given: networks.build_mesh(sides, given.latency["link"], given.bandwidth["link"]),
     "nodes": _build_nodes,

@@ -35,20 +35,20 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     program = Builder("all-reduce", name, ranks, chunks=2 * len(shape) * ranks)
     grid = np.arange(ranks).reshape(shape)
 
-    def run_part(start: int, way: int) -> Rounds:
+    def run_part(start: int, direction: int) -> Rounds:
         """Generate the rounds for one part of the vector: add each round's sends to the program, then yield.
 
-        start: number of the axis along which the part's reduce-scatter begins. way: 1 or -1, direction of the rings.
-        """
+        start: number of the axis along which the part's reduce-scatter begins. direction: 1 or -1, direction of the
+        rings."""
         order = [*axes[start:], *axes[:start]]
-        steps = list_axis_phases(grid, order, first=(2 * start + (way < 0)) * ranks)
-        along = [(lines[..., ::way], own[..., ::way], count) for lines, own, count in steps]
+        steps = list_axis_phases(grid, order, first=(2 * start + (direction < 0)) * ranks)
+        along = [(lines[..., ::direction], own[..., ::direction], count) for lines, own, count in steps]
         return run_in_sequence(
             *(ring.reduce_scatter_rounds(program, *step) for step in along),
             *(ring.all_gather_rounds(program, *step) for step in reversed(along)),
         )
 
-    return build_from_rounds(program, run_together(run_part(start, way) for start in axes for way in (1, -1)))
+    return build_from_rounds(program, run_together(run_part(start, sign) for start in axes for sign in (1, -1)))
 
 
 def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:

@@ -140,12 +140,12 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
     with communicator.calls.together():
         for m in messages:
             size, here, there = m.tensor.nbytes, axis.ranks[axis.rank], axis.ranks[m.peer]
-            communicator.record.count_call(m.site, "transfer", axis.name, size, 0 if m.arrives else size)
-            pair = communicator.calls.group(axis.ranks, (there, here) if m.arrives else (here, there))
+            communicator.record.count_call(m.site, "transfer", axis.name, size, 0 if m.is_receive else size)
+            pair = communicator.calls.group(axis.ranks, (there, here) if m.is_receive else (here, there))
             dtype, shape = m.tensor.dtype, m.tensor.shape
             calls.append(communicator.calls.post(pair, m.site, "transfer", axis.name, size, dtype, shape))
             whats.append(partial(_name_message, m, axis, communicator.calls.count(pair)))
-            planted = m.arrives and communicator.faults.active is not None
+            planted = m.is_receive and communicator.faults.active is not None
             faults.append(communicator.faults.match_call(m.site, "transfer") if planted else None)
     try:
         with communicator.around(messages[0].site if messages else "nothing"):
@@ -250,7 +250,7 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
     for which, and the message's site, name and axis. index: number of the message among those between these two
     ranks."""
     peer = axis.ranks[message.peer]
-    waits = f"had nothing from rank {peer}" if message.arrives else f"had no reader for what it sends to rank {peer}"
+    waits = f"had nothing from rank {peer}" if message.is_receive else f"had no reader for what it sends to rank {peer}"
     return (
         f"rank {axis.ranks[axis.rank]} {waits}",
         f"{message.site} ({message.name} over axis {axis.name}, message {index} between the two)",

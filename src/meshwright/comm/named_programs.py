@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshwright.collectives.named import NamedProgram
 from meshwright.comm.device_thread import start_thread
-from meshwright.comm.programs import Buffers, Executable
+from meshwright.comm.programs import Executable, ScratchBuffers
 from meshwright.program.check_collective import CheckedCollective
 
 
@@ -74,7 +74,7 @@ class NamedPrograms:
         self.named = dict(named or {})
         self._device = device
         self._timeout_seconds = timeout_seconds
-        self._buffers = Buffers()  # one run at a time
+        self._buffers = ScratchBuffers()  # one run at a time
         self._executables: dict[tuple[tuple[int, ...], int], tuple[CheckedCollective, Executable]] = {}
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -74,13 +74,15 @@ def join_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Ten
     return _call_operator("join_from", x, axis, site, dim)
 
 
-def exchange(x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]) -> torch.Tensor:
+def all_to_all_rows(
+    x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]
+) -> torch.Tensor:
     """All-to-all of uneven parts over `axis`: send source_sizes[i] rows (dim 0) of `x` to rank i and return the
     received rows, in rank order.
 
     output_sizes: number of rows received from each rank. Backward returns the gradients of received rows to their
     senders. site: label of the calls in traces."""
-    return _call_operator("exchange", x, axis, site, source_sizes, output_sizes)
+    return _call_operator("all_to_all_rows", x, axis, site, source_sizes, output_sizes)
 
 
 def gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
@@ -148,10 +150,10 @@ def _forward_all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join
     return torch.cat(arrived.unbind(), dim=join)
 
 
-def _forward_exchange(
+def _forward_all_to_all_rows(
     x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]
 ) -> torch.Tensor:
-    """Return the rows received in an all-to-all of uneven parts along dim 0 (forward of `exchange`).
+    """Return the rows received in an all-to-all of uneven parts along dim 0 (forward of `all_to_all_rows`).
 
     source_sizes, output_sizes: rows sent to and received from each rank, in rank order.
     """
@@ -220,9 +222,9 @@ OPERATORS = {
         lambda x, axis, split, join: _empty_gathered(_empty_split(x, axis, split), axis, join),
         ", SymInt split, SymInt join",
     ),
-    "exchange": Operator(
-        "exchange",
-        _forward_exchange,
+    "all_to_all_rows": Operator(
+        "all_to_all_rows",
+        _forward_all_to_all_rows,
         lambda x, axis, source_sizes, output_sizes: _empty_rows(x, sum(output_sizes)),
         ", SymInt[] source_sizes, SymInt[] output_sizes",
     ),
@@ -248,7 +250,7 @@ def _register(name: str, operator: Operator) -> None:
         """Return an empty tensor of the shape of the operator's result (fake implementation, for tracing)."""
         return operator.result(x, find_axis(axis), *arguments)
 
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # torch passes these by name
+    def save_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # torch passes these by name
         """Save axis key, call site and further arguments for backward. inputs: those of the operator, in this order
         after `x`."""
         _, ctx.axis, site, *arguments = inputs
@@ -262,7 +264,7 @@ def _register(name: str, operator: Operator) -> None:
     schema = f"(Tensor x, str axis, str site{operator.arguments}) -> Tensor"
     registered = custom_operator(f"meshwright::{name}", schema)(forward)
     registered.register_fake(fake)
-    registered.register_autograd(backward, setup_context=remember)
+    registered.register_autograd(backward, setup_context=save_context)
 
 
 for _name, _operator in OPERATORS.items():

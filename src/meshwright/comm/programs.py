@@ -51,7 +51,7 @@ class _Segment:
     finish: Callable[[], object] | None = None
 
 
-class Buffers:
+class ScratchBuffers:
     """Scratch buffers that are reused from run to run. Programs that never run concurrently may share them."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Executable:
         checked: CheckedCollective,
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 600.0,
-        buffers: Buffers | None = None,
+        buffers: ScratchBuffers | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         program = self.program = checked.program
@@ -97,7 +97,7 @@ class Executable:
         self._adjacent = lower(checked, self.rank)
         self._slot_by_slot: RankProgram | None = None
         self._combine = _COMBINE[program.reduction]
-        self._buffers = Buffers() if buffers is None else buffers
+        self._buffers = ScratchBuffers() if buffers is None else buffers
         self.batched = group_backends(self.group)[torch.device(device).type] == "nccl"
         self._first = cutting.find_first_chunks(program)
 

@@ -24,8 +24,8 @@ class SiteRecord:
     sent_bytes: int = 0  # by this rank
 
     def add(self, calls: int, payload_bytes: int, sent_bytes: int) -> None:
-        """Add `calls` further calls, with the bytes of their vectors and those that this rank has sent, to the
-        totals."""
+        """Add `calls` further calls to the totals. payload_bytes: bytes of their vectors, sent_bytes: bytes that this
+        rank has sent, both summed over these calls."""
         self.calls += calls
         self.payload_bytes += payload_bytes
         self.sent_bytes += sent_bytes

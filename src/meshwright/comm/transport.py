@@ -26,13 +26,13 @@ MESSAGE_TAG = 1  # gloo tag of messages, other than that of the sends and receiv
 class Message:
     """One end of a point-to-point transfer over a mesh axis.
 
-    arrives: True: `tensor` is received from the rank at index `peer` of the axis; False: it is sent to that rank. site:
+    is_receive: True: `tensor` is received from the rank at index `peer` of the axis; False: it is sent there. site:
     label of the call in records. name: label of the message in error reports, such as "2RECV_F3".
     """
 
     tensor: torch.Tensor
     peer: int
-    arrives: bool
+    is_receive: bool
     site: str
     name: str
 
@@ -144,7 +144,7 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
     if messages and axis.backends[messages[0].tensor.device.type] != "gloo":
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.irecv if m.arrives else dist.isend, m.tensor, axis.ranks[m.peer], axis.group)
+                dist.P2POp(dist.irecv if m.is_receive else dist.isend, m.tensor, axis.ranks[m.peer], axis.group)
                 for m in messages
             ]
         )
@@ -153,10 +153,10 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
     group = axis.group
     assert group is not None
     posted: list[Posted | None] = [None] * len(messages)
-    for at in sorted(range(len(messages)), key=lambda at: not messages[at].arrives):  # receives first
+    for at in sorted(range(len(messages)), key=lambda at: not messages[at].is_receive):  # receives first
         m = messages[at]
         on_host = m.tensor if m.tensor.device.type == "cpu" else None  # gloo sends host memory only
-        if m.arrives:
+        if m.is_receive:
             buffer = torch.empty_like(m.tensor, device="cpu") if on_host is None else on_host
             posted[at] = (
                 [group.recv([buffer], m.peer, MESSAGE_TAG)],

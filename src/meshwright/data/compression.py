@@ -1,4 +1,4 @@
-"""Baseline for bits per byte: `xz` on the same text."""
+"""Compression baseline for a language model's bits per byte: `xz` on the same text."""
 
 from __future__ import annotations
 

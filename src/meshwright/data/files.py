@@ -50,6 +50,7 @@ class AtomicFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Open a temporary file next to `path`, the final name."""
         self.path = path
         self._partial = path.with_name(f"{PARTIAL}{secrets.token_hex(4)}-{path.name}")
         self._file = self._partial.open("wb", buffering=_BLOCK)
@@ -57,9 +58,11 @@ class AtomicFile:
         self._bytes = 0
 
     def __enter__(self) -> Self:
+        """Return the file, open for writing."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close and delete the temporary file unless `finish` was called."""
         if not self._file.closed:
             with suppress(OSError):  # a full disk, which the failed write has reported
                 self._file.close()

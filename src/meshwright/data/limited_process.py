@@ -29,16 +29,17 @@ Handler: TypeAlias = "Callable[[dict[str, Any]], dict[str, Any]]"
 
 
 class HandlerFailed(Exception):
-    """Error: the program failed on a request, for a reason that it does not handle; type and message of its error."""
+    """Error: the subprocess's handler raised an exception for a request. The text is the type and message of that
+    exception."""
 
 
 class LimitedProcess:
-    """Subprocess that answers requests, started when needed and again after a limit ended it.
+    """Subprocess that answers requests under limits on CPU time and memory. It is started when needed, and again after
+    a limit has ended it.
 
     program: Python file that imports nothing of Meshwright, whose function `make_handler` returns the `Handler`. first:
     request that every new process gets before others. cpu_seconds: limit for one request. memory_bytes: limit of the
-    process's address space.
-    """
+    process's address space."""
 
     def __init__(self, program: str, first: Mapping[str, Any], cpu_seconds: int, memory_bytes: int) -> None:
         """Store the settings; the process starts with `start` or the first request."""
@@ -48,7 +49,8 @@ class LimitedProcess:
         self._lock = threading.Lock()
 
     def start(self) -> dict[str, Any]:
-        """Start the subprocess and return its answer to the first request; answers and errors as of `ask`."""
+        """Start the subprocess unless it runs, and return its answer to the first request; answers and errors are those
+        of `ask`."""
         with self._lock:
             return self._start()
 
@@ -158,9 +160,9 @@ def _end_process(process: subprocess.Popen[bytes], owner: int) -> None:
 
 def serve_requests(program: str, cpu_seconds: int, memory_bytes: int) -> None:
     """Main loop of the subprocess: read requests from standard input, one JSON object per line, and write one answer
-    per line, until the input ends. The kernel ends the process when a request exceeds `cpu_seconds`. program: as for
-    `LimitedProcess`; it is imported before memory is limited. What it prints is discarded.
-    """
+    per line, until the input ends. The kernel ends the process when a request exceeds `cpu_seconds`, and refuses
+    allocations beyond `memory_bytes`. program: as for `LimitedProcess`; it is imported before memory is limited. Its
+    own output is discarded."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     handle: Handler = runpy.run_path(program)["make_handler"]()

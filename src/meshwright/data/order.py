@@ -27,6 +27,8 @@ class SampleOrder:
     """
 
     def __init__(self, seed: int, sequences: int, source: int = 0) -> None:
+        """Derive the size of the Feistel network from `sequences`; nothing is stored per sample. Arguments: see the
+        class."""
         assert sequences >= 1, sequences
         self.seed, self.sequences = seed, sequences
         self._key = f"meshwright sample order, seed {seed}" + (f", source {source}" if source else "")
@@ -88,6 +90,7 @@ class MixtureOrder:
     """
 
     def __init__(self, seed: int, sequences: Sequence[int], weights: Sequence[float]) -> None:
+        """Compute one period of the pattern of sources; arguments: see the class."""
         assert len(sequences) == len(weights) >= 1
         self.seed, self.sequences = seed, sum(sequences)
         self._orders = [SampleOrder(seed, count, source) for source, count in enumerate(sequences)]

@@ -106,6 +106,7 @@ class _Preparation:
     """
 
     def __init__(self, recipe: DataRecipe, log: Log, keep_text: bool) -> None:
+        """Find source files, cache key and cache directory; arguments: see the class."""
         self.recipe, self.log, self.keep_text = recipe, log, keep_text
         check_encoding(recipe.clean.encoding)
         self.cache = cache = _find_cache_directory(recipe)
@@ -233,7 +234,7 @@ class _Preparation:
         return manifest
 
     def _check_unchanged(self) -> None:
-        """Raise `SourceChanged` if a source file changed since the preparation began."""
+        """Raise `SourceChanged` if a source file has changed since the preparation began."""
         if file := self.contents.find_changed():
             raise SourceChanged(file)
 
@@ -321,7 +322,7 @@ class _Preparation:
         encoder = (
             TextEncoder(tokenizer)
             if self.template is None
-            else ExampleEncoder.of_directory(self.directory / "tokenizer", self.template[1])
+            else ExampleEncoder.from_directory(self.directory / "tokenizer", self.template[1])
         )
         packer = ShardWriter(
             self.directory / split,

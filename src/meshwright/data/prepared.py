@@ -30,6 +30,7 @@ class PreparedData:
     """
 
     def __init__(self, directory: Path, manifest: dict[str, Any], recipe: DataRecipe, seed: int) -> None:
+        """Wrap the cached files; nothing is loaded yet. Arguments: see the class."""
         self.directory, self.manifest, self.seed = directory, manifest, seed
         self.sequence, self.document_mask = recipe.sequence, recipe.document_mask
         self.sources, self.weights = recipe.all_sources, recipe.weights
@@ -72,7 +73,7 @@ class PreparedData:
         return (
             None
             if self.recipe.records == "text"
-            else ExampleEncoder.of_directory(self.tokenizer_directory).find_turn_end()
+            else ExampleEncoder.from_directory(self.tokenizer_directory).find_turn_end()
         )
 
     def split(self, name: str) -> PackedDataset:

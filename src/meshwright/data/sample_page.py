@@ -1,4 +1,4 @@
-"""The page of training samples (`meshwright data show --html`): trained, context and special tokens in colours."""
+"""HTML page of training samples (`meshwright data show --html`): trained, context and special tokens in colours."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from meshwright.draw.axis import Axis, linear_axis
 from meshwright.draw.line_chart import Plot
 from meshwright.draw.markup import Markup
-from meshwright.draw.picture import Picture, paint
+from meshwright.draw.picture import Picture, css_var
 from meshwright.draw.text_width import text_width
 
 WIDTH = 900
@@ -43,7 +43,7 @@ def draw_stacked_bars(
         for part, size in parts.items():
             if size > 0:
                 width, title = size * scale, f"{part}: {show(size)}"
-                style, thickness = f"fill:{paint(colours[part])}", pitch - min(9, pitch // 4)
+                style, thickness = f"fill:{css_var(colours[part])}", pitch - min(9, pitch // 4)
                 picture.add("rect", title=title, x=x, y=y, width=max(width, 0.5), height=thickness, style=style)
                 x += width
         if number % -(-14 // pitch) == 0:
@@ -77,6 +77,6 @@ def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Seq
             x, y = plot.x(place + 0.08 + share * number), plot.y(value)
             plot.picture.add(
                 "rect", title=f"{group}: {value:,}", x=x, y=y, width=share * (plot.x(1) - plot.left),
-                height=plot.bottom - y, style=f"fill:{paint(colour)}",
+                height=plot.bottom - y, style=f"fill:{css_var(colour)}",
             )  # fmt: skip
     return plot.picture.svg(760, 240, title)

@@ -121,6 +121,7 @@ class _Chart:
     """
 
     def __init__(self, timeline: Timeline, spans: Sequence[Span], width: float, pitch: int) -> None:
+        """Start an empty picture; arguments: see the class."""
         self.timeline, self.spans, self.pitch = timeline, spans, pitch
         self.picture = Picture()
         self.left = round(MARGIN + 10 + max(map(text_width, timeline.tracks), default=0.0))

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from meshwright.draw.axis import Axis
 from meshwright.draw.markup import Markup, element, format_number
-from meshwright.draw.picture import Picture, paint
+from meshwright.draw.picture import Picture, css_var
 from meshwright.draw.text_width import text_width
 
 MOST_MARKED = 40
@@ -117,11 +117,11 @@ class Plot:
         points = " ".join(f"{format_number(x, 1)},{format_number(y, 1)}" for x, y in places)
         kind = series.kind or None
         self.picture.add(
-            "polyline", title=series.name, points=points, class_=kind, style=f"stroke:{paint(series.colour)}"
+            "polyline", title=series.name, points=points, class_=kind, style=f"stroke:{css_var(series.colour)}"
         )
         marked = len(places) == 1 or (series.dots and len(places) <= MOST_MARKED)
         for x, y in places if marked else ():
-            self.picture.add("circle", cx=x, cy=y, r=3, style=f"fill:{paint(series.colour)}")
+            self.picture.add("circle", cx=x, cy=y, r=3, style=f"fill:{css_var(series.colour)}")
 
     def draw_mark(self, mark: Mark) -> None:
         """Draw the vertical line of `mark`, with its text on the side that has more space."""
@@ -146,7 +146,7 @@ class Plot:
             one = series[index]
             self.picture.line((self.right + 1, at), (self.right + 16, place), "lead")
             strong = one.kind in ("thick", "named")
-            style = f"fill:{paint(one.colour)}" if strong else None
+            style = f"fill:{css_var(one.colour)}" if strong else None
             self.picture.text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style)
 
     def draw_hover(self, series: Sequence[Series], name: str) -> None:
@@ -189,7 +189,7 @@ class Plot:
         self.picture.text(self.left - 8, top + 14, name, "end", class_="dim")
         for band in bands:
             end = self.x(band.end)
-            style = f"fill:{paint(band.colour)}"
+            style = f"fill:{css_var(band.colour)}"
             self.picture.add("rect", title=band.title, x=start, y=top, width=end - start, height=STRIP, style=style)
             if end - start > text_width(band.name, 10.5) + 4:
                 self.picture.text((start + end) / 2, top + 14, band.name, "middle", class_="on")
@@ -217,7 +217,7 @@ def draw_lines(
     pixels. hover: name of the x values, such as "step", for the texts that show all values at an x on hover; empty: no
     such texts. legend: True for a legend even with a single series.
     """
-    entries = [(one.name, {"style": f"fill:{paint(one.colour)}"}) for one in series if len(series) > 1 or legend]
+    entries = [(one.name, {"style": f"fill:{css_var(one.colour)}"}) for one in series if len(series) > 1 or legend]
 
     def draw(width: int) -> Markup:
         """Return the chart as an SVG picture `width` pixels wide, with its legend below."""

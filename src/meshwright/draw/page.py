@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 from meshwright.draw.markup import Content, Markup, element, join
-from meshwright.draw.picture import paint, picture_style
+from meshwright.draw.picture import css_var, picture_style
 
 # A quantity, or an empty cell: "42 µs", "75.65", "40.5%", "105 / 0.30", "-".
 _QUANTITY = re.compile(r"[-–+<]?[\d.,]+( ?[^\W\d_]{0,3}|%)( / [\d.,]+)?|[-–]?")
@@ -73,7 +73,7 @@ def paragraph(*words: Content, muted: bool = False) -> Markup:
 
 def legend(entries: Iterable[tuple[str, str]]) -> Markup:
     """Return a chart's legend as HTML. entries: (text, style-sheet colour of its colour sample, such as "blue")."""
-    swatches = ((element("i", style=f"background:{paint(colour)}"), words) for words, colour in entries)
+    swatches = ((element("i", style=f"background:{css_var(colour)}"), words) for words, colour in entries)
     return element("p", join([element("span", swatch) for swatch in swatches], " "), class_="muted key")
 
 
@@ -84,7 +84,7 @@ def bar(*shares: float, colours: Sequence[str] = ("blue",), mark: float | None =
     as "blue". mark: position of a vertical mark, 0 to 1, None for no mark.
     """
     bars = [
-        element("i", style=f"width:{share:.1%};background:{paint(colour)}")
+        element("i", style=f"width:{share:.1%};background:{css_var(colour)}")
         for share, colour in zip(shares, colours, strict=True)
     ]
     marks = None if mark is None else element("b", style=f"left:{mark:.1%}")

@@ -15,6 +15,7 @@ class Picture:
     """SVG picture under construction: collects elements in drawing order. All coordinates are in pixels."""
 
     def __init__(self) -> None:
+        """Start an empty picture."""
         self.parts: list[Markup] = []
 
     def add(self, name: str, /, *, title: str = "", **attributes: str | float | None) -> None:
@@ -40,11 +41,11 @@ class Picture:
         entries: (text, SVG attributes of its colour sample, such as {"style": "fill:red"}).
         """
         x = left
-        for words, paint in entries:
+        for words, css_var in entries:
             width = 15 + text_width(words, 11)
             if x > left and x + width > right:
                 x, y = left, y + 17
-            self.add("rect", x=x, y=y - 10, width=11, height=11, rx=2, **paint)
+            self.add("rect", x=x, y=y - 10, width=11, height=11, rx=2, **css_var)
             self.text(x + 15, y, words, class_="dim small")
             x += width + 16
         return y
@@ -66,7 +67,7 @@ class Picture:
         )  # fmt: skip
 
 
-def stack(pictures: Sequence[tuple[str, Markup]], label: str, gap: float = 14, left: float = 14) -> Markup:
+def stack_pictures(pictures: Sequence[tuple[str, Markup]], label: str, gap: float = 14, left: float = 14) -> Markup:
     """Return an SVG file with several pictures one below the other. pictures: (heading, <svg> element with width and
     height). label: description for screen readers. gap: pixels between the pictures. left: x coordinate of the headings
     in pixels."""
@@ -81,14 +82,14 @@ def stack(pictures: Sequence[tuple[str, Markup]], label: str, gap: float = 14, l
 
 
 def read_size(drawn: Markup) -> tuple[float, float]:
-    """Return (width, height) in pixels of an SVG picture made by `Picture.svg`."""
+    """Return (width, height) in pixels of `drawn`, an SVG picture made by `Picture.svg`."""
     sizes = re.search(r'width="([\d.]+)" height="([\d.]+)"', drawn)
     assert sizes
     return float(sizes[1]), float(sizes[2])
 
 
-def paint(colour: str) -> str:
-    """Return a named colour of the style sheet as a CSS value: `var(--blue)` for "blue"."""
+def css_var(colour: str) -> str:
+    """Convert a colour name of the style sheet to a CSS value: "blue" to `var(--blue)`."""
     return f"var(--{colour})"
 
 

@@ -107,29 +107,29 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
     return ExerciseResult(tuple(wrong), len(truth), worst)
 
 
-def _check_returned(says: str, returned: Any, truth: Mapping[str, torch.Tensor] | None) -> None:
+def _check_returned(prefix: str, returned: Any, truth: Mapping[str, torch.Tensor] | None) -> None:
     """Raise UserError unless `returned`, the result of an exercise's function, is a dictionary {name: tensor}.
 
-    says: beginning of the error message. truth: None if `returned` comes from `one_device()`; else, for
+    prefix: beginning of the error message. truth: None if `returned` comes from `one_device()`; else, for
     `distributed()`, the result of `one_device()`. A value of `distributed()` may also be a pair (part, index), where
     part is a rank's slice of the tensor and `truth[name][index]` must be a valid index expression.
     """
     if not isinstance(returned, Mapping):
-        raise UserError(f"{says} {shorten_repr(returned)}: return a dictionary of tensors by name")
+        raise UserError(f"{prefix} {shorten_repr(returned)}: return a dictionary of tensors by name")
     for name, held in returned.items():
         if not isinstance(name, str):
-            raise UserError(f"{says} a tensor under the key {shorten_repr(name)}: keys must be strings")
+            raise UserError(f"{prefix} a tensor under the key {shorten_repr(name)}: keys must be strings")
         is_pair = truth is not None and isinstance(held, tuple) and len(held) == 2
         part, index = held if is_pair else (held, ...)
         if not isinstance(part, torch.Tensor):
             wanted = "a tensor" if truth is None else "a tensor or (part, index)"
-            raise UserError(f'{says} {shorten_repr(held)} for "{name}": return {wanted}')
+            raise UserError(f'{prefix} {shorten_repr(held)} for "{name}": return {wanted}')
         if truth is not None and name in truth:
             try:
                 truth[name][index]
             except (IndexError, TypeError, ValueError) as error:
                 shape = list(truth[name].shape)
-                raise UserError(f'{says} an index for "{name}" that does not fit shape {shape}: {error}') from None
+                raise UserError(f'{prefix} an index for "{name}" that does not fit shape {shape}: {error}') from None
 
 
 def _compare_tensor(part: torch.Tensor, right: torch.Tensor) -> tuple[float, str]:

@@ -118,7 +118,8 @@ class EmulatedGroup(_ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
     ) -> EmulatedWork:
-        """Gather several tensors, each as `all_gather_single` does; return one handle for all. opts: ignored."""
+        """Gather each of several `tensors` on all ranks into the tensor of `outputs` at the same index, concatenated in
+        rank order; return one handle for all. opts: ignored."""
         return self._join_works([self.all_gather_single(*pair) for pair in zip(outputs, tensors, strict=True)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -160,9 +161,8 @@ class EmulatedGroup(_ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
     ) -> EmulatedWork:
-        """Reduce and scatter several tensors, each as `reduce_scatter_single` does with `opts`; return one handle for
-        all.
-        """
+        """Reduce each of several `tensors` over the ranks (`opts.reduceOp`; None: sum) and scatter the result: rank i
+        receives the i-th of n equal slices in the tensor of `outputs` at the same index. Returns one handle for all."""
         pairs = zip(outputs, tensors, strict=True)
         return self._join_works([self.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs])
 

@@ -30,7 +30,7 @@ class RankStopped(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitCondition:
     """Condition that a rank waits for. ready: returns True once the rank can go on. describe: returns text such as
     "recv from rank 1 (its call 3, ring.py:14)". polled: True if the program polls (asks again and again) instead of
     blocking."""
@@ -69,7 +69,7 @@ class RankThread:
     def __init__(self, index: int, state: Any) -> None:
         self.index, self.state = index, state
         self.resume = threading.Semaphore(0)
-        self.wait: Wait | None = None
+        self.wait: WaitCondition | None = None
         self.task: Callable[[], Any] | None = None
         self.result: Any = None
         self.calls = 0  # communication calls so far
@@ -152,7 +152,7 @@ class Scheduler:
         rank = self.current()
         self.check_stopped()
         if not ready():
-            rank.wait = Wait(ready, describe, polled)
+            rank.wait = WaitCondition(ready, describe, polled)
             if not self._switch_to_next(rank):
                 raise RankStopped
             rank.resume.acquire()
@@ -181,7 +181,7 @@ class Scheduler:
         rank.polls, rank.calls_at_poll = (rank.polls + 1 if calls == rank.calls_at_poll else 1), calls
         others = (other for other in self.ranks if other is not rank and other.task is not None)
         if rank.polls >= MOST_POLLS and not ready() and all(map(_is_stuck, others)):
-            rank.wait = Wait(ready, describe, polled=True)
+            rank.wait = WaitCondition(ready, describe, polled=True)
             self.fail(EmulationFailed(self._describe_deadlock()), None)
             rank.wait = None
             raise RankStopped

@@ -58,10 +58,8 @@ class EvaluationOptions(TypedDict, total=False):
     Attributes:
         with_xz: Compress the same text with `xz -9` for comparison; default: True.
         check_hashes: Verify every byte of a checkpoint's model against its SHA-256; default: True.
-        progress: Called with (rows done, all rows), where a row is a token sequence packed with documents; on one
-            device only.
-        log: Called with a line for each note, such as a damaged checkpoint that is skipped.
-    """
+        progress: Called with (rows done, all rows), where a row is a sequence of packed documents; on one device only.
+        log: Called with a line for each note, such as a damaged checkpoint that is skipped."""
 
     with_xz: bool
     check_hashes: bool
@@ -94,7 +92,7 @@ def evaluate(
         Loss and derived figures, the same as the document of `meshwright evaluate --json`.
 
     Raises:
-        UserError: No model, tokenizer or text is there, or the layout does not fit the model.
+        UserError: No model, tokenizer or text is found, or the layout does not fit the model.
 
     Examples:
         >>> import meshwright as mw

@@ -18,7 +18,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import PackedDataset, PackedExamples, PreparedData, TokenBatch, measure_xz_bits_per_byte, prepare
 from meshwright.errors import UserError
 from meshwright.kernels.choice import prepare_kernels
-from meshwright.launcher.device import one_device
+from meshwright.launcher.device import choose_single_device
 from meshwright.layout import Layout
 from meshwright.model.loss import IGNORED
 from meshwright.recipe import DataRecipe, load_recipe
@@ -64,7 +64,7 @@ def run_evaluation(
     documents that encoding and decoding changes; bits per byte then miss the lost text) and, with_xz, xz_bits_per_byte.
     Documents have the same start and end tokens as in training; attention does not cross documents or packed rows.
     """
-    device = one_device(device)
+    device = choose_single_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
     config = config_from_path(directory)
     reading = Layout() if layout is None else serving_layout(layout, config)

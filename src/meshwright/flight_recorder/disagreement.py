@@ -144,35 +144,37 @@ class _Divergence:
             each = ", ".join(f"rank {r} makes {c.what} {c.form} at {c.place}" for r, c in self.here.items())
             line = f"ranks disagree about call {self.index}{of_group}: {each}"
             return Verdict(line, "disagree", tuple(self.here), self.group, self.index)
-        odd = tuple(rank for rank, call in self.here.items() if _make_signature(call) != expected)
-        right = [rank for rank in self.here if rank not in odd]
-        wrong, first = self.here[odd[0]], odd[0]
+        blamed = tuple(rank for rank, call in self.here.items() if _make_signature(call) != expected)
+        right = [rank for rank in self.here if rank not in blamed]
+        wrong, first = self.here[blamed[0]], blamed[0]
         if right:
             due, where = self.here[right[0]].what, f", at {self.here[right[0]].place}"
         else:
             due, where = f"{expected[0]} {expected[1]}", ""
-        who = f"{name_ranks(odd)} {choose_has(odd)}"
+        who = f"{name_ranks(blamed)} {choose_has(blamed)}"
         if wrong.site == expected[1] and wrong.operation == expected[0]:
             others = (
                 f" where {name_ranks(right)} {'pass' if len(right) > 1 else 'passes'} {expected[2]}" if right else ""
             )
-            verb = "pass" if len(odd) > 1 else "passes"
+            verb = "pass" if len(blamed) > 1 else "passes"
             name = f"call {self.index}{of_group} ({wrong.what})"
-            line = f"{name_ranks(odd)} {verb} {wrong.form} to {name}{others}, at {wrong.place}"
+            line = f"{name_ranks(blamed)} {verb} {wrong.form} to {name}{others}, at {wrong.place}"
             kind = "shape"
         elif self._is_made_later(first, expected):
-            line = f"{who} skipped call {self.index}{of_group} ({due}){where} and {choose_is(odd)} in {wrong.what}, at "
+            line = (
+                f"{who} skipped call {self.index}{of_group} ({due}){where} and {choose_is(blamed)} in {wrong.what}, at "
+            )
             line, kind = line + wrong.place, "skipped"
         elif self._has_extra_call(first, expected):
             extra = f"call {self.index}{of_group} ({wrong.what}), at {wrong.place}"
             line, kind = f"{who} made an extra call: {extra}; expected: {due}", "extra"
         else:
-            line = f"{name_ranks(odd)} {choose_is(odd)} in {wrong.what} instead of call {self.index}{of_group} ({due})"
-            line, kind = f"{line}{where}; its call is at {wrong.place}", "other"
+            line = f"{name_ranks(blamed)} {choose_is(blamed)} in {wrong.what} instead of call {self.index}{of_group}"
+            line, kind = f"{line} ({due}){where}; its call is at {wrong.place}", "other"
         stuck = [rank for rank in right if self.here[rank].waiting]
         if stuck:
             line += f"; {name_ranks(stuck)} {format_wait(stuck, self.here, now)}"
-        return Verdict(line, kind, odd, self.group, self.index)
+        return Verdict(line, kind, blamed, self.group, self.index)
 
     def _find_expected(self) -> _Signature | None:
         """Return the signature (operation, site, dtype and shape) that the differing call should have: that of most

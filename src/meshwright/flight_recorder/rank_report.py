@@ -67,11 +67,11 @@ class Snapshot:
     def busy_ranks(self) -> list[RankState]:
         """States of the ranks that are blamed for the hang and are outside any call, running their own code, so that
         only a stack dump shows what they do."""
-        odd = self.verdict.odd if self.verdict is not None else ()
+        blamed = self.verdict.blamed if self.verdict is not None else ()
         return [
             each
             for each in self.seen
-            if each.rank in odd and each.calls is not None and each.calls.waiting is None and each.running
+            if each.rank in blamed and each.calls is not None and each.calls.waiting is None and each.running
         ]
 
     @property
@@ -87,18 +87,18 @@ class Snapshot:
         shown = _choose_ranks([each.rank for each in self.seen], verdict)
         for each in self.seen:
             if each.rank in shown:
-                lines += self._format_rank(each, verdict is not None and each.rank in verdict.odd)
+                lines += self._format_rank(each, verdict is not None and each.rank in verdict.blamed)
         if len(shown) < len(self.seen):
             lines.append(f"... and {len(self.seen) - len(shown)} more ranks")
         if verdict is not None and verdict.group is not None:
             lines += ["", *self._format_calls(verdict.group, verdict.index)]
         return "\n".join(lines) + "\n"
 
-    def _format_rank(self, seen: RankState, odd: bool) -> list[str]:
+    def _format_rank(self, seen: RankState, blamed: bool) -> list[str]:
         """Format the report's lines on one rank: process, call that it waits in, stack, last completed call, calls in
-        flight. seen: the rank's state. odd: True if the rank is blamed for the hang."""
+        flight. seen: the rank's state. blamed: True if the rank is blamed for the hang."""
         calls = seen.calls
-        mark = ">" if odd else " "
+        mark = ">" if blamed else " "
         if calls is None:
             return [f"{mark} rank {seen.rank} ({seen.state_text}): has made no call"]
         head = f"{mark} rank {seen.rank} (process {calls.process}, {seen.state_text}): "
@@ -165,7 +165,7 @@ def _choose_ranks(ranks: list[int], verdict: Verdict | None) -> list[int]:
     group. verdict: diagnosis of the hang; None if no cause was found."""
     if len(ranks) <= MAX_RANKS:
         return ranks
-    wanted = [*verdict.odd, *(verdict.group.members if verdict.group else ())] if verdict else []
+    wanted = [*verdict.blamed, *(verdict.group.members if verdict.group else ())] if verdict else []
     return [*dict.fromkeys([*wanted, *ranks])][:MAX_RANKS]
 
 

@@ -76,13 +76,13 @@ class Verdict:
             many, or made a different one; "shape": dtype or shape differs; "disagree": ranks differ without majority;
             "circle": ranks wait for each other; "late": a rank entered a call late; "link": the network carries no
             data.
-        odd: Global ranks to blame.
+        blamed: Global ranks to blame.
         group, index: Group and index in it of the call that shows the cause; None and 0 if there is none.
     """
 
     line: str
     kind: str
-    odd: tuple[int, ...] = ()
+    blamed: tuple[int, ...] = ()
     group: Group | None = None
     index: int = 0
 

@@ -42,9 +42,9 @@ def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
     ends = list(dict.fromkeys([*ends, *(other for other in stuck if ranks[other].dead or ranks[other].stopped)]))
     absent = sorted(rank for rank in ends if rank not in ranks)
     for kind in ("dead", "stopped", "behind"):
-        odd = tuple(rank for rank in ends if rank in ranks and ranks[rank].blame == kind)
-        if odd:
-            return _blame_missing(ranks, odd, waiting, blockers, now)
+        blamed = tuple(rank for rank in ends if rank in ranks and ranks[rank].blame == kind)
+        if blamed:
+            return _blame_missing(ranks, blamed, waiting, blockers, now)
     if absent:
         return _blame_unreadable(absent, waiting, blockers, now)
     return _blame_late_or_link(ranks, [rank for rank in ends if rank in waiting], waiting, now)
@@ -81,33 +81,33 @@ def _find_chain_ends(rank: int, blockers: Mapping[int, list[int]]) -> Iterator[i
 
 def _blame_missing(
     ranks: Mapping[int, RankState],
-    odd: tuple[int, ...],
+    blamed: tuple[int, ...],
     waiting: Mapping[int, Call],
     blockers: Mapping[int, list[int]],
     now: float,
 ) -> Verdict:
-    """Return the verdict that blames the ranks `odd`, which wait for no rank while others wait for them in a call.
+    """Return the verdict that blames the ranks `blamed`, which wait for no rank while others wait for them in a call.
 
     ranks: rank -> its state; waiting: rank -> call in which it waits; blockers: rank -> ranks for which it waits; now:
     seconds of the monotonic clock.
     """
-    first = ranks[odd[0]]
-    left = [rank for rank in sorted(waiting) if odd[0] in blockers[rank]]
+    first = ranks[blamed[0]]
+    left = [rank for rank in sorted(waiting) if blamed[0] in blockers[rank]]
     if not left:  # it has entered the call in which the others wait
-        stuck = waiting.get(odd[0]) or (first.calls.last if first.calls else None)
+        stuck = waiting.get(blamed[0]) or (first.calls.last if first.calls else None)
         assert stuck is not None
-        left = [rank for rank, call in waiting.items() if call.group == stuck.group and rank not in odd]
-        line = f"{name_ranks(odd)} {choose_has(odd)} not completed {stuck.name}, at {stuck.place}"
+        left = [rank for rank, call in waiting.items() if call.group == stuck.group and rank not in blamed]
+        line = f"{name_ranks(blamed)} {choose_has(blamed)} not completed {stuck.name}, at {stuck.place}"
         line += f"; {name_ranks(left)} {format_wait(left, waiting, now)}" if left else ""
-        return Verdict(f"{line}; {describe_process(first)}", first.blame, odd, stuck.group, stuck.index)
+        return Verdict(f"{line}; {describe_process(first)}", first.blame, blamed, stuck.group, stuck.index)
     earliest = min((waiting[rank] for rank in left), key=lambda call: call.posted)
     left = [rank for rank in left if waiting[rank].group == earliest.group]
-    odd = tuple(rank for rank in odd if rank in earliest.group.members and rank in blockers[left[0]])
+    blamed = tuple(rank for rank in blamed if rank in earliest.group.members and rank in blockers[left[0]])
     of_group = f"of ranks {format_ranks(earliest.group.members)} "
-    line = f"{name_ranks(odd)} {choose_has(odd)} not entered call {earliest.index} {of_group}({earliest.what}), where "
-    line += f"{name_ranks(left)} {format_wait(left, waiting, now)} at {earliest.place}"
+    line = f"{name_ranks(blamed)} {choose_has(blamed)} not entered call {earliest.index} {of_group}({earliest.what})"
+    line += f", where {name_ranks(left)} {format_wait(left, waiting, now)} at {earliest.place}"
     line += f"; {describe_activity(first, now)}; {describe_process(first)}"
-    return Verdict(line, first.blame, odd, earliest.group, earliest.index)
+    return Verdict(line, first.blame, blamed, earliest.group, earliest.index)
 
 
 def _blame_unreadable(
@@ -199,9 +199,9 @@ def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
     blockers = {rank: list(others) for rank, others in slower.items()}
     ends = list(dict.fromkeys(end for rank in sorted(slower) for end in _find_chain_ends(rank, blockers)))
     for kind in ("stopped", "dead", "behind"):
-        odd = [rank for rank in ends if ranks[rank].blame == kind]
-        if odd:
-            return _blame_lagging(ranks, odd, kind, slower, now)
+        blamed = [rank for rank in ends if ranks[rank].blame == kind]
+        if blamed:
+            return _blame_lagging(ranks, blamed, kind, slower, now)
     return None
 
 
@@ -212,7 +212,7 @@ def _count_calls(seen: RankState, group: Group) -> int:
 
 def _blame_lagging(
     ranks: Mapping[int, RankState],
-    odd: list[int],
+    blamed: list[int],
     kind: str,
     slower: Mapping[int, Mapping[int, list[Group]]],
     now: float,
@@ -220,10 +220,9 @@ def _blame_lagging(
     """Return the verdict that blames ranks which have made fewer calls than others. It names the earliest call that the
     first of them has not made.
 
-    ranks: rank -> its state. odd: the ranks to blame. kind: why they are behind: "dead", "stopped" or "behind". slower:
-    rank -> {rank that has made fewer calls: groups in which it has}. now: seconds of the monotonic clock.
-    """
-    first, missing = odd[0], list[tuple[float, int, Call]]()
+    ranks: rank -> its state. blamed: the ranks to blame. kind: why they are behind: "dead", "stopped" or "behind".
+    slower: rank -> {rank that has made fewer calls: groups in which it has}. now: seconds of the monotonic clock."""
+    first, missing = blamed[0], list[tuple[float, int, Call]]()
     for rank, others in slower.items():
         for group in others.get(first, ()):
             index = _count_calls(ranks[first], group) + 1
@@ -238,7 +237,7 @@ def _blame_lagging(
         return Verdict(line, kind, (first,), group)
     posted, ahead, call = min(missing, key=lambda found: found[:2])
     alike = tuple(
-        rank for rank in odd if rank in call.group.members and _count_calls(ranks[rank], call.group) < call.index
+        rank for rank in blamed if rank in call.group.members and _count_calls(ranks[rank], call.group) < call.index
     )
     of_group = f"of ranks {format_ranks(call.group.members)} "
     line = f"{name_ranks(alike)} {choose_has(alike)} not entered call {call.index} {of_group}"
@@ -251,9 +250,9 @@ def find_stopped_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
     """Find the ranks whose process is suspended (SIGSTOP or debugger), for example during a checkpoint save; return the
     verdict that blames them, or None without one. Called after `find_awaited_ranks`, which handles suspended ranks for
     which others wait. ranks: rank -> its state. now: seconds of the monotonic clock."""
-    odd = tuple(rank for rank, seen in ranks.items() if seen.stopped)
-    if not odd:
+    blamed = tuple(rank for rank, seen in ranks.items() if seen.stopped)
+    if not blamed:
         return None
-    first = ranks[odd[0]]
-    line = f"{name_ranks(odd)} {choose_is(odd)} {first.state_text}, in no call; {describe_activity(first, now)}"
-    return Verdict(line, "stopped", odd)
+    first = ranks[blamed[0]]
+    line = f"{name_ranks(blamed)} {choose_is(blamed)} {first.state_text}, in no call; {describe_activity(first, now)}"
+    return Verdict(line, "stopped", blamed)

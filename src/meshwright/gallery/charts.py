@@ -1,4 +1,4 @@
-"""Pictures computed from programs and from the memory of model states: ring all-reduce, ZeRO, pipeline schedules."""
+"""Pictures computed from programs and from the sizes of model states: ring all-reduce, ZeRO, pipeline schedules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.collectives.library import generate
 from meshwright.draw.bars import draw_stacked_bars
 from meshwright.draw.gantt import draw_svg
 from meshwright.draw.markup import Markup
-from meshwright.draw.picture import Picture, paint, read_size, stack
+from meshwright.draw.picture import Picture, css_var, read_size, stack_pictures
 from meshwright.gallery.diagrams import draw_arrow
 from meshwright.planner.memory.published import state_bytes
 from meshwright.program.buffer_frames import LETTERS, Frame, build_frames
@@ -40,10 +40,12 @@ def draw_zero_memory() -> Markup:
     legend = Picture()
     swatches = {"parameters": "2 bytes each", "gradients": "2 bytes each",
                 "optimizer states": "12 bytes each: fp32 master weights, two moments"}  # fmt: skip
-    entries = [(f"{part}, {said}", {"style": f"fill:{paint(STATE_COLOURS[part])}"}) for part, said in swatches.items()]
+    entries = [
+        (f"{part}, {said}", {"style": f"fill:{css_var(STATE_COLOURS[part])}"}) for part, said in swatches.items()
+    ]
     legend.legend(entries, 4, 880, 12)
     heading = "Model states of 7.5 billion parameters on each of 64 ranks (ZeRO paper, Figure 1)"
-    return stack([(heading, bars), ("", legend.svg(900, 20, "legend"))], heading, gap=0, left=4)
+    return stack_pictures([(heading, bars), ("", legend.svg(900, 20, "legend"))], heading, gap=0, left=4)
 
 
 def draw_ring_all_reduce(ranks: int = 4) -> Markup:
@@ -94,9 +96,9 @@ def _draw_cells(picture: Picture, frame: Frame, left: float, top: float, sizes: 
             x = left + rank * span + chunk * cell
             share = len(one.origins) / len(frame.cells)
             fill = (
-                f"fill:{paint('green' if share == 1 else 'blue')};fill-opacity:{0.5 if share == 1 else 0.5 * share:g}"
+                f"fill:{css_var('green' if share == 1 else 'blue')};fill-opacity:{0.5 if share == 1 else 0.5 * share:g}"
             )
-            style = f"{fill};stroke:{paint('ink' if one.fresh else 'line')};stroke-width:{2 if one.fresh else 1}"
+            style = f"{fill};stroke:{css_var('ink' if one.fresh else 'line')};stroke-width:{2 if one.fresh else 1}"
             picture.add("rect", x=x + 1, y=top, width=cell - 2, height=height, rx=4, style=style)
             label = "Σ" if share == 1 else "".join(LETTERS[origin] for origin in one.origins)
             picture.text(x + cell / 2, top + height / 2 + 4, label, "middle", class_="strong" if one.fresh else None)
@@ -114,7 +116,7 @@ def draw_schedules(*names: str, ranks: int = 4, micro_batches: int = 8) -> Marku
     timelines = [replace(report.timeline(), notes=()) for report in reports]
     width = max(read_size(draw_svg(one, 900, alone=False, until=until))[0] for one in timelines)
     charts = [draw_svg(one, round(width), alone=False, until=until) for one in timelines]
-    return stack(
+    return stack_pictures(
         list(zip(map(format_heading, reports), charts, strict=True)), f"pipeline schedules: {', '.join(names)}"
     )
 

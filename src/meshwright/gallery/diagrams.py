@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import hypot
 
 from meshwright.draw.markup import Markup
-from meshwright.draw.picture import Picture, paint
+from meshwright.draw.picture import Picture, css_var
 from meshwright.draw.text_width import text_width
 from meshwright.layout import AXES, Layout
 
@@ -25,11 +25,11 @@ def draw_arrow(
     length = hypot(x2 - x1, y2 - y1)
     dx, dy = (x2 - x1) / length, (y2 - y1) / length
     foot = x2 - 7 * dx, y2 - 7 * dy
-    style = f"stroke:{paint(colour)};stroke-width:1.6"
+    style = f"stroke:{css_var(colour)};stroke-width:1.6"
     picture.add("line", x1=x1, y1=y1, x2=foot[0], y2=foot[1], style=style)
     sides = [(foot[0] - 3.8 * dy, foot[1] + 3.8 * dx), (foot[0] + 3.8 * dy, foot[1] - 3.8 * dx)]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [(x2, y2), *sides])
-    picture.add("polygon", points=points, style=f"fill:{paint(colour)}")
+    picture.add("polygon", points=points, style=f"fill:{css_var(colour)}")
     if words:
         picture.text((x1 + x2) / 2 + 8 * abs(dy), (y1 + y2) / 2 - 6 * abs(dx) + 4 * abs(dy), words,
                      "middle" if abs(dx) > abs(dy) else None, class_="dim small")  # fmt: skip
@@ -44,7 +44,7 @@ def draw_box(
     and background, named as in the style sheet, such as "blue".
     """
     (x, y), (width, height) = corner, size
-    style = f"fill:{paint(colour)};fill-opacity:.18;stroke:{paint(colour)};stroke-width:1.4"
+    style = f"fill:{css_var(colour)};fill-opacity:.18;stroke:{css_var(colour)};stroke-width:1.4"
     picture.add("rect", x=x, y=y, width=width, height=height, rx=6, style=style)
     first = y + height / 2 + 4 - 8 * (len(lines) - 1)
     for number, line in enumerate(lines):
@@ -71,7 +71,7 @@ def draw_tensor_sequence() -> Markup:
     entries = [("sequence-parallel region: a rank has s/t tokens, all h features", "green"),
                ("tensor-parallel region: a rank has all s tokens, 1/t of heads or features", "blue"),
                ("collective over the t ranks", "orange")]  # fmt: skip
-    picture.legend([(words, {"style": f"fill:{paint(colour)}"}) for words, colour in entries], 14, 960, 44)
+    picture.legend([(words, {"style": f"fill:{css_var(colour)}"}) for words, colour in entries], 14, 960, 44)
     halves = [(14, 0, "attention"), (500, 1, "MLP")]
     for left, number, name in halves:
         norm, *products = _HALVES[number]
@@ -99,7 +99,7 @@ def draw_tensor_sequence() -> Markup:
         picture.text(middle + 8, out + 18, "to the MLP half" if number == 0 else "(b, s/t, h)", class_="dim small")
         # The residual bypasses the half: it stays sharded over the sequence.
         line = f"M{middle} {_TOP - 8} H{left + 60} V{out - 21} H{x - 7}"
-        picture.add("path", d=line, style=f"fill:none;stroke:{paint('green')};stroke-width:1.6;stroke-dasharray:5 4")
+        picture.add("path", d=line, style=f"fill:none;stroke:{css_var('green')};stroke-width:1.6;stroke-dasharray:5 4")
         draw_arrow(picture, (x - 12, out - 21), (x, out - 21), "green")
         picture.text(left + 54, (_TOP + out) / 2, "residual", "end", class_="dim small")
         picture.text(x + wide + 12, _TOP + 64 + 26, "s/t → s tokens", class_="dim small")
@@ -134,7 +134,7 @@ def draw_layout_axes() -> Markup:
             colour = GROUP_COLOURS[group % len(GROUP_COLOURS)]
             for rank in ranks:
                 x, y = left + rank % a_row * cell, top + 22 + rank // a_row * cell
-                style = f"fill:{paint(colour)};fill-opacity:.4;stroke:{paint(colour)}"
+                style = f"fill:{css_var(colour)};fill-opacity:.4;stroke:{css_var(colour)}"
                 picture.add("rect", x=x + 1, y=y, width=cell - 4, height=cell - 4, rx=5, style=style)
                 picture.text(x + cell / 2 - 1, y + 20, str(rank), "middle", class_="strong")
                 place = layout.coordinates(rank)
@@ -189,7 +189,7 @@ def draw_data_flow() -> Markup:
     x, y = at["programs"]
     lx, ly = at["loop"]
     path = f"M{x + wide / 2} {y + high} V{ly + high + 22} H{lx + wide * 0.75} V{ly + high + 7}"
-    picture.add("path", d=path, style=f"fill:none;stroke:{paint('dim')};stroke-width:1.6")
+    picture.add("path", d=path, style=f"fill:none;stroke:{css_var('dim')};stroke-width:1.6")
     draw_arrow(picture, (lx + wide * 0.75, ly + high + 14), (lx + wide * 0.75, ly + high), "dim")
     words = "who computes what, who sends what to whom, in which order"
     picture.text(x + wide / 2, ly + high + 38, words, "end", class_="dim small")

@@ -1,4 +1,4 @@
-"""Execution of a collective program on numbers: the vector of every rank after each round."""
+"""NumPy execution of a collective program, which shows the vector of every rank after each round."""
 
 from __future__ import annotations
 

@@ -62,6 +62,7 @@ class ExampleWriter:
     """
 
     def __init__(self) -> None:
+        """Start without steps and results."""
         self.steps: list[Step] = []
         self.results: dict[str, float] = {}
 

@@ -32,18 +32,18 @@ def render_example(explanation: Explanation) -> str:
     """Return the worked example `explanation` as a section of Markdown."""
     parts = [
         f"## {explanation.title}",
-        f"**Published:** {_escape(explanation.published)}",
-        f"**Source:** {_escape(explanation.source)}",
+        f"**Published:** {_escape_markdown(explanation.published)}",
+        f"**Source:** {_escape_markdown(explanation.source)}",
         *map(_render_step, explanation.steps),
     ]
     if explanation.mistake:
-        parts.append(f"**Frequent error:** {_escape(explanation.mistake)}")
+        parts.append(f"**Frequent error:** {_escape_markdown(explanation.mistake)}")
     if explanation.commands:
         parts.append("```console\n" + "\n".join(f"$ {command}" for command in explanation.commands) + "\n```")
     return "\n\n".join([*parts, "Code: " + ", ".join(f"`src/meshwright/{file}`" for file in explanation.source_files)])
 
 
-def _escape(words: str) -> str:
+def _escape_markdown(words: str) -> str:
     """Return `words` with the characters that Markdown would take as markup (`*`, `_`, `|`, `<`) escaped."""
     return words.replace("*", r"\*").replace("_", r"\_").replace("|", r"\|").replace("<", "&lt;")
 
@@ -51,10 +51,10 @@ def _escape(words: str) -> str:
 def _render_step(step: Step) -> str:
     """Return one step (paragraph, table or figure) of an explanation as Markdown."""
     if isinstance(step, Text):
-        return _escape(step.words)
+        return _escape_markdown(step.words)
     if isinstance(step, Table):
         lines = [step.head, ["---:" if number else "---" for number in step.numeric], *step.rows]
-        rows = "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
-        return f"{_escape(step.title)}\n\n{rows}"
+        rows = "\n".join(f"| {' | '.join(map(_escape_markdown, line))} |" for line in lines)
+        return f"{_escape_markdown(step.title)}\n\n{rows}"
     assert isinstance(step, Figure)
-    return f"![{_escape(step.caption)}](pictures/{step.name}.svg)"
+    return f"![{_escape_markdown(step.caption)}](pictures/{step.name}.svg)"

@@ -47,7 +47,8 @@ class KernelsUnavailable(Exception):
 
 @contextmanager
 def _reporting_errors() -> Iterator[None]:
-    """Convert the errors of a failing compiler and of an unusable cache directory to KernelsUnavailable."""
+    """Context manager that converts errors of a failing compiler and of an unusable cache directory to
+    KernelsUnavailable."""
     try:
         yield
     except subprocess.CalledProcessError as error:
@@ -66,7 +67,7 @@ def find_compiler() -> str:
     return found
 
 
-def supported_instruction_sets() -> tuple[str, ...]:
+def list_supported_instruction_sets() -> tuple[str, ...]:
     """Return the instruction sets that both this processor and the operating system support ("amx", "avx512_bf16",
     "avx512", "avx2"), the most capable first; empty on other processors than x86-64."""
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -81,7 +82,7 @@ def supported_instruction_sets() -> tuple[str, ...]:
     )
 
 
-def cache_directory() -> Path:
+def get_cache_directory() -> Path:
     """Return the cache directory of compiled kernels: meshwright/kernels under $XDG_CACHE_HOME, by default ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "meshwright" / "kernels"
@@ -107,7 +108,7 @@ def build(instruction_set: str, log: Callable[[str], None] = lambda line: None) 
     """
     compiler = find_compiler()
     version = compute_version(compiler, instruction_set)
-    library = cache_directory() / f"{version}.so"
+    library = get_cache_directory() / f"{version}.so"
     if not _is_intact(library):
         with _reporting_errors():
             library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

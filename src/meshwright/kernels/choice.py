@@ -53,7 +53,7 @@ def open_kernels(instruction_set: str | None = None, log: Callable[[str], None] 
     environment variable `INSTRUCTION_SET_VARIABLE` names is missing on the processor or cannot be built.
     """
     name = choose_instruction_set(log) if instruction_set is None else instruction_set
-    supported = build.supported_instruction_sets()
+    supported = build.list_supported_instruction_sets()
     if name not in supported:
         raise ValueError(f"this processor runs {', '.join(supported) or 'none of the kernels'}, not {name}")
     try:
@@ -74,7 +74,7 @@ def choose_instruction_set(log: Callable[[str], None] = lambda line: None) -> st
     set named by the environment variable `INSTRUCTION_SET_VARIABLE` is returned instead; `UserError` if the processor
     lacks the named one. log: called with one line before compiling.
     """
-    supported = build.supported_instruction_sets()
+    supported = build.list_supported_instruction_sets()
     if named := os.environ.get(INSTRUCTION_SET_VARIABLE):
         if named not in supported:
             runs = ", ".join(supported) or "none of the kernels"

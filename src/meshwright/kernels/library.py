@@ -48,8 +48,8 @@ class Kernels:
         self._pool = weakref.finalize(self, self._library.kernels_delete_pool, self._handle)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Allocate and return a zeroed array aligned to 64 bytes, in huge pages where the system has them. A page takes
-        physical memory when it is first written."""
+        """Return a new zeroed array of the given shape and dtype, aligned to 64 bytes, in huge pages where the system
+        has them. A page takes physical memory when it is first written."""
         dtype = np.dtype(dtype)
         size = int(np.prod(shape)) * dtype.itemsize
         rounded = -(-size // 64) * 64

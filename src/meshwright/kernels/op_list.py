@@ -25,7 +25,7 @@ from meshwright.kernels.operations import (
     StepArrays,
     TakeRows,
 )
-from meshwright.kernels.structures import BFLOAT16, Float32, PackedMatrix, address, rows_of
+from meshwright.kernels.structures import BFLOAT16, Float32, PackedMatrix, get_address, get_row_layout
 
 Execute = Callable[["ctypes.Array[structures.Op]", int, int, structures.Step], None]
 """Executes the entries from one index to another (exclusive) of an array of operations on a step."""
@@ -78,7 +78,7 @@ class OpList:
         """Execute the entries from index `begin` to `end` (exclusive; None: to the last) on `step`, the ragged batch of
         a forward step, and return when they are done."""
         arrays = structures.Step(
-            *(address(getattr(step, name), np.int32) for name in StepArrays.__annotations__),
+            *(get_address(getattr(step, name), np.int32) for name in StepArrays.__annotations__),
             token_count=len(step.tokens),
             sequences=len(step.starts) - 1,
             table_width=step.block_tables.shape[-1],
@@ -87,7 +87,7 @@ class OpList:
         self._execute(self.array, begin, len(self._ops) if end is None else end, arrays)
 
 
-def packed_matrix(weight: PackedMatrix) -> structures.Matrix:
+def make_matrix_struct(weight: PackedMatrix) -> structures.Matrix:
     """Convert a packed weight matrix to the ctypes struct for the compiled library, which holds the address of its
     buffer."""
     size = len(weight.buffer) // weight.count
@@ -96,7 +96,7 @@ def packed_matrix(weight: PackedMatrix) -> structures.Matrix:
     )
 
 
-def _cache(cache: LayerCache) -> structures.Cache:
+def _make_cache_struct(cache: LayerCache) -> structures.Cache:
     """Convert a layer's KV cache to its ctypes struct. Raises `ValueError` if keys and values have different numbers of
     blocks or heads, or other shapes than `LayerCache.shapes` has for these numbers."""
     blocks, kv_heads = cache.keys.shape[:2]
@@ -104,11 +104,16 @@ def _cache(cache: LayerCache) -> structures.Cache:
         raise ValueError(f"keys {cache.keys.shape} and values {cache.values.shape} are not those of LayerCache.shapes")
     wide = BFLOAT16 if cache.keys.dtype == BFLOAT16 else np.dtype(np.float32)
     return structures.Cache(
-        address(cache.keys, wide), address(cache.values, wide), kv_heads, cache.head_dim, wide == BFLOAT16, cache.table
+        get_address(cache.keys, wide),
+        get_address(cache.values, wide),
+        kv_heads,
+        cache.head_dim,
+        wide == BFLOAT16,
+        cache.table,
     )
 
 
-def _op(
+def _make_op(
     kind: str, out: Float32, x: Float32 | None, *, width: int, in_width: int | None = None, **fields: Any
 ) -> structures.Op:
     """Create the ctypes struct of one operation. Raises `ValueError` if `out` or `x` has rows of another width than
@@ -121,9 +126,9 @@ def _op(
         if array is not None and array.shape[1] != columns:
             raise ValueError(f"{kind}: a buffer has rows of {array.shape[1]} elements, expected {columns}")
     op = structures.Op(kind=KIND[kind], size=width, **fields)
-    op.out, op.out_stride = rows_of(out)
+    op.out, op.out_stride = get_row_layout(out)
     if x is not None:
-        op.input, op.in_stride = rows_of(x)
+        op.input, op.in_stride = get_row_layout(x)
     return op
 
 
@@ -131,39 +136,39 @@ def _lower_embed(op: Embed) -> Iterator[structures.Op]:
     """Yield the ctypes struct of an `Embed` operation (embedding lookup by token ID or position)."""
     if isinstance(op.table, np.ndarray):
         wide = BFLOAT16 if op.table.dtype == BFLOAT16 else np.dtype(np.float32)
-        (n, k), data = op.table.shape, address(op.table, wide)
+        (n, k), data = op.table.shape, get_address(op.table, wide)
         table = structures.Matrix(data, n, k, 1, op.table.nbytes, bfloat16=wide == BFLOAT16)
     else:
-        table, k = packed_matrix(op.table), op.table.k
+        table, k = make_matrix_struct(op.table), op.table.k
     mode = op.ids == "positions"
-    yield _op("embed", op.out, None, width=k, mode=mode, first=op.first, accumulate=op.accumulate, matrix=table)
+    yield _make_op("embed", op.out, None, width=k, mode=mode, first=op.first, accumulate=op.accumulate, matrix=table)
 
 
 def _lower_norm(op: Norm) -> Iterator[structures.Op]:
     """Yield the ctypes struct of a `Norm` operation (RMSNorm or LayerNorm)."""
-    yield _op(
+    yield _make_op(
         "norm", op.out, op.x, width=len(op.weight), mode=_NORM[op.kind], rows=_ROWS[op.rows], epsilon=op.epsilon,
-        weight=address(op.weight, np.float32), bias=address(op.bias, np.float32, len(op.weight)),
+        weight=get_address(op.weight, np.float32), bias=get_address(op.bias, np.float32, len(op.weight)),
     )  # fmt: skip
 
 
 def _lower_linear(op: Linear) -> Iterator[structures.Op]:
     """Yield the ctypes struct of a `Linear` operation."""
-    bias = address(op.bias, np.float32, op.weight.n)
-    yield _op(
+    bias = get_address(op.bias, np.float32, op.weight.n)
+    yield _make_op(
         "linear", op.out, op.x, width=op.weight.n, in_width=op.weight.k, rows=_ROWS[op.rows], bias=bias,
-        accumulate=op.accumulate, matrix=packed_matrix(op.weight),
+        accumulate=op.accumulate, matrix=make_matrix_struct(op.weight),
     )  # fmt: skip
 
 
 def _lower_rope_store(op: RopeStore) -> Iterator[structures.Op]:
     """Yield the ctypes struct of a `RopeStore` operation (QK norm, rotary embedding, and the write to the KV cache)."""
-    cache, size = _cache(op.cache), op.cache.head_dim
+    cache, size = _make_cache_struct(op.cache), op.cache.head_dim
     rotated, count = (0, None) if op.cosine is None else (2 * op.cosine.shape[1], op.cosine.size)
-    yield _op(
+    yield _make_op(
         "rope_store", op.qkv, None, width=(op.heads + 2 * cache.kv_heads) * size, cache=cache, heads=op.heads,
-        rotated=rotated, cosine=address(op.cosine, np.float32), sine=address(op.sine, np.float32, count),
-        query_norm=address(op.query_norm, np.float32, size), key_norm=address(op.key_norm, np.float32, size),
+        rotated=rotated, cosine=get_address(op.cosine, np.float32), sine=get_address(op.sine, np.float32, count),
+        query_norm=get_address(op.query_norm, np.float32, size), key_norm=get_address(op.key_norm, np.float32, size),
         epsilon=op.epsilon,
     )  # fmt: skip
 
@@ -171,8 +176,8 @@ def _lower_rope_store(op: RopeStore) -> Iterator[structures.Op]:
 def _lower_attention(op: Attention) -> Iterator[structures.Op]:
     """Yield the ctypes struct of an `Attention` operation. `window` 0 (no sliding window) is encoded as a window of
     2^40 tokens."""
-    cache, size, window = _cache(op.cache), op.cache.head_dim, op.window or 1 << 40
-    yield _op(
+    cache, size, window = _make_cache_struct(op.cache), op.cache.head_dim, op.window or 1 << 40
+    yield _make_op(
         "attention", op.out, op.qkv, width=op.heads * size, in_width=(op.heads + 2 * cache.kv_heads) * size,
         cache=cache, heads=op.heads, scale=op.scale, window=window, softcap=op.softcap,
     )  # fmt: skip
@@ -185,7 +190,7 @@ def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> It
     token and expert). fields: further fields of `structures.Op`, such as `routing`.
     """
     width = op.out.shape[1]
-    yield _op(
+    yield _make_op(
         "activation", op.out, op.x, width=width, in_width=2 * width if op.gated else width,
         mode=_ACTIVATION[op.kind], gated=op.gated, rows=_ROWS[rows], **fields,
     )  # fmt: skip
@@ -204,28 +209,32 @@ def _lower_experts(op: Experts) -> Iterator[structures.Op]:
         *(array.ctypes.data for array in (space.weights, space.chosen, space.order, space.ends)),
         *(op.top_k, count, op.first, op.up.count, op.scale, op.normalise),
     )
-    bias = address(op.router_bias, np.float32, count)
-    up, down = packed_matrix(op.up), packed_matrix(op.down)
+    bias = get_address(op.router_bias, np.float32, count)
+    up, down = make_matrix_struct(op.up), make_matrix_struct(op.down)
     width, hidden = op.up.n, op.up.k
     yield from _lower_linear(Linear(space.scores, op.x, op.router))
-    yield _op("route", space.scores, None, width=count, mode=_ROUTER[op.router_kind], bias=bias, routing=routing)
-    yield _op("group", space.scores, None, width=count, routing=routing)
-    yield _op("grouped_linear", space.up, op.x, width=width, in_width=hidden, mode=True, matrix=up, routing=routing)
+    yield _make_op("route", space.scores, None, width=count, mode=_ROUTER[op.router_kind], bias=bias, routing=routing)
+    yield _make_op("group", space.scores, None, width=count, routing=routing)
+    yield _make_op(
+        "grouped_linear", space.up, op.x, width=width, in_width=hidden, mode=True, matrix=up, routing=routing
+    )
     yield from _lower_activation(Activation(space.act, space.up, op.kind, gated=True), "assignments", routing=routing)
-    yield _op("grouped_linear", space.down, space.act, width=hidden, in_width=width // 2, matrix=down, routing=routing)
-    yield _op("combine", op.out, space.down, width=hidden, accumulate=op.accumulate, routing=routing)
+    yield _make_op(
+        "grouped_linear", space.down, space.act, width=hidden, in_width=width // 2, matrix=down, routing=routing
+    )
+    yield _make_op("combine", op.out, space.down, width=hidden, accumulate=op.accumulate, routing=routing)
 
 
 def _lower_gate(op: Gate) -> Iterator[structures.Op]:
     """Yield the ctypes struct of a `Gate` operation (sigmoid gate of a shared expert)."""
     matrix = structures.Matrix(k=op.x.shape[1])
-    weight = address(op.weight, np.float32, op.x.shape[1])
-    yield _op("gate", op.out, op.x, width=op.out.shape[1], in_width=op.x.shape[1], weight=weight, matrix=matrix)
+    weight = get_address(op.weight, np.float32, op.x.shape[1])
+    yield _make_op("gate", op.out, op.x, width=op.out.shape[1], in_width=op.x.shape[1], weight=weight, matrix=matrix)
 
 
 def _lower_scale(op: Scale) -> Iterator[structures.Op]:
     """Yield the ctypes struct of a `Scale` operation (rows times a number, softcap)."""
-    yield _op(
+    yield _make_op(
         "scale", op.out, op.x, width=op.out.shape[1], scale=op.factor, softcap=op.softcap, accumulate=op.accumulate,
         rows=_ROWS[op.rows],
     )  # fmt: skip
@@ -233,7 +242,7 @@ def _lower_scale(op: Scale) -> Iterator[structures.Op]:
 
 def _lower_take_rows(op: TakeRows) -> Iterator[structures.Op]:
     """Yield the ctypes struct of a `TakeRows` operation (copy of the rows whose logits are wanted)."""
-    yield _op("take_rows", op.out, op.x, width=op.out.shape[1], rows=_ROWS["outputs"])
+    yield _make_op("take_rows", op.out, op.x, width=op.out.shape[1], rows=_ROWS["outputs"])
 
 
 _LOWER: dict[type, Callable[[Any], Iterator[structures.Op]]] = {

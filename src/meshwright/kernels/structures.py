@@ -32,7 +32,7 @@ class PackedMatrix:
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
-def _typed(kind: Any, names: str) -> list[tuple[str, Any]]:
+def _make_typed_fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     """Return the entries (field name, `kind`) of a ctypes `_fields_` list for several fields of one type. kind: ctypes
     type. names: field names, separated by spaces."""
     return [(name, kind) for name in names.split()]
@@ -46,9 +46,9 @@ class Matrix(ctypes.Structure):
     """
 
     _fields_ = [
-        *_typed(_POINTER, "data"),
-        *_typed(_LONG, "n k count stride"),
-        *_typed(_INT, "bfloat16 packed"),
+        *_make_typed_fields(_POINTER, "data"),
+        *_make_typed_fields(_LONG, "n k count stride"),
+        *_make_typed_fields(_INT, "bfloat16 packed"),
     ]
 
 
@@ -60,8 +60,8 @@ class Cache(ctypes.Structure):
     """
 
     _fields_ = [
-        *_typed(_POINTER, "keys values"),
-        *_typed(_LONG, "kv_heads head_dim bfloat16 table"),
+        *_make_typed_fields(_POINTER, "keys values"),
+        *_make_typed_fields(_LONG, "kv_heads head_dim bfloat16 table"),
     ]
 
 
@@ -75,10 +75,10 @@ class Routing(ctypes.Structure):
     scale: factor on the weights. normalise: 1 if the weights of a token are divided by their sum."""
 
     _fields_ = [
-        *_typed(_POINTER, "weights experts order ends"),
-        *_typed(_LONG, "top_k count first held"),
-        *_typed(_FLOAT, "scale"),
-        *_typed(_INT, "normalise"),
+        *_make_typed_fields(_POINTER, "weights experts order ends"),
+        *_make_typed_fields(_LONG, "top_k count first held"),
+        *_make_typed_fields(_FLOAT, "scale"),
+        *_make_typed_fields(_INT, "normalise"),
     ]
 
 
@@ -94,14 +94,14 @@ class Op(ctypes.Structure):
     and meaning that they have in the dataclasses of `operations`."""
 
     _fields_ = [
-        *_typed(_INT, "kind mode rows accumulate gated"),
-        *_typed(_POINTER, "out input"),
-        *_typed(_LONG, "out_stride in_stride size first heads window rotated"),
-        *_typed(_POINTER, "weight bias cosine sine query_norm key_norm"),
-        *_typed(_FLOAT, "epsilon scale softcap"),
-        *_typed(Matrix, "matrix"),
-        *_typed(Cache, "cache"),
-        *_typed(Routing, "routing"),
+        *_make_typed_fields(_INT, "kind mode rows accumulate gated"),
+        *_make_typed_fields(_POINTER, "out input"),
+        *_make_typed_fields(_LONG, "out_stride in_stride size first heads window rotated"),
+        *_make_typed_fields(_POINTER, "weight bias cosine sine query_norm key_norm"),
+        *_make_typed_fields(_FLOAT, "epsilon scale softcap"),
+        *_make_typed_fields(Matrix, "matrix"),
+        *_make_typed_fields(Cache, "cache"),
+        *_make_typed_fields(Routing, "routing"),
     ]
 
 
@@ -113,12 +113,12 @@ class Step(ctypes.Structure):
     `output_rows`."""
 
     _fields_ = [
-        *_typed(_POINTER, "tokens positions slots starts block_tables output_rows"),
-        *_typed(_LONG, "token_count sequences table_width outputs"),
+        *_make_typed_fields(_POINTER, "tokens positions slots starts block_tables output_rows"),
+        *_make_typed_fields(_LONG, "token_count sequences table_width outputs"),
     ]
 
 
-def address(array: Array | None, dtype: npt.DTypeLike, size: int | None = None) -> int | None:
+def get_address(array: Array | None, dtype: npt.DTypeLike, size: int | None = None) -> int | None:
     """Return the memory address of a C-contiguous array, None (a null pointer) for None.
 
     dtype, size: required element type and number of elements (None: any). Raises `ValueError` for an array of another
@@ -133,7 +133,7 @@ def address(array: Array | None, dtype: npt.DTypeLike, size: int | None = None) 
     return array.ctypes.data
 
 
-def rows_of(array: Float32) -> tuple[int, int]:
+def get_row_layout(array: Float32) -> tuple[int, int]:
     """Return (address, elements from one row to the next) of a float32 matrix whose rows are contiguous. Raises
     `ValueError` for any other array."""
     if array.dtype != np.float32 or array.ndim != 2 or array.strides[1] != 4:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright.launcher.rendezvous import Place
 
 
-def one_device(wanted: str) -> str:
+def choose_single_device(wanted: str) -> str:
     """Choose the device of a program that uses one: return "cpu" or "cuda". CUDA_VISIBLE_DEVICES determines which GPU.
 
     wanted: "auto" (the GPU if there is one), "cpu" or "cuda". `UserError` for an unknown name or a missing device.
@@ -45,7 +45,7 @@ _MEASURE = (
 )
 
 
-def devices_of_ranks(wanted: str, ranks: int) -> list[HostMemory]:
+def choose_rank_devices(wanted: str, ranks: int) -> list[HostMemory]:
     """Choose the devices for `ranks` ranks on this machine; return the memory of each rank's GPU, an empty list if they
     run on CPUs. A child process queries the GPUs, so that torch is not imported here.
 
@@ -79,7 +79,7 @@ def _has_driver() -> bool:
     return True
 
 
-def current_device_memory() -> HostMemory:
+def read_device_memory() -> HostMemory:
     """Return the total and the available memory of this process's current GPU in bytes, as a `HostMemory`."""
     import torch
 
@@ -97,11 +97,11 @@ def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> No
 
 
 def choose_device(wanted: str, local_rank: int) -> str:
-    """Return the device of a rank, "cpu" or "cuda:N" with N its local rank. wanted: "auto", "cpu" or "cuda".
+    """Return the device of a rank, "cpu" or "cuda:N" with N = `local_rank`. wanted: "auto", "cpu" or "cuda".
     `UserError` if there is no such device."""
     if wanted == "cpu":
         return "cpu"
-    count = len(_visible_devices())
+    count = len(_list_visible_devices())
     if wanted == "auto" and count == 0:
         return "cpu"
     if local_rank >= count:
@@ -132,7 +132,7 @@ def agree_on_device(wanted: str, place: Place, store: Store) -> str:
     """
     if wanted == "cpu":
         return "cpu"
-    own = RankDevices(socket.gethostname(), place.local_rank, _visible_devices())
+    own = RankDevices(socket.gethostname(), place.local_rank, _list_visible_devices())
     store.set(f"meshwright/seat/{place.rank}", json.dumps(asdict(own)))
     if place.rank == 0:
         texts = store.multi_get([f"meshwright/seat/{rank}" for rank in range(place.ranks)])
@@ -160,7 +160,7 @@ def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str
         return ["cpu"] * len(rank_devices)
     chosen: list[str] = []
     taken: dict[tuple[str, str], int] = {}
-    for rank, (each, local) in enumerate(zip(rank_devices, _local_ranks(rank_devices), strict=True)):
+    for rank, (each, local) in enumerate(zip(rank_devices, _number_local_ranks(rank_devices), strict=True)):
         index = 0 if len(each.devices) == 1 else local
         if not 0 <= index < len(each.devices):
             raise UserError(
@@ -177,7 +177,7 @@ def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str
     return chosen
 
 
-def _local_ranks(rank_devices: Sequence[RankDevices]) -> list[int]:
+def _number_local_ranks(rank_devices: Sequence[RankDevices]) -> list[int]:
     """Return the local rank (number on its host) of each global rank. These are the reported local ranks if those of a
     host are all different; else the ranks of that host are numbered from 0 in order of global rank. rank_devices: host
     and GPUs of each global rank."""
@@ -193,7 +193,7 @@ def _local_ranks(rank_devices: Sequence[RankDevices]) -> list[int]:
     return numbers
 
 
-def _visible_devices() -> list[str]:
+def _list_visible_devices() -> list[str]:
     """Return the UUIDs of the GPUs visible to this process."""
     import torch
 

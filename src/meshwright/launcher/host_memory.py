@@ -36,7 +36,7 @@ class HostMemory:
         `proc` and `sys`, "/" outside tests."""
         total, available = _read_machine(root)
         source = "machine"
-        for directory, (_, limit_name, usage_name, reclaimable) in _control_groups(root):
+        for directory, (_, limit_name, usage_name, reclaimable) in _iterate_control_groups(root):
             with suppress(OSError, ValueError):
                 limit = int((directory / limit_name).read_text())
                 if limit >= min(total, _UNLIMITED):
@@ -50,7 +50,7 @@ class HostMemory:
         return cls(total, available, source)
 
 
-def machine_memory() -> int:
+def read_machine_memory() -> int:
     """Return the memory that processes here can use, in bytes: the machine's without swap, or its control group's
     limit if lower."""
     return HostMemory.read().total
@@ -69,7 +69,7 @@ def _read_machine(root: Path) -> tuple[int, int]:
     return found["MemTotal"], found["MemAvailable"]
 
 
-def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
+def _iterate_control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
     """Iterate over the Linux memory control groups (cgroup v1 or v2) that limit this process: its own first, then each
     parent up to the mount point. Yield (directory, file names) for each.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.launcher.rendezvous import Place, host_and_port
+from meshwright.launcher.rendezvous import Place, parse_host_and_port
 
 _ELSEWHERE = "198.51.100.1"  # TEST-NET-2 of RFC 5737: reserved, so that only the default route leads there
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
@@ -33,7 +33,7 @@ def resolve_addresses(host: str) -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
-def address_towards(host: str) -> str:
+def find_address_towards(host: str) -> str:
     """Return this host's own IP address on the network route to `host` (name or address); if `host` is this host, its
     resolved address. `UserError` if there is no route."""
     reasons = []
@@ -49,10 +49,10 @@ def address_towards(host: str) -> str:
     raise UserError(f"no route to {host}: {reasons[0].lower()}")
 
 
-def address_outwards() -> str | None:
+def find_default_address() -> str | None:
     """Return this host's own IP address on its default network route, None if it has none."""
     try:
-        return address_towards(_ELSEWHERE)
+        return find_address_towards(_ELSEWHERE)
     except UserError:
         return None
 
@@ -62,7 +62,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def is_here(host: str) -> bool:
+def is_this_host(host: str) -> bool:
     """Return True if a host, given by name or address, is this host."""
     return any(is_loopback(address) or find_interface(address) is not None for address in resolve_addresses(host))
 
@@ -102,8 +102,8 @@ def agree_on_interface(place: Place, store: Any) -> str | None:
     """
     if place.method.startswith("file://"):
         return None
-    meeting = host_and_port(place.method)[0]
-    mine, there = address_towards(meeting), resolve_addresses(meeting)[0]
+    meeting = parse_host_and_port(place.method)[0]
+    mine, there = find_address_towards(meeting), resolve_addresses(meeting)[0]
     # On the rendezvous host its name may resolve to loopback: the other ranks know its real address.
     store.set(f"meshwright/meeting/{place.rank}", "" if is_loopback(mine) else there)
     if is_loopback(mine):
@@ -121,11 +121,11 @@ def main(arguments: list[str]) -> int:
     """
     try:
         if arguments[0] == "--is-here":
-            print(str(is_here(arguments[1])).lower())
+            print(str(is_this_host(arguments[1])).lower())
             return 0
-        address = address_towards(arguments[0])
+        address = find_address_towards(arguments[0])
         if is_loopback(address) and is_own_name(arguments[0]):  # Debian maps it to 127.0.1.1
-            address = address_outwards() or address
+            address = find_default_address() or address
         if is_loopback(address):
             raise UserError(
                 f"MASTER_ADDR={arguments[0]} is a loopback address of this host ({address}): give the address by "

@@ -12,7 +12,7 @@ from typing import Literal
 
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_recipe
-from meshwright.launcher.rendezvous import tensor_across_hosts
+from meshwright.launcher.rendezvous import warn_of_tensor_across_hosts
 from meshwright.layout import Layout
 from meshwright.recipe import load_recipe
 
@@ -51,7 +51,7 @@ class Resources:
     sbatch: Sequence[str] = ()
 
 
-def launch_script(
+def build_launch_script(
     kind: Literal["torchrun", "slurm"],
     recipe_path: str | Path,
     overrides: Sequence[str] = (),
@@ -101,7 +101,7 @@ def launch_script(
         values["OPTIONS"] = "".join(f"\n#SBATCH {option}" for option in options)
         values["CPUS"] = "" if cpus_per_device is None else f" --cpus-per-task={cpus_per_device}"
         script = _fill_template("slurm.sh", values)
-    warning = tensor_across_hosts(layout, devices_per_node)
+    warning = warn_of_tensor_across_hosts(layout, devices_per_node)
     return LaunchScript(script, str(layout), nodes, devices_per_node, (warning,) if warning else ())
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import errors, limits
-from meshwright.checkpoint import newest
+from meshwright.checkpoint import find_newest
 from meshwright.errors import MeshwrightError, RankLost, Terminated, UserError
 from meshwright.flight_recorder.rank_report import Snapshot, read_process_state, write_hang_report
 from meshwright.flight_recorder.verdict import RankState, describe_position
@@ -126,7 +126,7 @@ class _Attempt:
                     self.ranks.append(self._start(number, self.spec.method or f"file://{meeting}/ranks"))
                 self.directory.write_ranks([rank.process.pid for rank in self.ranks])
                 self._watch()
-                return self._result()
+                return self._collect_result()
             finally:
                 self._end_all()
 
@@ -170,7 +170,7 @@ class _Attempt:
                     break
                 if deadline is None and any(map(self._ended_abnormally, self.ranks)):
                     deadline = time.monotonic() + SETTLE_SECONDS
-                    if any(rank.lost_another for rank in self.ranks):
+                    if any(rank.blames_another_rank for rank in self.ranks):
                         self._take_snapshot()  # before the ranks that it waited for continue
                 if deadline is not None and time.monotonic() >= deadline:
                     break
@@ -271,7 +271,7 @@ class _Attempt:
 
     # --- how it ended
 
-    def _result(self) -> dict[str, Any]:
+    def _collect_result(self) -> dict[str, Any]:
         """Return rank 0's result (JSON dict) if all ranks finished. Otherwise raise the error of the rank that failed
         first or made the others fail."""
         if all(rank.finished for rank in self.ranks):
@@ -286,7 +286,7 @@ class _Attempt:
             self._raise_stopped(died, reported)
         # A killed process is a cause; an aborted one may be the backend's reaction to another rank.
         killed = [rank for rank in died if rank.signal not in (None, signal.SIGABRT)]
-        own_errors = [rank for rank in reported if not rank.lost_another]
+        own_errors = [rank for rank in reported if not rank.blames_another_rank]
         if own_errors and not killed:
             self._raise_reported(own_errors[0])
         line = self._describe_loss(killed or died, reported)
@@ -324,7 +324,7 @@ class _Attempt:
         """If the launcher received SIGTERM or SIGINT, raise `Terminated` or `KeyboardInterrupt`, unless a rank reported
         another error. died: ranks that ended without a report; reported: ranks that reported an error."""
         for rank in reported:
-            if not died and rank.error != "Terminated" and not rank.lost_another:
+            if not died and rank.error != "Terminated" and not rank.blames_another_rank:
                 self._raise_reported(rank)
         saved = [rank.report["message"] for rank in reported if rank.report and rank.error == "Terminated"]
         early = " before a checkpoint was due" if self.spec.trains else ""
@@ -365,7 +365,7 @@ class _Attempt:
         """Return text on the checkpoint from which the same command, run again, resumes."""
         if not self.spec.trains:
             return "nothing was written: the same command starts from the beginning"
-        checkpoint = newest(self.directory.checkpoints)
+        checkpoint = find_newest(self.directory.checkpoints)
         if checkpoint is None:
             return "there is no checkpoint yet: the same command starts from the beginning"
         return f"the same command resumes from {checkpoint.name}"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint import newest
+from meshwright.checkpoint import find_newest
 from meshwright.data.tokenizers.tokenizer import find_least_vocabulary
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -43,7 +43,7 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
     """
     if recipe.run.threads is not None:
         return ThreadChoice(recipe.run.threads)
-    if state is None or not same_layout(recipe.parsed_layout, state.get("layout")):
+    if state is None or not is_same_layout(recipe.parsed_layout, state.get("layout")):
         return ThreadChoice(default)
     before = state.get("threads")
     if not isinstance(before, int) or not 1 <= before <= limit_of("threads"):  # checkpoints are untrusted
@@ -58,7 +58,7 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
     return ThreadChoice(before, note)
 
 
-def thread_change_note(before: int | None, now: int | None) -> str | None:
+def format_thread_change(before: int | None, now: int | None) -> str | None:
     """Return a line for the user that results may differ in their last bits, if the thread count changed from `before`
     (in the checkpoint) to `now`; None if not.
 
@@ -72,7 +72,7 @@ def thread_change_note(before: int | None, now: int | None) -> str | None:
     )
 
 
-def same_layout(layout: Layout, saved: object) -> bool:
+def is_same_layout(layout: Layout, saved: object) -> bool:
     """Return True if the layout notation `saved` in a checkpoint is valid and equals `layout`, apart from the
     precision, which is not compared."""
     try:
@@ -96,25 +96,27 @@ def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float |
     return training_flops_per_token(config, sequence) * tokens / config.layers / (layout.tp * layout.cp)
 
 
-def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
+def read_resumed_state(recipe: Recipe) -> dict[str, Any] | None:
     """Read `state.json` (training state) of the newest checkpoint in the recipe's run directory, and return its
     content; None if there is no checkpoint."""
-    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
     return None if checkpoint is None else checkpoint.state()
 
 
-def local_threads(recipe: Recipe, ranks: int, cores: int | None = None) -> ThreadChoice:
+def choose_local_threads(recipe: Recipe, ranks: int, cores: int | None = None) -> ThreadChoice:
     """Choose the number of threads per rank as `resolve_threads` does: the recipe's, else the checkpoint's, else a
     default from the number of cores and the FLOPs of a layer. ranks: number of ranks that share `cores` cores (None:
     those available to this process)."""
-    return resolve_threads(recipe, choose_threads(ranks, cores, compute_layer_flops(recipe)), resumed_state(recipe))
+    return resolve_threads(
+        recipe, choose_threads(ranks, cores, compute_layer_flops(recipe)), read_resumed_state(recipe)
+    )
 
 
-def share_this_host(place: Place) -> bool:
+def ranks_share_one_host(place: Place) -> bool:
     """Return True if all ranks of the run are on this host and share its cores (SLURM did not give each rank its own);
     then the thread count can be computed without asking the other ranks. place: numbers of all ranks and of those on
     this host."""
-    return place.ranks == (place.host_ranks or 1) and bool(cores_of_rank(os.environ)["shared"])
+    return place.ranks == (place.host_ranks or 1) and bool(read_rank_cores(os.environ)["shared"])
 
 
 def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
@@ -124,11 +126,13 @@ def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
     place: this rank's number and the number of ranks. store: key-value store that all ranks share. If rank 0 finds a
     `UserError`, all ranks raise it.
     """
-    store.set(f"meshwright/cores/{place.rank}", json.dumps(cores_of_rank(os.environ)))
+    store.set(f"meshwright/cores/{place.rank}", json.dumps(read_rank_cores(os.environ)))
     if place.rank == 0:
-        share = min_cores_per_rank([json.loads(store.get(f"meshwright/cores/{rank}")) for rank in range(place.ranks)])
+        share = compute_min_cores_per_rank(
+            [json.loads(store.get(f"meshwright/cores/{rank}")) for rank in range(place.ranks)]
+        )
         try:
-            found = local_threads(recipe, 1, share)
+            found = choose_local_threads(recipe, 1, share)
         except UserError as error:
             store.set("meshwright/threads", f"!{error}")  # which the other ranks wait for
             raise
@@ -140,7 +144,7 @@ def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
     return ThreadChoice(int(answer))
 
 
-def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
+def read_rank_cores(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the host and cores of this rank: {"host": its host name, "cores": number of cores available to it,
     "shared": True if other ranks use the same cores}. environment: environment variables; SLURM_CPUS_PER_TASK is the
     number of cores that one task has to itself."""
@@ -150,8 +154,8 @@ def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
     return {"host": socket.gethostname(), "cores": cores, "shared": shared}
 
 
-def min_cores_per_rank(ranks: list[dict[str, Any]]) -> int:
+def compute_min_cores_per_rank(ranks: list[dict[str, Any]]) -> int:
     """Return the smallest number of cores per rank, at least 1; shared cores are divided by the number of ranks on the
-    host. ranks: result of `cores_of_rank` on each rank."""
+    host. ranks: result of `read_rank_cores` on each rank."""
     ranks_on = Counter(each["host"] for each in ranks)
     return max(1, min(each["cores"] // (ranks_on[each["host"]] if each["shared"] else 1) for each in ranks))

@@ -1,6 +1,6 @@
 """Rendezvous of the ranks of a job: by torchrun's or Kubernetes' environment, SLURM's, tcp:// or file://.
 
-Free of torch until `initialise` is called.
+Free of torch until `initialise_process_group` is called.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def read_place(rendezvous: str | None = None, environment: Mapping[str, str] | N
     else:
         rank, ranks = _read_int(environment, "SLURM_PROCID"), _read_int(environment, "SLURM_NTASKS")
         started_by = f"SLURM_PROCID={rank} SLURM_NTASKS={ranks}"
-        method = rendezvous or _slurm_method(environment)
+        method = rendezvous or _make_slurm_url(environment)
     if not 0 <= rank < ranks:
         raise UserError(f"{started_by}: ranks count from 0 to {ranks - 1}")
-    local_rank = _local_rank(environment, rank, ranks)
-    return Place(rank, ranks, local_rank, method, started_by, _host_ranks(environment, ranks))
+    local_rank = _read_local_rank(environment, rank, ranks)
+    return Place(rank, ranks, local_rank, method, started_by, _read_host_ranks(environment, ranks))
 
 
 _LOCAL_RANKS = (
@@ -93,7 +93,7 @@ _LOCAL_RANKS = (
 )
 
 
-def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | None:
+def _read_local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | None:
     """Return this process's rank on its host from the environment variables of torchrun, SLURM or MPI, None if unknown.
     rank, ranks: global rank and world size of this process; MPI's or SLURM's local rank is used only if their variables
     name the same two numbers."""
@@ -106,7 +106,7 @@ def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | 
     return 0 if ranks == 1 else None
 
 
-def _host_ranks(environment: Mapping[str, str], ranks: int) -> int | None:
+def _read_host_ranks(environment: Mapping[str, str], ranks: int) -> int | None:
     """Return the number of ranks on each host as torchrun or SLURM reports it; None if unknown or not equal on all
     hosts. environment: environment variables. ranks: world size."""
     count = environment.get("LOCAL_WORLD_SIZE", "")
@@ -116,7 +116,7 @@ def _host_ranks(environment: Mapping[str, str], ranks: int) -> int | None:
     return int(count) if count.isdecimal() and int(count) and ranks % int(count) == 0 else None
 
 
-def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
+def warn_of_tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
     """Return a warning line for the user if a tensor-parallel group of the layout spans several hosts, else None.
     host_ranks: number of consecutive ranks on each host."""
     if all(group[0] // host_ranks == group[-1] // host_ranks for group in layout.groups("tp")):
@@ -138,7 +138,7 @@ def check_world_size(place: Place, layout: Layout) -> None:
         )
 
 
-def first_host(nodes: str) -> str:
+def parse_first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list: `gpu[007-010,12],login1` -> `gpu007`."""
     match = re.match(r"(?:[^,\[\]]|\[[0-9][^\]]*\])+", nodes.strip())
     if match is None:
@@ -146,11 +146,11 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[0])
 
 
-def _slurm_method(environment: Mapping[str, str]) -> str:
+def _make_slurm_url(environment: Mapping[str, str]) -> str:
     """Return the rendezvous URL tcp://HOST:PORT for the tasks of a SLURM job: its first host, and a port derived from
     job and step id. environment: environment variables of the job."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
-    host = environment.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
+    host = environment.get("MASTER_ADDR") or (parse_first_host(nodes) if nodes else None)
     if host is None:
         raise UserError('SLURM_PROCID but no SLURM_JOB_NODELIST; set run.rendezvous = "tcp://HOST:PORT"')
     # All tasks of a job must derive the same port, and jobs on the same node different ones.
@@ -177,7 +177,7 @@ def connect_to_store(place: Place, timeout_seconds: float) -> Store:
         return _connect_store(place, timedelta(seconds=timeout_seconds))
 
 
-def initialise(place: Place, store: Store, device: str, timeout_seconds: float) -> None:
+def initialise_process_group(place: Place, store: Store, device: str, timeout_seconds: float) -> None:
     """Initialise torch.distributed on this rank: NCCL (and gloo for host tensors) if the device is "cuda:N", gloo if it
     is "cpu".
 
@@ -227,7 +227,7 @@ def _rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
 
 def format_busy_port_error(method: str) -> str:
     """Return the error message for a rendezvous URL (`method`) whose TCP port another program uses."""
-    port = host_and_port(method)[1]
+    port = parse_host_and_port(method)[1]
     where = "MASTER_PORT" if method == "env://" else "run.rendezvous"
     return (
         f"{where}: port {port}, where the ranks are to meet ({method}), is in use by another program on rank 0's host; "
@@ -246,7 +246,7 @@ def check_port_free(method: str) -> None:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
-            listener.bind(("", host_and_port(method)[1]))
+            listener.bind(("", parse_host_and_port(method)[1]))
             listener.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -254,7 +254,7 @@ def check_port_free(method: str) -> None:
             raise
 
 
-def host_and_port(method: str) -> tuple[str, int]:
+def parse_host_and_port(method: str) -> tuple[str, int]:
     """Return (host, port) of a rendezvous URL tcp://HOST:PORT, or for env:// from MASTER_ADDR and MASTER_PORT."""
     if method == "env://":
         return os.environ["MASTER_ADDR"], _read_int(os.environ, "MASTER_PORT")
@@ -276,7 +276,7 @@ def _connect_within(place: Place, connect: Callable[[timedelta], Store], timeout
     """
     if place.rank == 0:
         return connect(timeout)
-    host, port = host_and_port(place.method)
+    host, port = parse_host_and_port(place.method)
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
@@ -306,26 +306,26 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
     from torch.distributed.distributed_c10d import rendezvous  # type: ignore[attr-defined]
 
     if is_emulated_rank():
-        return _store_of_this_start(next(rendezvous("env://"))[0], place, timeout.total_seconds())
+        return _isolate_store_keys(next(rendezvous("env://"))[0], place, timeout.total_seconds())
     if place.method == "env://":
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = _connect_within(
             place, lambda limit: next(rendezvous("env://", place.rank, place.ranks, timeout=limit))[0], timeout
         )
-        return _store_of_this_start(store, place, timeout.total_seconds()) if agents and place.ranks > 1 else store
+        return _isolate_store_keys(store, place, timeout.total_seconds()) if agents and place.ranks > 1 else store
     if place.method.startswith("file://"):
         path = place.method.removeprefix("file://")
         _remove_stale_file(path)
         store = FileStore(path, place.ranks)
         store.set_timeout(timeout)
         return store
-    host, port = host_and_port(place.method)
+    host, port = parse_host_and_port(place.method)
     return _connect_within(
         place, lambda limit: TCPStore(host, port, place.ranks, is_master=place.rank == 0, timeout=limit), timeout
     )
 
 
-def _store_of_this_start(store: Store, place: Place, timeout_seconds: float) -> Store:
+def _isolate_store_keys(store: Store, place: Place, timeout_seconds: float) -> Store:
     """Return a view of torchrun's key-value store under a random key prefix, which is the same on all ranks and new
     each time that the ranks are started. Without it, a restarted rank could read keys of ranks that were killed.
     Collective: every rank calls it.

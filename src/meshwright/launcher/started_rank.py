@@ -52,7 +52,7 @@ class StartedRank:
         return None if self.report is None else self.report.get("error", self.report.get("fault"))
 
     @property
-    def lost_another(self) -> bool:
+    def blames_another_rank(self) -> bool:
         """True if the rank reported an error that another rank caused (`RankLost`, `RanksDisagree`)."""
         return self.error in ("RankLost", "RanksDisagree")
 

@@ -73,8 +73,8 @@ def empty_gradient(like: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tens
 
 
 def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
-    """View `x_BNSD` as [B, K, G, S, D]: query heads grouped by the key-value head that they read. `k_BKSD`: tensor from
-    whose shape K is taken."""
+    """View `x_BNSD` [B, N, S, D], a tensor of N query heads, as [B, K, G, S, D]: query heads grouped by the key-value
+    head that they read, G for each of K. `k_BKSD`: tensor from whose shape K is taken."""
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 

@@ -22,9 +22,10 @@ from meshwright.spec.config import ModelConfig
 
 
 class Block(nn.Module):
-    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts; the
-    outputs of both may be normalised too, or alone, and scaled. `axes`: communication of the mesh axes; `layer`: index
-    of the block in the model; `options`: `device` and `dtype` of the parameters."""
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts.
+    Depending on the model family, the outputs of both are normalised too, or instead of the inputs, and scaled. `axes`:
+    communication of the mesh axes; `layer`: index of the block in the model; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, layer: int, **options: Any) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ class Documents:
         return cls(torch.cummax(torch.cat([first, begins], dim=1), dim=1).values)
 
     def on_host(self) -> Documents:
-        """Return the boundaries in unsharded sequences on the CPU."""
+        """Return a copy on the CPU that has only the document boundaries, in unsharded sequences."""
         starts_BS = self.starts_BS if self.host_starts_BS is None else self.host_starts_BS
         return Documents(None if starts_BS is None else starts_BS.cpu())
 

@@ -94,8 +94,8 @@ class LatentAttention(nn.Module):
         return [self.qkv, *([] if self.query_up is None else [self.query_up]), self.latent_up, self.output]
 
     def _decompress(self, latent_BSR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys without position [B, N, S, P] and the values [B, N, S, V] of all heads, projected from
-        normalised latent vectors."""
+        """Project normalised latent vectors [B, S, R] to the keys without rotary position [B, N, S, P] and the values
+        [B, N, S, V] of this rank's N heads; return both. P, V: sizes per head."""
         both = self.latent_up(latent_BSR).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k_BNSP, v_BNSV = both.split([self.plain, self.latent.value_dim], dim=-1)
         return k_BNSP, v_BNSV
@@ -103,8 +103,9 @@ class LatentAttention(nn.Module):
     def _attend(
         self, q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSV: torch.Tensor, visible: Visible
     ) -> torch.Tensor:
-        """Return the causal attention [B, N, S, V]. Attention kernels take one head size: the shorter of D and V is
-        padded with zeros."""
+        """Return the causal attention output [B, N, S, V] of queries and keys of head size D and values of head size V.
+        The smaller size is padded with zeros, because attention kernels take one head size. `visible`: attention mask;
+        None: plain causal."""
         width, values = max(self.size, self.latent.value_dim), self.latent.value_dim
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q_BNSD, k_BNSD, v_BNSV))
         return self.context.attend(q, k, v, visible, self.scores)[..., :values]
@@ -112,9 +113,11 @@ class LatentAttention(nn.Module):
     def _attend_latent(
         self, q_BNSP: torch.Tensor, q_BNSE: torch.Tensor, new_B1SC: torch.Tensor, cache: AttentionCache, layer: int
     ) -> torch.Tensor:
-        """Return the attention output [B, N, S, V] over the latent vectors of a KV cache, to which those of the new
-        tokens are added. `new_B1SC`: latent vectors and rotary keys, C = R + E. Keys are W_k latent and values W_v
-        latent, so that q (W_k latent)^T = (q W_k) latent^T and p (W_v latent) = W_v (p latent)."""
+        """Return the attention output [B, N, S, V] of new tokens over the latent vectors in a KV cache, to which those
+        of the new tokens are added as layer number `layer`. `q_BNSP`, `q_BNSE`: features of the queries without and
+        with rotary position; `new_B1SC`: latent vectors and rotary keys of the new tokens, C = R + E. Keys are W_k
+        latent and values W_v latent, so that q (W_k latent)^T = (q W_k) latent^T and p (W_v latent) = W_v (p latent).
+        """
         up_NOR = self.latent_up.weight.unflatten(0, (self.heads, -1))
         key_NPR, value_NVR = up_NOR.split([self.plain, self.latent.value_dim], dim=1)
         q_BNSC = torch.cat([torch.matmul(q_BNSP, key_NPR), q_BNSE], dim=-1)

@@ -48,8 +48,7 @@ def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: 
 
 
 class OutputHead(NamedTuple):
-    """Weight and bias of the output head and how to compute with them; with tensor parallelism, this rank's slice of
-    the vocabulary.
+    """Weight, bias and loss settings of the output head; with tensor parallelism, of this rank's vocabulary slice.
 
     `weight_VH`, `bias_V`: weight and bias of the V token IDs that start at `first_token`. `tensor`: communication over
     tp. `widest`: largest V of any tp rank (default: this rank's V). `compile_backend`: torch.compile backend that fuses
@@ -249,15 +248,15 @@ class _Chunk:
 
 
 def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's maximum logit and its sum of exp(logit - maximum) over this rank's vocabulary, [C] each."""
+    """Return each of C tokens' maximum logit and sum of exp(logit - maximum) over this rank's vocabulary, [C] each."""
     wide = at_least_float32(logits_CV.dtype)
     maximum_C = logits_CV.amax(dim=1).to(wide)
     return maximum_C, (logits_CV.to(wide) - maximum_C[:, None]).exp().sum(dim=1)
 
 
 def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor, softcap: float) -> None:
-    """Overwrite the logits with softmax(logits) times `counted_C`, the factor on each token's loss (0 for ignored
-    tokens), and with a softcap times its derivative. `log_sum_C`: log-sum-exp of each token's logits."""
+    """Overwrite the logits of C tokens with softmax(logits) times `counted_C`, the factor on each token's loss (0 for
+    ignored tokens), and with a softcap times its derivative. `log_sum_C`: log-sum-exp of each token's logits."""
     slope_CV = 1 - (logits_CV.to(log_sum_C.dtype) / softcap).square() if softcap else None
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
     if slope_CV is not None:

@@ -39,7 +39,8 @@ class Pairs:
         """Build the pairs of sequences from `ids_BS`, the document number of each token, counted from 0. Documents 2k
         and 2k + 1 are a pair. If the last number is even, its tokens are padding: 0, 0, 1, 2, 3, 3, 4 are two pairs and
         one token of padding. `most`: P, the number of pairs per sequence for which tensors are allocated; None: the
-        largest number in the batch. `of`: 1 for single responses: every document counts, the padding included."""
+        largest number in the batch. `of`: number of documents that form an entry, 2 for pairs, 1 for single responses,
+        of which every document counts, the padding included."""
         pairs_B = (ids_BS.amax(dim=1) + 1) // 2 if of == 2 else ids_BS.amax(dim=1) + 1
         most = max(1, int(pairs_B.max())) if most is None else most
         counted_BP = torch.arange(most, device=ids_BS.device) < pairs_B[:, None]

@@ -41,8 +41,9 @@ class PredictionModule(nn.Module):
 def shift_by_one(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the next token of each token and the target of that next token, [B, S] each; the target is ignored at the
-    end of a sequence and where the next token is of another document."""
+    """Shift tokens and targets by one position, for multi-token prediction: return the next token of each token and the
+    target of that next token, [B, S] each. The target is ignored (-100) at the end of a sequence and where the next
+    token is in another document (`documents`: boundaries in packed sequences)."""
     next_BS, after_BS = tokens_BS.roll(-1, dims=1), targets_BS.roll(-1, dims=1)
     after_BS[:, -1] = IGNORED
     if documents is not None and (starts_BS := documents.starts_BS) is not None:

@@ -17,8 +17,9 @@ from meshwright.spec.rope_scaling import RopeScaling, Rotation
 
 
 def inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0) -> torch.Tensor:
-    """Return the rotary frequencies [R/2] of a layer: the angle in radians per position of each dimension pair, in
-    `dtype`. `rotation`: its rotary positions; `length`: tokens of the longest sequence, by which LongRoPE chooses.
+    """Return the rotary frequencies [R/2] of a layer: the angle in radians per position of each pair of features, in
+    `dtype`. `rotation`: the layer's rotary settings; `length`: tokens of the longest sequence, by which LongRoPE
+    chooses its factors.
 
     The order of operations is that of transformers, so that float32 tables agree to the last bit at any position."""
     exponents = torch.arange(0, rotation.size, 2, dtype=dtype) / rotation.size
@@ -78,9 +79,9 @@ def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotati
 
 
 class RotaryTable:
-    """Table of the rotary cosines and sines of layers with the rotary positions `rotation` by position, extended when
-    larger positions are requested; not part of a model's state. `dtype`: dtype of the model. `length`: tokens of the
-    longest sequence, by which LongRoPE chooses its factors; None: each document chooses by its own length.
+    """Table of rotary cosines and sines by position, for layers with the rotary settings `rotation`; it grows when
+    larger positions are requested, and is not part of a model's state. `dtype`: dtype of the model. `length`: tokens of
+    the longest sequence, by which LongRoPE chooses its factors; None: each document chooses by its own length.
 
     Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart."""
 
@@ -124,9 +125,10 @@ class RotaryTable:
 
 
 def half_rotation_order(config: ModelConfig) -> list[int] | None:
-    """Return the order of a head's D features in which every layer's rotary positions are half-rotations of all of
-    them: pairs are D/2 apart, and pairs that are not rotated have the angle 0 (`pad_pairs`). Scores do not depend on
-    the order, so that a server may store queries and keys in it. None: they are in this order already."""
+    """Return the permutation of a head's D features after which rotary pairs are D/2 apart (feature i with i + D/2), as
+    kernels with half-rotation over the whole head expect; pairs that are not rotated get the angle 0 (`pad_pairs`).
+    Attention scores do not depend on the order of features, so that a server may permute those of queries and keys.
+    None: they are in this order already."""
     size, rotated = config.head_dim, config.rotary_dim
     if config.positions != "rope" or (rotated == size and not config.rotary_interleaved):
         return None
@@ -139,8 +141,8 @@ def half_rotation_order(config: ModelConfig) -> list[int] | None:
 
 
 def pad_pairs(table: tuple[torch.Tensor, torch.Tensor], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine [P, R/2] extended to all D/2 pairs of a head of `size` D: those beyond R/2 stay as they
-    are."""
+    """Extend rotary cosines and sines [P, R/2] to all D/2 pairs of features of a head of `size` D, [P, D/2] each; the
+    added pairs have the angle 0 (cosine 1, sine 0), which leaves their features unchanged."""
     cosine, sine = table
     more = cosine.shape[0], size // 2 - cosine.shape[1]
     return torch.cat([cosine, cosine.new_ones(more)], dim=1), torch.cat([sine, sine.new_zeros(more)], dim=1)

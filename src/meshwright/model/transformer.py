@@ -305,8 +305,9 @@ class Transformer(nn.Module):
         cache: AttentionCache | None,
         positions_BS: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, dict[int, tuple[Rotated, Visible]]]:
-        """Return the position IDs (None: consecutive) and, for each of the `layers`, its rotary cosine and sine (None
-        without) and attention mask (None: plain causal, or a cache). Arguments are those of `_forward_blocks`."""
+        """Return the position IDs (None: consecutive) and {layer: (rotary cosine and sine, attention mask)} for each of
+        the `layers`. Cosine and sine: None without rotary positions; mask: None for plain causal attention or with a
+        KV cache. Arguments are those of `_forward_blocks`."""
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = {layer: self.config.layer_window(layer) for layer in layers}
         turns = {layer: self.config.layer_rotation(layer) for layer in windows}
@@ -333,9 +334,9 @@ class Transformer(nn.Module):
         self, normed_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents | None,
         counted_B: torch.Tensor | None, keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return the summed loss of the tokens after the next ones, and the load-balancing loss of the module that
-        predicts them. `normed_BSH`: output of the final norm; `counted_B`: number of target tokens of each sequence;
-        `keep`: argument of the loss. Other arguments are those of `run_stage`."""
+        """Run multi-token prediction: return (summed loss of predicting the token after the next one, load-balancing
+        loss of the prediction module). `normed_BSH`: output of the final norm; `counted_B`: number of target tokens of
+        each sequence; `keep`: True: compute the loss's gradients in forward. Other arguments: as in `run_stage`."""
         assert self.prediction is not None and self.axes.context.size == 1, "refused with cp"
         next_BS, after_BS = shift_by_one(tokens_BS, targets_BS, documents)
         x_BSH = self.prediction.project(normed_BSH, self._embed(next_BS, "prediction.embedding"))

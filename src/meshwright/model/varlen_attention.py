@@ -30,15 +30,15 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 
 
 class VarlenMask(NamedTuple):
-    """Causal attention within documents and a sliding window, by flash kernels, of the tokens in some chunks of each
-    sequence (without ring attention one chunk, the sequence).
+    """Attention mask in the form that flash kernels take: causal, within documents, with a sliding window; for the
+    tokens in the chunks of each sequence that this rank holds (two with ring attention, else one, the whole sequence).
 
-    cu_seqlens: int32 [chunks, L + 1] on the device: index, in the concatenation of a chunk over the batch, at which
-    each piece of a document begins, then the number of tokens; trailing pieces may be empty. None: each sequence is one
-    document. lengths: int64 [1 + 2 B chunks] on the CPU, for which the host does not wait and on which no compiled
-    graph depends: tokens of the longest piece; then for each sequence and chunk the index in the sequence at which the
-    document of the chunk's first token begins, and the number of the chunk's tokens in this document. window: a token
-    attends to itself and the `window` - 1 tokens before it; 0: no window."""
+    cu_seqlens: int32 [chunks, L + 1] on the device: the chunks number c of all sequences are concatenated, and row c
+    has the indices at which the pieces of documents in it begin, then the number of tokens; trailing pieces may be
+    empty. None: each sequence is one document. lengths: int64 [1 + 2 B chunks] on the CPU: tokens of the longest piece;
+    then for each sequence and chunk the index in the sequence at which the document of the chunk's first token begins,
+    and the number of the chunk's tokens in this document. window: a token attends to itself and the `window` - 1 tokens
+    before it; 0: no window."""
 
     cu_seqlens: torch.Tensor | None
     lengths: torch.Tensor | None
@@ -51,10 +51,11 @@ class VarlenMask(NamedTuple):
 
 
 class FlashCall(NamedTuple):
-    """Arguments of a call of the flash kernels, beside the heads. cu_seqlens, longest: of queries and of keys, for
-    variable lengths; None: each sequence is one document. causal: the last query sees all keys, each query before it
-    one less. left: the last query sees at most the last `left` + 1 keys, each query before it one more at the start
-    and, unless `causal`, all after; None: no limit. scale: of the scores; None: 1 / √D."""
+    """Arguments of a call of the flash kernels, besides queries, keys and values. cu_seqlens, longest: start indices
+    and largest length of the variable-length pieces, of queries and of keys alike; None: each sequence is one piece.
+    causal: the last query attends to all keys, each query before it to one key less at the end. left: the last query
+    attends to at most the last `left` + 1 keys, each query before it to one more at the start and, unless `causal`, to
+    all keys after them; None: no limit. scale: factor of the scores; None: 1 / √D."""
 
     cu_seqlens: torch.Tensor | None = None
     longest: int = 0
@@ -66,8 +67,9 @@ class FlashCall(NamedTuple):
 def varlen_mask(
     documents: Documents, window: int | None, device: torch.device, held: tuple[int, ...] = (0,), chunks: int = 1
 ) -> VarlenMask:
-    """Build, on the host, the mask of the chunks `held` of sequences cut into `chunks` chunks. `documents`: boundaries
-    in packed sequences; `window`: sliding window in tokens (None: none)."""
+    """Build the attention mask of a batch for flash kernels, on the host; its `cu_seqlens` is then copied to `device`.
+    `documents`: boundaries in packed sequences; `window`: sliding window in tokens (None: none); `chunks`: number of
+    chunks into which each sequence is cut for ring attention; `held`: indices of the chunks that this rank holds."""
     starts_BS = documents.on_host().starts_BS
     if starts_BS is None:
         return VarlenMask(None, None, window or 0)
@@ -76,8 +78,8 @@ def varlen_mask(
 
 
 def _find_lengths(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `cu_seqlens`, on the CPU, and `lengths` of a `VarlenMask` of the chunks `held` of X chunks of C tokens.
-    `starts_BXC`: index in the sequence at which each token's document begins."""
+    """Return the fields `cu_seqlens`, here on the CPU, and `lengths` of a `VarlenMask`. `starts_BXC`: index in the
+    sequence at which each token's document begins, for X chunks of C tokens; `held`: indices of this rank's chunks."""
     starts_BHC, first_BH1 = starts_BXC[:, held], starts_BXC[:, held, :1]
     is_first_BHC = starts_BHC == torch.arange(starts_BXC[0].numel()).view(starts_BXC.shape[1:])[held, :]
     is_first_BHC[..., 0] = True
@@ -111,7 +113,8 @@ def varlen_attention(
 def flash_forward(
     q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, call: FlashCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S], of one kernel call."""
+    """Run PyTorch's flash kernel once; return the attention output [B, N, S, D] and each query's log-sum-exp, float32
+    [B, N, S]. `call`: causality, window and variable lengths."""
     arguments = _kernel_arguments((q_BNSD, k_BKCD, v_BKCD), call)
     options = {"scale": call.scale, "window_size_left": call.left}
     out, log_sum = _flash_forward(*arguments, 0.0, call.causal, False, **options)[:2]
@@ -123,8 +126,9 @@ def flash_forward(
 def flash_backward(
     d_out_BNSD: torch.Tensor, saved: Sequence[torch.Tensor], call: FlashCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values, in their shapes, of the call of `flash_forward`. `saved`:
-    queries, keys, values, output and log-sum-exps (the last two may be over more keys than those of the call)."""
+    """Run PyTorch's flash backward kernel once; return the gradients of queries, keys and values, in their shapes.
+    `d_out_BNSD`: output gradient; `saved`: queries, keys, values, output and log-sum-exps (the last two over all keys,
+    of which the call may cover only some); `call`: arguments of the forward."""
     *heads, log_sum = saved
     q, k, v, out, d_out, *bounds = _kernel_arguments((*heads, d_out_BNSD), call)
     if call.cu_seqlens is not None:
@@ -138,8 +142,8 @@ def flash_backward(
 
 
 def _kernel_arguments(heads: Sequence[torch.Tensor], call: FlashCall) -> tuple[Any, ...]:
-    """Return the kernels' arguments: `heads` (queries, keys ...), cu_seqlens of queries and of keys, longest length of
-    queries and of keys. Heads are [B, S, N, D], with variable lengths [T, N, D]: copies only if not stored so."""
+    """Return the kernels' positional arguments: the tensors `heads` (queries, keys ...) as [B, S, N, D], or [T, N, D]
+    with variable lengths (copied only if not stored so); cu_seqlens of queries and of keys; their longest lengths."""
     by_token = [each.transpose(1, 2) for each in heads]
     if call.cu_seqlens is None:
         return *by_token, None, None, by_token[0].shape[1], by_token[1].shape[1]
@@ -148,7 +152,7 @@ def _kernel_arguments(heads: Sequence[torch.Tensor], call: FlashCall) -> tuple[A
 
 
 def _from_kernel(x: torch.Tensor, like_BNSD: torch.Tensor) -> torch.Tensor:
-    """Return a kernel's result [B, S, N, D] or [T, N, D] as [B, N, S, D] of the shape of `like_BNSD`."""
+    """View a kernel's result `x`, [B, S, N, D] or [T, N, D], as [B, N, S, D], the shape of `like_BNSD`."""
     return x.view(like_BNSD.transpose(1, 2).shape).transpose(1, 2)
 
 
@@ -189,7 +193,8 @@ def _causal_call(q_BNSD: torch.Tensor, tensors: list[torch.Tensor], window: int,
 
 
 def _empty_results(q_BNSD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return uninitialised results of the operator, for tracing."""
+    """Return an uninitialised output [B, N, S, D] and log-sum-exp [B, N, S] for queries `q_BNSD`: fake implementation
+    of the operator, for torch.compile. `rest`: ignored."""
     rows, heads, tokens, _ = q_BNSD.shape
     return empty_bsnd(q_BNSD), q_BNSD.new_empty((heads, rows, tokens), dtype=torch.float32).transpose(0, 1)
 

@@ -147,7 +147,8 @@ class _Linear(torch.autograd.Function):
     def forward(
         context: Any, x: torch.Tensor, weight_YX: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradients
     ) -> torch.Tensor:
-        """Return x Wᵀ + b, [..., Y], for x [..., X]. `queue`: receives dy and x in backward."""
+        """Return x Wᵀ + b, [..., Y], for x [..., X], W [Y, X] and b [Y] (`bias`; None: 0). `queue`: receives dy and x
+        in backward."""
         context.save_for_backward(x, weight_YX)
         context.weight, context.queue = weight_YX, queue
         return F.linear(x, weight_YX, bias)

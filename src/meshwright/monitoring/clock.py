@@ -18,6 +18,7 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = lambda: 0.0) -> None:
+        """Start without marks; arguments: see the class."""
         self.cuda = device.type == "cuda"
         self._waited = waited
         self._marks: list[tuple[str, float | torch.cuda.Event, float]] = []

@@ -141,6 +141,7 @@ class StepTimes:
     """Durations of the latest `KEPT` (1,000) training steps of this process, except its first `WARM_UP` (2) steps."""
 
     def __init__(self) -> None:
+        """Start without steps."""
         self._steps: deque[_StepTime] = deque(maxlen=KEPT)
         self._warming = WARM_UP
 

@@ -36,6 +36,8 @@ class Journal:
     """Set by `begin`."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, show_progress: bool) -> None:
+        """Create the journal of a run; `begin` opens its files and trackers. directory: run directory. show_progress:
+        print a line for each logged step."""
         self.recipe, self.mesh, self.directory = recipe, mesh, directory
         self.device = torch.device(mesh.device)
         self.leader = mesh.rank == 0
@@ -108,7 +110,7 @@ class Journal:
         if self.leader:
             for line in prediction.format_lines() if done < self.recipe.train.steps else ():
                 self.log(line)
-            self._track(done + 1, {"predicted": prediction.to_json_dict()})
+            self._queue_for_trackers(done + 1, {"predicted": prediction.to_json_dict()})
         self.progress.begin(done)
         self.memory.begin()
 
@@ -120,6 +122,7 @@ class Journal:
         self.log(f"nothing to do: {checkpoint} has all {steps} steps{more}; increase train.steps to continue")
 
     def __enter__(self) -> Journal:
+        """Return the journal."""
         return self
 
     def __exit__(
@@ -152,7 +155,7 @@ class Journal:
             "gradient_norm": record.gradient_norm,
             "learning_rate": record.learning_rate,
             self.rate_name: rate,
-            **({} if (mfu := self._mfu(rate)) is None else {"mfu": mfu}),
+            **({} if (mfu := self._compute_mfu(rate)) is None else {"mfu": mfu}),
             "memory_gib": self.memory.peak_bytes() / GIB,
             "seconds": record.seconds,
             "seconds_by_part": record.seconds_by_part,
@@ -171,7 +174,7 @@ class Journal:
         self._store_values(line, record)
         notable = validation is not None or not record.finite or done == self.recipe.train.steps
         if notable or done % self.recipe.train.log_every == 0:
-            self._write(line)
+            self._write_line(line)
         if not record.profiled:
             self._watch_ranks(done, record.rank_seconds)
         self.progress.step(done, self._format_figures(record, rate))
@@ -197,15 +200,15 @@ class Journal:
     def record_save_start(self, step: int, stall_seconds: float) -> None:
         """Write the event "checkpoint save has begun" to `metrics.jsonl`. step: step of the checkpoint; stall_seconds:
         time for which training was blocked to start the save."""
-        self._write({"event": "save", "step": step, "stall_seconds": stall_seconds})
+        self._write_line({"event": "save", "step": step, "stall_seconds": stall_seconds})
 
     def record_save_failure(self, step: int, reason: str) -> None:
         """Write and log the event that the checkpoint save of step `step` failed; training continues. reason: error
         text."""
-        self._write({"event": "save_failed", "step": step, "reason": reason})
+        self._write_line({"event": "save_failed", "step": step, "reason": reason})
         self.log(f"{reason}; training continues, and the next save tries again")
 
-    def _mfu(self, rate: float) -> float | None:
+    def _compute_mfu(self, rate: float) -> float | None:
         """Return the model FLOP utilisation of all devices together, as a fraction of their dense peak; None if FLOPs
         or peak are unknown. rate: tokens or samples per second of all ranks."""
         if self.run.flops_per_unit is None or self.run.peak_flops is None:
@@ -215,7 +218,7 @@ class Journal:
     def _format_figures(self, record: StepRecord, rate: float) -> list[str]:
         """Format a step's values as texts for the console, the most important first. rate: tokens or samples per second
         of all ranks."""
-        mfu = self._mfu(rate)
+        mfu = self._compute_mfu(rate)
         return [
             f"loss {record.loss:.3f}{record.metrics.text}",
             f"{rate:,.0f} {self.run.unit}/s",
@@ -233,14 +236,14 @@ class Journal:
             self._slow_rank = None if self._watch.between_windows else self._slow_rank
             return
         rank, ratio = slow
-        self._write({"event": "slow_rank", "step": done, "rank": rank, "ratio_to_median": ratio})
+        self._write_line({"event": "slow_rank", "step": done, "rank": rank, "ratio_to_median": ratio})
         if rank != self._slow_rank:  # logged once, not again for every window
             others = f"rank {1 - rank}'s" if self.mesh.world_size == 2 else "the median of the others'"
             steps = f"steps {done - self._watch.window + 1} to {done}"
             self.log(f"rank {rank} is slow: in {steps} its own work took {ratio:.1f} times as long as {others}")
         self._slow_rank = rank
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write_line(self, line: dict[str, Any]) -> None:
         """Write one line to `metrics.jsonl` and queue it for the trackers. If the file cannot be written, log that
         once."""
         if self.metrics is None:
@@ -252,7 +255,7 @@ class Journal:
             self.log(f"{self.directory.metrics} cannot be written ({problem}); its lines are kept and written later")
         self._metrics_problem = problem
 
-    def _track(self, step: int, values: dict[str, Any]) -> None:
+    def _queue_for_trackers(self, step: int, values: dict[str, Any]) -> None:
         """Queue values that are not in `metrics.jsonl`, such as the prediction, for the trackers. step: step to which
         they belong; values: nested dicts."""
         if self.tracking is not None:
@@ -263,7 +266,7 @@ class Journal:
     def record_stop(self, step: int, checkpointer: Checkpointer) -> None:
         """Send the paths of the newest and best checkpoint to the trackers, as values of step `step`. Called after the
         last save of a run that is stopped by SIGTERM or an interrupt."""
-        self._track(step, _checkpoint_paths(checkpointer))
+        self._queue_for_trackers(step, _checkpoint_paths(checkpointer))
 
     def make_result(self, end: RunEnd, checkpointer: Checkpointer, fullest: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result document (JSON dict) of the run: outcome, predicted and measured values, checkpoint paths.
@@ -282,7 +285,7 @@ class Journal:
             self.log(line)
         flops = self.run.flops_per_unit
         return (
-            self._outcome(end)
+            self._collect_outcome(end)
             | {
                 "layout": end.layout,
                 "parameters": self.run.parameters,
@@ -302,7 +305,7 @@ class Journal:
             | _checkpoint_paths(checkpointer)
         )
 
-    def _outcome(self, end: RunEnd) -> dict[str, Any]:
+    def _collect_outcome(self, end: RunEnd) -> dict[str, Any]:
         """Return the entries of the result document on the run's outcome: step, skipped steps, last loss and metrics,
         median throughput, MFU. end: final step and number of skipped steps."""
         figures = self._figures if self._figures[self.rate_name] else self._read_earlier_figures()
@@ -311,7 +314,7 @@ class Journal:
         utilisation: dict[str, Any] = {}
         if self.run.flops_per_unit is not None:
             utilisation = {
-                "mfu": None if rate is None else self._mfu(rate),
+                "mfu": None if rate is None else self._compute_mfu(rate),
                 "flops_convention": FLOPS_CONVENTION,
                 "peak_flops_per_device": self.run.peak_flops,
             }
@@ -326,7 +329,7 @@ class Journal:
     def write_result(self, result: dict[str, Any]) -> None:
         """Write the result document to the run directory and send it to the trackers; log a failure to write."""
         tracked = ("predicted", "measured", "checkpoint", "best_checkpoint")
-        self._track(result["step"], {key: result[key] for key in tracked})
+        self._queue_for_trackers(result["step"], {key: result[key] for key in tracked})
         if self.leader:
             try:
                 self.directory.write_result(result)
@@ -364,5 +367,5 @@ def _with_threads(recipe: Recipe, threads: int | None) -> Recipe:
 def _checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
     """Return {"checkpoint": path of the newest checkpoint, "best_checkpoint": path of the one with the lowest
     validation loss}; None for a missing one."""
-    newest, best = checkpointer.newest(), checkpointer.best()
+    newest, best = checkpointer.find_newest(), checkpointer.find_best()
     return {"checkpoint": str(newest.path) if newest else None, "best_checkpoint": str(best.path) if best else None}

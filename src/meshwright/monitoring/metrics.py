@@ -98,6 +98,7 @@ class SlowRankWatch:
     """
 
     def __init__(self, ranks: int, factor: float, window: int = 10) -> None:
+        """Start a window without steps; arguments: see the class."""
         self.factor, self.window = factor, window
         self._ranks = ranks
         self._steps: list[Sequence[float]] = []

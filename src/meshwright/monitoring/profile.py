@@ -19,7 +19,7 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.files import replace_file
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.comm.watched_calls import settle_calls, watch_calls
+from meshwright.comm.timed_calls import settle_calls, time_calls
 from meshwright.errors import error_reason
 from meshwright.monitoring.clock import StepClock
 from meshwright.monitoring.profile_trace import (
@@ -59,6 +59,7 @@ class Profile:
     line."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, log: Callable[[str], None]) -> None:
+        """Parse the recipe's `train.profile`; arguments: see the class."""
         first, _, last = (recipe.train.profile or "0:-1").partition(":")
         self.first, self.last = int(first), int(last or first)
         ranks = recipe.train.profile_ranks
@@ -84,10 +85,10 @@ class Profile:
         if ending or trainer.steps_done >= self.last:
             recording, self._recording = self._recording, None
             recording.stop()
-            self._write(recording, trainer.passes.program, trainer.steps_done)
+            self._write_traces(recording, trainer.passes.program, trainer.steps_done)
         return True
 
-    def _write(self, recording: _ProfileRecording, program: PipelineProgram, last: int) -> None:
+    def _write_traces(self, recording: _ProfileRecording, program: PipelineProgram, last: int) -> None:
         """Write each rank's trace, then the merged trace of all ranks on rank 0; log its path or the failure. All ranks
         must call it, as it synchronizes them.
 
@@ -134,6 +135,7 @@ class _ProfileRecording:
     torch.profiler."""
 
     def __init__(self, trainer: ProfiledTrainer, mesh: Mesh, operators: bool) -> None:
+        """Start to record on this rank; arguments: see the class."""
         self.steps = 0
         self.spans: list[Span] = []
         self.operators: Any = None
@@ -142,8 +144,8 @@ class _ProfileRecording:
         self._annotations = ExitStack()  # annotation of the current phase of the step
         self._marked = self._begun = 0
         self._zero, self._offset = _compare_clocks(mesh)
-        self._watch = watch_calls(mesh.communicator)
-        self.calls = self._watch.__enter__()
+        self._timer = time_calls(mesh.communicator)
+        self.calls = self._timer.__enter__()
         trainer.clock.listener = self._on_clock_mark
         trainer.passes.watched = lambda compute: _NamedCompute(compute, self._compute_step)
         if operators:
@@ -166,8 +168,8 @@ class _ProfileRecording:
         self.spans.append(Span("step", f"step {step}", f"step {step}", self._begun, time.time_ns()))
 
     def stop(self) -> None:
-        """Stop recording on this rank after all its collective calls have ended: a call that begins under torch's
-        profiler and ends after it would corrupt the process's memory (torch 2.13). Raises RankLost."""
+        """End the recording on this rank after all its collective calls have completed: a call that begins under
+        torch's profiler and ends after it would corrupt the process's memory (torch 2.13). Raises RankLost."""
         self._trainer.clock.listener = self._trainer.passes.watched = None
         self._mesh.communicator.around = nullcontext
         settle_calls(self._mesh.communicator)
@@ -175,7 +177,7 @@ class _ProfileRecording:
             torch.cuda.synchronize(self._mesh.device)
         if self.operators is not None:
             self.operators.stop()
-        self._watch.__exit__(None, None, None)
+        self._timer.__exit__(None, None, None)
 
     def rank_steps(self) -> RankSteps:
         """Return the intervals and collective calls recorded on this rank."""
@@ -211,10 +213,12 @@ class _ProfileRecording:
 
 
 class _NamedCompute:
-    """Wrapper of a `Compute`, the object that runs forward and backward of this rank's pipeline stages. around:
-    function (kind, stage, replica, micro-batch) -> context manager in which this pass runs."""
+    """Wrapper of a `Compute` (the object that runs forward and backward of this rank's pipeline stages) that runs each
+    pass inside a context manager, which records its time. around: function (kind, stage, replica, micro-batch) ->
+    context manager."""
 
     def __init__(self, compute: Compute, around: Callable[[Kind, int, int, int], AbstractContextManager[None]]) -> None:
+        """Wrap `compute`; arguments: see the class."""
         self._compute, self._around = compute, around
         self.buffer = compute.buffer
 

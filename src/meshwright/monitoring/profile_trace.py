@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.comm.watched_calls import WatchedCall
+from meshwright.comm.timed_calls import TimedCall
 from meshwright.errors import UserError
 from meshwright.program.durations import Durations
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
@@ -51,7 +51,7 @@ class RankSteps:
     rank: int
     zero: int
     spans: Sequence[Span]
-    calls: Sequence[WatchedCall]
+    calls: Sequence[TimedCall]
 
     def table(self) -> dict[str, Any]:
         """Return the recording as a dict of JSON types, the inverse of `from_table`."""
@@ -65,7 +65,7 @@ class RankSteps:
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> RankSteps:
         """Build a recording from the dict that `table` returned; unknown keys are ignored."""
-        spans, calls = [Span(**span) for span in table["spans"]], [WatchedCall(**call) for call in table["calls"]]
+        spans, calls = [Span(**span) for span in table["spans"]], [TimedCall(**call) for call in table["calls"]]
         return cls(table["rank"], table["zero"], spans, calls)
 
 
@@ -202,6 +202,7 @@ class _ThreadNumbers:
     of the first thread in the block of `THREADS` numbers that each rank has."""
 
     def __init__(self, rank: int, first: int) -> None:
+        """Start without threads; arguments: see the class."""
         self._rank, self._first, self._numbers = rank, rank * THREADS + first, dict[str, int]()
 
     def number(self, name: str) -> int:

@@ -21,6 +21,7 @@ class Progress:
     output stream, None for stderr; show: False prints nothing, for ranks other than 0."""
 
     def __init__(self, steps: int, *, stream: Any = None, show: bool = True) -> None:
+        """Start without output; arguments: see the class."""
         self._stream = stream or sys.stderr
         self._steps, self._show, self._last, self._done = steps, show, 0.0, 0
         self._bar: Any = None
@@ -42,21 +43,21 @@ class Progress:
             bar = BarColumn(bar_width=10)
 
             class Figures(ProgressColumn):
-                """Column of the figures that fit next to the bar on the console's line."""
+                """Progress column with the step's values ("loss 3.117" ...), as many as fit next to the bar."""
 
                 def render(column, task: Task) -> Text:  # noqa: N805
-                    """Return the text of the column."""
+                    """Return the column's text. task: rich's state of the progress bar."""
                     width = console.width
                     bar.bar_width = max(5, width // 8)
-                    room = width - len(self._position()) - bar.bar_width - 3
+                    room = width - len(self._format_position()) - bar.bar_width - 3
                     return Text(join_fitting(self._all_figures(), room), no_wrap=True, overflow="crop")
 
             class Position(ProgressColumn):
-                """Column of the steps done and in all."""
+                """Progress column with the number of steps done and of all steps."""
 
                 def render(column, task: Task) -> Text:  # noqa: N805
-                    """Return the text of the column."""
-                    return Text(self._position(), no_wrap=True)
+                    """Return the column's text. task: rich's state of the progress bar."""
+                    return Text(self._format_position(), no_wrap=True)
 
             console = Console(file=self._stream)
             self._bar = RichProgress(Position(), bar, Figures(), console=console)
@@ -69,7 +70,7 @@ class Progress:
         if not self._show:
             return
         if self._stream.isatty():
-            text = wrap_items(text, self._width())
+            text = wrap_items(text, self._terminal_width())
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
@@ -84,7 +85,7 @@ class Progress:
             self._bar.update(self._task, completed=done)
         elif self._show and (done == self._steps or not self._last or self._ends[-1] - self._last > PLAIN_SECONDS):
             self._last = self._ends[-1]
-            print("  ".join([self._position(), *figures, *self._times()]), file=self._stream, flush=True)
+            print("  ".join([self._format_position(), *figures, *self._format_times()]), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Remove the bar and restore the terminal."""
@@ -92,7 +93,7 @@ class Progress:
             self._bar.stop()
             self._bar = None
 
-    def _width(self) -> int:
+    def _terminal_width(self) -> int:
         """Return the width in columns of the terminal to which `stream` prints."""
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
@@ -100,17 +101,17 @@ class Progress:
             columns = 80
         return shutil.get_terminal_size((columns, 24)).columns  # the environment variable COLUMNS takes precedence
 
-    def _position(self) -> str:
+    def _format_position(self) -> str:
         """Format the number of steps done and of all steps as `step 58/60`."""
         return f"step {self._done}/{self._steps}"
 
     def _all_figures(self) -> list[str]:
         """Return the texts to display on a terminal, the most important first: remaining time, values of the step,
         elapsed time."""
-        elapsed, *remaining = self._times()
+        elapsed, *remaining = self._format_times()
         return [*remaining, *self._figures, elapsed]
 
-    def _times(self) -> list[str]:
+    def _format_times(self) -> list[str]:
         """Return texts for the elapsed and the remaining time; the latter only while steps are left and at least one
         has been measured."""
         now = time.monotonic()

@@ -19,8 +19,8 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 def work_unit(lines: Lines) -> str:
-    """Return the unit of throughput: "tokens", or "samples" for a user's own module. lines: step lines of
-    metrics.jsonl."""
+    """Return the unit in which a run counts throughput: "tokens", or "samples" for a user's own module. lines: step
+    lines of metrics.jsonl."""
     return "tokens" if "tokens_per_second" in lines[0] else "samples"
 
 
@@ -93,8 +93,8 @@ def _single_curves(runs: Sequence[Lines], work: str) -> list[tuple[str, str, str
 
 
 def select(lines: Lines, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
-    """Return the points (step, `scale` x value) of one key of metrics.jsonl; steps without a finite value are left out.
-    lines: step lines of the file."""
+    """Extract the points (step, `scale` x value) of one key of metrics.jsonl; steps without a finite value are left
+    out. lines: step lines of the file."""
     return [(line["step"], scale * line[key]) for line in lines if line.get(key) is not None]
 
 

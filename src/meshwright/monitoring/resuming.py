@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.checkpoint import newest
+from meshwright.checkpoint import find_newest
 from meshwright.errors import UserError
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import SCHEMA, Recipe, load_recipe_text
@@ -55,7 +55,7 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
     data_sha256: checksum of the prepared data's tokens; None: not checked. Raises `UserError` if a key that may not
     change differs from the checkpoint's recipe (it names the key and where it is set), or if the data differ.
     """
-    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None:
         return None
     state = checkpoint.state()

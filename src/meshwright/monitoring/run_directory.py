@@ -31,6 +31,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path | str) -> None:
+        """Refer to the directory at `path`, which need not exist yet."""
         self.path = Path(path)
         self._lock: DirectoryLock | None = None
 
@@ -84,28 +85,30 @@ class RunDirectory:
             self._lock = None
 
     def __enter__(self) -> RunDirectory:
+        """Create and lock the directory."""
         self.lock()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Unlock the directory."""
         self.unlock()
 
     def write_ranks(self, processes: Sequence[int]) -> None:
         """Write `ranks.json`: the process id of each rank, {"0": 4711, "1": 4712}. processes: ids in the order of
         ranks."""
-        self._replace(
+        self._replace_file(
             RANKS, json.dumps({str(rank): process for rank, process in enumerate(processes)}).encode() + b"\n"
         )
 
     def write_recipe(self, text: str) -> None:
         """Write the resolved recipe (file, overrides and defaults together) as TOML."""
-        self._replace(RECIPE, text.encode())
+        self._replace_file(RECIPE, text.encode())
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write the result document (JSON dict of figures and checkpoint paths) of a finished run to `result.json`."""
-        self._replace(RESULT, to_json_bytes(result))
+        self._replace_file(RESULT, to_json_bytes(result))
 
     def read_result(self) -> dict[str, Any] | None:
         """Return the result document (JSON dict of figures and checkpoint paths); None if no run has finished here or
@@ -118,7 +121,7 @@ class RunDirectory:
 
     def write_trackers(self, kept: Mapping[str, Mapping[str, str]]) -> None:
         """Store the strings that each tracker needs to resume, such as a run id. kept: tracker name -> key -> value."""
-        self._replace(TRACKERS, to_json_bytes(kept))
+        self._replace_file(TRACKERS, to_json_bytes(kept))
 
     def read_trackers(self) -> dict[str, dict[str, str]]:
         """Return the strings that `write_trackers` wrote: tracker name -> key -> value; empty if missing or invalid."""
@@ -145,7 +148,7 @@ class RunDirectory:
                 return step
         return None
 
-    def _replace(self, name: str, content: bytes) -> None:
+    def _replace_file(self, name: str, content: bytes) -> None:
         """Replace the file `name` of the directory atomically. `UserError` if it cannot be written."""
         try:
             replace_file(self.path / name, content, sync=False)

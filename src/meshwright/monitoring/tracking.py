@@ -41,6 +41,7 @@ class Tracking:
     def __init__(
         self, recipe: Recipe, layout: str, directory: RunDirectory, step: int, log: Callable[[str], None]
     ) -> None:
+        """Create the trackers and start their threads; arguments: see the class."""
         self._senders: list[_TrackerThread] = []
         if not recipe.track.to:
             return
@@ -49,7 +50,8 @@ class Tracking:
         entries: dict[str, dict[str, str]] = {}
 
         def keep() -> None:
-            """Write the strings that the trackers stored to the run directory; callable from several threads."""
+            """Write the trackers' stored strings (run IDs ...) to the run directory; may be called from several
+            threads."""
             with lock:
                 directory.write_trackers(entries)
 
@@ -110,6 +112,7 @@ class _TrackerThread:
         keep: Callable[[], None],
         log: Callable[[str], None],
     ) -> None:
+        """Start the thread; arguments: see the class."""
         self.name, self.tracker, self.run, self.recipe = name, tracker, run, recipe
         self._keep, self._log = keep, log
         self._missing = missing  # lines of `metrics.jsonl` that the tracker may lack: never dropped

@@ -222,7 +222,8 @@ def _compute_gradients(
 
 
 def _empty_results(q_BNCD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return uninitialised results of the operators, for tracing."""
+    """Return an uninitialised output [B, N, C, D] and log-sum-exp [B, N, C] for queries `q_BNCD`: fake implementation
+    of the ring attention operators, for torch.compile. `rest`: ignored."""
     return empty_bsnd(q_BNCD), q_BNCD.new_empty(q_BNCD.shape[:-1], dtype=at_least_float32(q_BNCD.dtype))
 
 

@@ -23,10 +23,10 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Axis
-from meshwright.comm.operators import exchange, gather_rows, reduce_scatter_rows
+from meshwright.comm.operators import all_to_all_rows, gather_rows, reduce_scatter_rows
 from meshwright.errors import RanksDisagree
 from meshwright.model.permutation import Permuted, invert_permutation
-from meshwright.parallel.recompute import remember
+from meshwright.parallel.recompute import compute_once
 
 COUNTS_SITE = "experts.counts"
 
@@ -63,8 +63,8 @@ class AllToAllTokenDispatcher:
         experts. `ends_E[e]`: index at which the copies of expert e end (exclusive). Return three things: the R received
         copies [R, H], sorted by local expert; the exclusive end index of each local expert's copies (int32, one per
         expert on this rank); and the state that `combine` needs."""
-        routes = remember(lambda: self._agree_on_routes(ends_E))
-        x_RH = exchange(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
+        routes = compute_once(lambda: self._agree_on_routes(ends_E))
+        x_RH = all_to_all_rows(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
         x_RH = gather_rows(x_RH, self.etp, "experts.gather", routes.shared)
 
         held = routes.counts_GPL.shape[2]
@@ -82,7 +82,7 @@ class AllToAllTokenDispatcher:
         routes, order_R, inverse_R = dispatched
         y_RH = Permuted.apply(y_RH, inverse_R, order_R, None)
         y_RH = reduce_scatter_rows(y_RH, self.etp, "experts.sum", routes.shared)
-        return exchange(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
+        return all_to_all_rows(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
         """Exchange the numbers of token copies and return them as `Routes`: over ep, how many copies go to each expert;

@@ -23,12 +23,12 @@ from meshwright.spec.parameters import ModelParameter, ParameterEntry, Parameter
 
 
 class Columns(NamedTuple):
-    """Range [start, stop) of the columns of a matrix that has `of` columns in all. The matrix is a parameter entry (one
+    """Range [start, stop) of the columns of a matrix that has `total` columns. The matrix is a parameter entry (one
     tensor of a checkpoint) as the model stores it, [output, input]."""
 
     start: int
     stop: int
-    of: int
+    total: int
 
     @property
     def width(self) -> int:
@@ -37,11 +37,11 @@ class Columns(NamedTuple):
 
 
 def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tensor:
-    """Return some columns of a matrix that is flattened in the last dim of `values`: [..., rows x columns.of] -> [...,
-    rows x columns.width]. `columns`: range of the columns; None: all, `values` itself."""
+    """Return some columns of a matrix that is flattened in the last dim of `values`: [..., rows x columns.total] ->
+    [..., rows x columns.width]. `columns`: range of the columns; None: all, `values` itself."""
     if columns is None:
         return values
-    return values.unflatten(-1, (-1, columns.of))[..., columns.start : columns.stop].flatten(-2)
+    return values.unflatten(-1, (-1, columns.total))[..., columns.start : columns.stop].flatten(-2)
 
 
 def slice_entries(value_of: Callable[[ParameterEntry], torch.Tensor]) -> ReadSlice:
@@ -148,7 +148,7 @@ class FlatLayout:
 
     @property
     def packing(self) -> Unpacked:
-        """Format in which the buffer holds its elements: as they are, or packed."""
+        """Storage format of the buffer's elements: plain, or quantized in blocks (NF4 or int8, for frozen weights)."""
         return packing_of(self.tensors[0].tensor.entries[0].packed if self.tensors else None)
 
     def slices_within(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:

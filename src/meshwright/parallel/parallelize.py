@@ -10,7 +10,7 @@ from meshwright.adapters.attach import attach_adapters
 from meshwright.comm.mesh import Mesh
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations
-from meshwright.parallel.pipeline import check_same_everywhere
+from meshwright.parallel.pipeline import check_programs_match
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.spec.config import ModelConfig
@@ -51,7 +51,7 @@ def parallelize(
 
     # Pipeline: the program determines the number of stages, the partition those of this rank.
     program = program_for(layout, config, sequence)
-    check_same_everywhere(program, mesh)
+    check_programs_match(program, mesh)
     partition = Partition.of(program, config, table, sequence)
 
     # Tensor, sequence, context and expert parallelism and recomputation are operations of the model's layers. Built on

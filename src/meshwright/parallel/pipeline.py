@@ -56,7 +56,7 @@ class Compute(Protocol):
         a bidirectional schedule."""
 
 
-def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
+def check_programs_match(program: PipelineProgram, mesh: Mesh) -> None:
     """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0, which would deadlock:
     each rank generates or reads the program by itself. The programs' names are not compared. Collective."""
     if mesh.pp.size == 1:
@@ -82,28 +82,28 @@ def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
 class _Step:
     """One compute step of a pipeline program on this rank. `kind`: forward, backward, B or W pass. `key`: indices
     (stage, replica (model copy), micro-batch). `reads`: activation or gradient of another stage that the step needs;
-    `makes`: the one that it computes for another stage; each as (output or gradient, replica, stage, micro-batch);
-    None: none. `answers`: values that this rank sent earlier and on which `reads` depends: once `reads` has arrived,
-    their receivers have used them, so that their memory can be released."""
+    `produces`: the one that it computes for another stage; each as (output or gradient, replica, stage, micro-batch);
+    None: none. `acknowledges`: values that this rank sent earlier and on which `reads` depends: once `reads` has
+    arrived, their receivers have used them, so that their memory can be released."""
 
     kind: Kind
     key: Key
     reads: Value | None  # from another stage
-    makes: Value | None  # for another stage
-    answers: tuple[Value, ...]  # sends known to be consumed once the value read has arrived
+    produces: Value | None  # for another stage
+    acknowledges: tuple[Value, ...]  # sends known to be consumed once the value read has arrived
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     """One send or receive between pipeline ranks. `value`: the activation or gradient, as (output or gradient, replica,
-    stage, micro-batch) of the stage that computes it; `peer`: index of the other rank on pp; `arrives`: True for a
-    receive, False for a send. `enters`: (stage, replica, micro-batch) of the forward step whose input, or input
+    stage, micro-batch) of the stage that computes it; `peer`: index of the other rank on pp; `is_receive`: True for a
+    receive, False for a send. `forward_key`: (stage, replica, micro-batch) of the forward step whose input, or input
     gradient, is transferred. `site`, `name`: labels in traces and errors."""
 
     value: Value
     peer: int
-    arrives: bool
-    enters: Key  # the step whose input (or its gradient) it is
+    is_receive: bool
+    forward_key: Key  # the step whose input (or its gradient) it is
     site: str
     name: str
 
@@ -145,7 +145,7 @@ class Pipeline:
         groups = []
         for group in self._groups:
             steps = [
-                replace(step, answers=())  # without backward, all sends are waited for at the end
+                replace(step, acknowledges=())  # without backward, all sends are waited for at the end
                 for step in group.steps
                 if step.kind == Kind.FORWARD and step.key[2] < micro_batches
             ]
@@ -181,10 +181,10 @@ class _PipelineExecution:
         """Post the sends and receives of a group together, without waiting for them."""
         messages = []
         for each in group:
-            tensor = self.compute.buffer(each.enters) if each.arrives else self.here.pop(each.value)
-            messages.append(Message(tensor.contiguous(), each.peer, each.arrives, each.site, each.name))
+            tensor = self.compute.buffer(each.forward_key) if each.is_receive else self.here.pop(each.value)
+            messages.append(Message(tensor.contiguous(), each.peer, each.is_receive, each.site, each.name))
         for each, message, handle in zip(group, messages, transfer(messages, self.axis), strict=True):
-            if each.arrives:
+            if each.is_receive:
                 self.arriving[each.value] = handle, message.tensor
             else:
                 self.leaving[each.value] = handle
@@ -193,21 +193,21 @@ class _PipelineExecution:
         """Execute one compute step: read its input, run it, and store the activation or gradient that it returns for
         another stage."""
         made = self.compute.run(step.kind, step.key, self.read(step))
-        assert (made is None) == (step.makes is None), f"{step}: the wrong end of the pipeline"
-        if made is not None and step.makes is not None:
-            self.here[step.makes] = made.detach()
+        assert (made is None) == (step.produces is None), f"{step}: the wrong end of the pipeline"
+        if made is not None and step.produces is not None:
+            self.here[step.produces] = made.detach()
 
     def read(self, step: _Step) -> torch.Tensor | None:
         """Return the activation or gradient that `step` needs from another stage, after waiting until it is received;
         None if the step needs none. Then release the sent tensors that the receipt shows to be consumed
-        (`step.answers`)."""
+        (`step.acknowledges`)."""
         if step.reads is None:
             return None
         if step.reads in self.here:
             return self.here.pop(step.reads)
         handle, tensor = self.arriving.pop(step.reads)
         handle.wait()
-        for value in step.answers:
+        for value in step.acknowledges:
             self.leaving.pop(value).wait()
         return tensor
 
@@ -216,7 +216,7 @@ def _build_groups(program: PipelineProgram, rank: int) -> list[_Group]:
     """Convert a pipeline program to the groups of compute steps and of transfers that pipeline rank `rank` executes;
     return them in order."""
     s, last = program.steps, program.stages - 1
-    answers = find_consumed_sends(program, rank)
+    consumed = find_consumed_sends(program, rank)
     groups: list[_Group] = []
     for at in s.of_rank(rank):
         if not groups or s.group[at] != s.group[at - 1]:
@@ -224,18 +224,18 @@ def _build_groups(program: PipelineProgram, rank: int) -> list[_Group]:
         kind, stage = Kind(int(s.kind[at])), int(s.stage[at])
         replica, micro_batch = int(s.replica[at]), int(s.micro_batch[at])
         if kind in COMPUTING:
-            makes = None
+            produces = None
             if kind == Kind.FORWARD and stage < last:
-                makes = OUTPUT, replica, stage, micro_batch
+                produces = OUTPUT, replica, stage, micro_batch
             elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and stage > 0:
-                makes = GRADIENT, replica, stage, micro_batch
-            what = find_read_value(program, at)
-            groups[-1].steps.append(_Step(kind, (stage, replica, micro_batch), what, makes, tuple(answers.get(at, ()))))
+                produces = GRADIENT, replica, stage, micro_batch
+            reads, acknowledges = find_read_value(program, at), tuple(consumed.get(at, ()))
+            groups[-1].steps.append(_Step(kind, (stage, replica, micro_batch), reads, produces, acknowledges))
         else:
             value = find_carried_value(program, at)
             direction, replica, stage, micro_batch = value
-            enters, site = (stage + 1, ACTIVATION_SITE) if direction == OUTPUT else (stage, GRADIENT_SITE)
-            arrives, peer, name = kind in ARRIVING, program.find_peer(at), program.describe(at)
-            key = enters, replica, micro_batch
-            groups[-1].transfers.append(_Transfer(value, peer, arrives, key, site, name))
+            forward_stage, site = (stage + 1, ACTIVATION_SITE) if direction == OUTPUT else (stage, GRADIENT_SITE)
+            is_receive, peer, name = kind in ARRIVING, program.find_peer(at), program.describe(at)
+            forward_key = forward_stage, replica, micro_batch
+            groups[-1].transfers.append(_Transfer(value, peer, is_receive, forward_key, site, name))
     return groups

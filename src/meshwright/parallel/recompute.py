@@ -29,22 +29,23 @@ aten = torch.ops.aten
 ours = torch.ops.meshwright
 
 
-def _overloads(namespace: Any, *names: str) -> frozenset[Any]:
-    """Return the operators `names` of a namespace of torch.ops, as activation checkpointing sees them."""
+def _get_overloads(namespace: Any, *names: str) -> frozenset[Any]:
+    """Return the default overloads (`torch.ops.NAMESPACE.NAME.default`) of the operators `names`; PyTorch passes
+    overloads to the policy of selective activation checkpointing."""
     return frozenset(getattr(namespace, name).default for name in names)
 
 
-MATRIX_PRODUCTS = _overloads(aten, "mm", "addmm", "linear") | _overloads(ours, "grouped_product")
+MATRIX_PRODUCTS = _get_overloads(aten, "mm", "addmm", "linear") | _get_overloads(ours, "grouped_product")
 KERNELS = "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"
-RING = _overloads(ours, "ring_attention", "flash_ring_attention")
-ATTENTION = RING | _overloads(ours, "tiled_attention", "varlen_attention")
-ATTENTION |= _overloads(aten, *(f"_scaled_dot_product_{name}" for name in KERNELS))
+RING = _get_overloads(ours, "ring_attention", "flash_ring_attention")
+ATTENTION = RING | _get_overloads(ours, "tiled_attention", "varlen_attention")
+ATTENTION |= _get_overloads(aten, *(f"_scaled_dot_product_{name}" for name in KERNELS))
 
 # Saved, as small results of communication: reductions, ring attention, dispatched and combined tokens. Repeated in
 # backward, as large as the slices of all ranks: the all-gathers of sequence parallelism (Korthikanti et al. 2022,
 # section 4.2.2) and the all-to-alls of Ulysses.
-SUMS = RING | _overloads(ours, "reduce_from", "reduce_scatter_to", "reduce_scatter_rows", "exchange")
-GATHERED = _overloads(ours, "gather_from", "all_to_all", "join_from", "gather_rows")
+SUMS = RING | _get_overloads(ours, "reduce_from", "reduce_scatter_to", "reduce_scatter_rows", "all_to_all_rows")
+GATHERED = _get_overloads(ours, "gather_from", "all_to_all", "join_from", "gather_rows")
 
 
 class ActivationCheckpointing(Recompute):
@@ -89,7 +90,8 @@ def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Functio
     and recompute those of all others in backward."""
 
     def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-        """Selective-checkpoint policy: save the results of `operators`, recompute all else."""
+        """Policy of PyTorch's selective activation checkpointing: return "must save" if `operator` is one of those to
+        save, else "prefer recompute"."""
         return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
 
     return _checkpoint_always(function, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
@@ -104,35 +106,37 @@ def _checkpoint_always(function: Function, **options: Any) -> Function:
         if not torch.is_grad_enabled():
             return function(*arguments)
         compiling = torch.compiler.is_compiling()
-        body = function if compiling else functools.partial(_run_remembering, function, [])
+        body = function if compiling else functools.partial(_run_with_stored_results, function, [])
         # No operator is random: RNG states need not be saved.
         return checkpoint(body, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
 
     return run
 
 
-_remembered = threading.local()
-"""`call`: results of `remember` in the checkpointed function that runs, and numbers of its next calls."""
+_stored = threading.local()
+"""`call`: results of `compute_once` in the checkpointed function that runs, and numbers of its next calls."""
 
 
-def _run_remembering(function: Function, results: list[Any], *arguments: Any) -> Any:
-    """Run `function`, in forward or in recompute, with the `results` of `remember` of its forward."""
-    _remembered.call = results, itertools.count()
+def _run_with_stored_results(function: Function, results: list[Any], *arguments: Any) -> Any:
+    """Call the checkpointed `function(*arguments)`, in forward or in its recomputation in backward. `results`: list in
+    which calls of `compute_once` inside it store their results in forward, and find them in recomputation."""
+    _stored.call = results, itertools.count()
     try:
         return function(*arguments)
     finally:
-        del _remembered.call
+        del _stored.call
 
 
-def remember(compute: Callable[[], T]) -> T:
-    """Return the result of `compute`, which has no gradient; in recompute the one of forward."""
-    results, numbers = getattr(_remembered, "call", (list[T](), itertools.count()))
+def compute_once(compute: Callable[[], T]) -> T:
+    """Return `compute()` in forward; when activation checkpointing recomputes the forward in backward, return the
+    result stored then, without another call. The result must need no gradient."""
+    results, numbers = getattr(_stored, "call", (list[T](), itertools.count()))
     if (number := next(numbers)) == len(results):
         results.append(compute())
     return results[number]
 
 
 def _drop_in_place_warning(record: logging.LogRecord) -> bool:
-    """Return False for torch's warning about in-place operations in checkpointed regions, so that it is not logged (a
-    logging filter): transformer blocks have no such operations."""
+    """Logging filter: return False, so that `record` is not logged, for torch's warning about in-place operations in
+    checkpointed regions; transformer blocks have none."""
     return "Detected that context_fn is passed" not in record.getMessage()

@@ -69,7 +69,7 @@ AddSpan = Callable[[Gradients, SavedQueries, torch.Tensor, Span], None]
 """Computation of the gradients of a span over a KV block, added in place."""
 
 
-def merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
+def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
     """Merge two attention results of the same queries over different keys, in place into the first: `out`, `log_sum`
     (output and log-sum-exp). `more`, `log_sum_more`: the second result. The merged output is the mean of both outputs,
     weighted by the exponentials of their log-sum-exps."""
@@ -140,22 +140,23 @@ def add_by_tiles(
 
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
-    """Reshape a per-query tensor [sequences, heads, G, X] to [sequences x heads, G x X, 1], the order of
-    `flatten_heads`. G: query heads per key-value head; X: queries."""
+    """Reshape a tensor with one number per query, [sequences, KV heads, G, X], to [sequences x KV heads, G x X, 1], to
+    broadcast it against a tile's scores. G: query heads per KV head; X: queries."""
     return flatten_heads(x[..., None])
 
 
 # --- flash kernels
 
 
-Piece = tuple[Any, Any, FlashCall]
+KernelCall = tuple[Any, Any, FlashCall]
 """Block of attention that one call of the flash kernels computes: index of the queries in [B, K, G, C], index of the
 keys in [B, K, C], arguments of the call."""
 
 
-def list_pieces(mask: VarlenMask, span: Span, rows: int, scale: float | None = None) -> Iterator[Piece]:
-    """Yield the pieces of `span` that documents and window do not hide. `rows`: number of sequences;
-    `scale`: of the scores."""
+def list_kernel_calls(mask: VarlenMask, span: Span, rows: int, scale: float | None = None) -> Iterator[KernelCall]:
+    """Yield the calls of the flash kernels that compute the attention of `span` (a slice of queries over a slice of
+    keys), each as (index of its queries, index of its keys, call arguments); pairs of tokens that document boundaries
+    or the sliding window hide are left out. `rows`: number of sequences; `scale`: of the scores (None: 1 / √D)."""
     every, chunk, window = slice(None), span.keys.stop - span.keys.start, mask.window
     half = int(span.queries.start > 0)
     lengths = [chunk, *[0, chunk] * 2 * rows] if mask.lengths is None else mask.lengths.tolist()
@@ -184,8 +185,9 @@ def list_pieces(mask: VarlenMask, span: Span, rows: int, scale: float | None = N
 def attend_by_flash(
     mask: VarlenMask, scale: float, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
-    """Compute the attention of `span` by flash kernels, as `attend_by_tiles` does."""
-    for at, there, call in list_pieces(mask, span, len(q_BKGCD), scale):
+    """Compute the attention of `span` (a slice of queries over a slice of keys) by flash kernels; yield partial results
+    to merge. `scale`: of the scores; `block`: keys and values, [2, B, K, C, D]."""
+    for at, there, call in list_kernel_calls(mask, span, len(q_BKGCD), scale):
         out, log_sum = flash_forward(q_BKGCD[at].flatten(1, 2), block[0][there], block[1][there], call)
         yield at, by_kv_head(out, block[0]), by_kv_head(log_sum, block[0])
 
@@ -193,8 +195,10 @@ def attend_by_flash(
 def add_by_flash(
     mask: VarlenMask, scale: float, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span
 ) -> None:
-    """Add the gradients of `span`, computed by flash kernels, as `add_by_tiles` does."""
-    for at, there, call in list_pieces(mask, span, len(saved.q), scale):
+    """Compute the gradients of the attention of `span` by flash kernels and add them in place to `gradients`.
+    `scale`: of the scores; `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B,
+    K, C, D]."""
+    for at, there, call in list_kernel_calls(mask, span, len(saved.q), scale):
         of_queries = saved.q, saved.out, saved.d_out, saved.log_sum_BKGC
         q, out, d_out, log_sum = (x[at].flatten(1, 2) for x in of_queries)
         dq, dk, dv = flash_backward(d_out, (q, block[0][there], block[1][there], out, log_sum), call)

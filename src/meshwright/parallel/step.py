@@ -21,7 +21,8 @@ from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL, PREFERENCE_FIGU
 
 TARGET_SITE = "data.targets"
 TermCount = int | torch.Tensor
-"""Number of a step's loss terms. On a GPU it is an integer scalar there, for which the host does not wait."""
+"""Number of a step's loss terms (target tokens or preference pairs); on a GPU an integer scalar tensor, so that the
+host need not wait for it."""
 
 
 class ForwardBackward:
@@ -63,7 +64,7 @@ class ForwardBackward:
         divided by the loss scale. Returns the loss of the micro-batches whose last stage is on this rank (float64
         scalar, 0 without any); `loss_share` corrects it for ranks that compute the same loss."""
         self.engine.begin_step(self._passes)
-        objective = self._objective(micro_batches)
+        objective = self._make_objective(micro_batches)
         compute = StageCompute(self.model, self.engine, micro_batches, targets, self._order, self.mark, objective)
         self._pipeline.run(compute if self.watched is None else self.watched(compute))
         self.engine.finish()
@@ -73,7 +74,7 @@ class ForwardBackward:
     def evaluate(self, micro_batches: Sequence[MicroBatch], targets: int = 1) -> torch.Tensor:
         """Return the summed loss divided by `targets`, without gradients (float64 scalar); 0 where the last stage is on
         another rank. `micro_batches`: at most as many as a step has."""
-        return self._run_forwards(micro_batches, targets, self._objective(micro_batches))
+        return self._run_forwards(micro_batches, targets, self._make_objective(micro_batches))
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
         """Run the forwards of preference micro-batches and return {micro-batch index: log-probabilities [B, D] (nats)
@@ -82,7 +83,7 @@ class ForwardBackward:
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
-            """Store the log-probabilities of a micro-batch and return a zero loss (an `Objective`)."""
+            """Store the log-probabilities of a micro-batch (by index) and return a loss of zero."""
             found[micro_batch] = log_probabilities_BD
             return log_probabilities_BD.new_zeros(())
 
@@ -100,16 +101,16 @@ class ForwardBackward:
             self._pipeline.run_forwards(compute, len(micro_batches))
         return compute.loss
 
-    def _objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
-        """Return a function (index of a micro-batch, log-probabilities [B, D] of the D responses of each sequence) ->
-        summed preference loss, which also adds the micro-batch's metrics to the attribute `figures`; None for
-        next-token training. `micro_batches`: those that the indices refer to."""
+    def _make_objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
+        """Build the loss function of preference training: (index of a micro-batch, log-probabilities [B, D] of the D
+        responses of each sequence) -> summed loss; it also adds the micro-batch's metrics to the attribute `figures`.
+        None for next-token training. `micro_batches`: those that the indices refer to."""
         preference = self.preference
         if preference is None:
             return None
         self.figures.zero_()
 
-        def of_pairs(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
+        def compute_loss(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
             """Return the summed preference loss of a micro-batch (by index) and add its metrics to `figures`."""
             pairs = micro_batches[micro_batch][2].pairs
             assert pairs is not None, "documents without pairs"
@@ -117,18 +118,18 @@ class ForwardBackward:
             self.figures.add_(found.figures)
             return found.loss
 
-        return of_pairs
+        return compute_loss
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:
-    """Return the number of target tokens (not -100) of the whole step over all ranks, at least 1. `targets`: target
-    tokens of each of this rank's micro-batches, [B, S] each. Collective."""
+    """Return the number of target tokens (not -100) of the whole step over all ranks, at least 1 (on a GPU a scalar
+    tensor there). `targets`: target tokens of each of this rank's micro-batches, [B, S] each. Collective."""
     return _sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh)
 
 
 def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> TermCount:
-    """Return the number of preference pairs of the whole step over all ranks, at least 1. `pairs`: pairs of each of
-    this rank's micro-batches, which all cp ranks hold alike. Collective."""
+    """Return the number of preference pairs of the whole step over all ranks, at least 1 (on a GPU a scalar tensor
+    there). `pairs`: pairs of each of this rank's micro-batches, equal on all cp ranks. Collective."""
     return _sum_over_data((micro_batch.count for micro_batch in pairs), mesh, copies=mesh.cp.size)
 
 
@@ -145,9 +146,9 @@ def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) 
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Divide `loss`, the loss of this rank's micro-batches, by the number of ranks that compute the same value, so that
-    the sum over all ranks is the loss of the step. These are the tp ranks and, for a preference loss (`of_pairs`), the
-    cp ranks."""
+    """Divide `loss`, the loss of this rank's micro-batches, by the number of ranks of `mesh` that compute the same
+    value, so that the sum over all ranks is the loss of the step. These are the tp ranks and, for a preference loss
+    (`of_pairs`), the cp ranks too."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 

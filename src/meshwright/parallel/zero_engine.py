@@ -268,8 +268,8 @@ class ZeroEngine:
 
 
 def _squared_norm(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a 1-D tensor as a float64 scalar. Squared norms of blocks of 4096 elements are
-    summed in float64: a single float32 sum over millions of elements loses four digits."""
+    """Return the sum of squares of the 1-D tensor `values` as a float64 scalar. The sums of blocks of 4096 elements are
+    added in float64: a single float32 sum over millions of elements loses four digits."""
     row = 4096
     whole = values.numel() // row * row
     rows = torch.linalg.vector_norm(values[:whole].view(-1, row), dim=1).double()

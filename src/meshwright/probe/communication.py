@@ -79,7 +79,7 @@ def choose_precision(mesh: Mesh) -> str:
     return "bf16" if faster > 0 else "fp32"
 
 
-def slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> float:
+def compute_slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> float:
     """Return the duration of a collective in seconds: in each batch that of the slowest rank, then the median over
     batches.
 

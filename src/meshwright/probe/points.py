@@ -89,13 +89,13 @@ class MeasurementPlan:
         those of large models."""
         if device == "cpu":
             return cls(
-                (*_cross((32, 256, 2048), _SMALL_SIDES), (512, 4096, 1024), (256, 8192, 256)),
+                (*_combine_shapes((32, 256, 2048), _SMALL_SIDES), (512, 4096, 1024), (256, 8192, 256)),
                 _list_powers(8, 24, 2),
                 _list_powers(10, 24, 2),
                 ("fp32", "bf16"),
                 kernel_sizes=(2**12, 2**16, 2**18, 2**20, 2**21),
             )
-        shapes = _cross((256, 2048, 8192), _SMALL_SIDES + _LARGE_SIDES)
+        shapes = _combine_shapes((256, 2048, 8192), _SMALL_SIDES + _LARGE_SIDES)
         shapes += ((8192, 8192, 8192), (2048, 32768, 4096))
         return cls(shapes, _list_powers(8, 28, 4), _list_powers(10, 28, 2), ("fp32", "tf32", "bf16", "fp16"))
 
@@ -107,7 +107,7 @@ class MeasurementPlan:
         communicate in every layer.
         """
         return cls(
-            _cross((256, 2048), _SMALL_SIDES),
+            _combine_shapes((256, 2048), _SMALL_SIDES),
             _list_powers(12, 22, 5),
             _list_powers(10, 25, 5),
             precisions,
@@ -153,14 +153,14 @@ class ReferenceKernel:
         self._processor = device.type == "cpu"
 
     def seconds(self) -> float:
-        """Time the product now; return the median of three calls in seconds. On other devices than CPUs, return 1.0."""
+        """Time the product now; return the median of three calls in seconds (1.0 on other devices than CPUs)."""
         if not self._processor:
             return 1.0
         with torch.no_grad():
             return statistics.median(_time_batch(self._call, torch.device("cpu"), 1) for _ in range(3))
 
 
-def _cross(tokens: Sequence[int], sides: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
+def _combine_shapes(tokens: Sequence[int], sides: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
     """Combine every number of tokens with every pair (output size, input size); return the shapes (tokens, output size,
     input size)."""
     return tuple((rows, *side) for rows in tokens for side in sides)
@@ -247,8 +247,8 @@ def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> fl
     return watch.seconds() / calls
 
 
-class _Seed(torch.autograd.Function):
-    """Scalar whose gradient with respect to a tensor is a given one."""
+class _SeededBackward(torch.autograd.Function):
+    """Autograd function that returns a scalar whose backward gives its first input a chosen gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -264,9 +264,9 @@ class _Seed(torch.autograd.Function):
 
 
 def start_backward(out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a scalar whose `backward()` gives `out` the gradient `gradient`, as `out.backward(gradient)` would. That
-    makes torch import sympy, which takes half a second."""
-    found: torch.Tensor = _Seed.apply(out, gradient)
+    """Return a scalar whose `backward()` gives `out` the gradient `gradient`: a replacement for
+    `out.backward(gradient)`, which makes torch import sympy (half a second)."""
+    found: torch.Tensor = _SeededBackward.apply(out, gradient)
     return found
 
 

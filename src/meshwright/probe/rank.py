@@ -22,11 +22,11 @@ import torch.distributed as dist
 from meshwright.comm import collectives
 from meshwright.comm.backend import group_backends
 from meshwright.comm.mesh import Mesh
-from meshwright.launcher.host_memory import machine_memory
+from meshwright.launcher.host_memory import read_machine_memory
 from meshwright.layout import Layout
 from meshwright.planner.hardware.machine_profile import processor_name
 from meshwright.planner.hardware.measured import Collective, Curve, Measured, Pass, Products, ReferenceStep
-from meshwright.probe.communication import OPERATIONS, make_axes, slowest_median, time_collective
+from meshwright.probe.communication import OPERATIONS, compute_slowest_median, make_axes, time_collective
 from meshwright.probe.compare import compute_ratios, find_slow
 from meshwright.probe.disk import measure_disk
 from meshwright.probe.points import (
@@ -183,7 +183,7 @@ def _time_points(
     for taken, reference in zip(_all_gather(mesh, times), _all_gather(mesh, local), strict=True):
         if any(taken):
             levels.append(statistics.median(reference))
-            taken = [one * levels[-1] / here for one, here in zip(taken, _smooth(reference), strict=True)]
+            taken = [one * levels[-1] / here for one, here in zip(taken, _smooth_times(reference), strict=True)]
         found.append(taken if any(taken) else [])
     return found, statistics.mean(levels)
 
@@ -214,7 +214,7 @@ def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[f
     return found
 
 
-def _smooth(times: list[float]) -> list[float]:
+def _smooth_times(times: list[float]) -> list[float]:
     """Return the running median over five consecutive times of the reference matrix product, in seconds. It removes
     single outliers but keeps slowdowns by other load, which last for seconds."""
     return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
@@ -244,7 +244,7 @@ def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], No
             seconds = []
             for size in plan.vector_bytes:
                 found_here = time_collective(mesh, axis, operation, size, plan.point_seconds * 4)
-                seconds.append(slowest_median(*(_all_gather(mesh, values) for values in found_here)))
+                seconds.append(compute_slowest_median(*(_all_gather(mesh, values) for values in found_here)))
             found.append(
                 Collective(operation, axis.size, place, Curve(tuple(map(float, plan.vector_bytes)), tuple(seconds)))
             )
@@ -276,6 +276,7 @@ def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, 
     operations = 200  # enough that the fixed cost of a backward pass is negligible
 
     def differentiated() -> None:
+        """Run a chain of `operations` multiplications and its backward pass."""
         y = leaf
         for _ in range(operations):
             y = y * x
@@ -291,7 +292,7 @@ def _describe_device(mesh: Mesh) -> dict[str, Any]:
     if mesh.device.type == "cuda":
         properties = torch.cuda.get_device_properties(mesh.device)
         return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}
-    return {"name": processor_name(), "memory_bytes": machine_memory() // mesh.tp.size}
+    return {"name": processor_name(), "memory_bytes": read_machine_memory() // mesh.tp.size}
 
 
 # --- exchange between ranks

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import RankLost, UserError
 from meshwright.launcher import rendezvous
-from meshwright.launcher.device import agree_on_device, choose_device, one_device
+from meshwright.launcher.device import agree_on_device, choose_device, choose_single_device
 from meshwright.launcher.hosts import agree_on_interface
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_process import run_rank
@@ -60,7 +60,7 @@ def probe(
     Raises `UserError` for a device or number of ranks that this machine does not have; with `short`, `RankLost` after
     `SHORT_LIMIT_SECONDS`.
     """
-    kind = one_device(device)
+    kind = choose_single_device(device)
     most = MOST_RANKS
     if kind == "cuda":
         import torch
@@ -132,7 +132,7 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
     if start.ranks > 1:
         begun = time.perf_counter()
         store = store or rendezvous.connect_to_store(start, TIMEOUT_SECONDS)
-        rendezvous.initialise(start, store, device, TIMEOUT_SECONDS)
+        rendezvous.initialise_process_group(start, store, device, TIMEOUT_SECONDS)
         starts["meeting"] = time.perf_counter() - begun
     try:
         mesh = make_probe_mesh(start.ranks, host_ranks, device, TIMEOUT_SECONDS)

@@ -41,7 +41,7 @@ def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: 
     known = find_device(reported["name"]) if device == "cuda" else None
     if known is not None:
         return {"like": known.name, "memory_bytes": reported["memory_bytes"]}
-    peaks = {precision: _round_floats(rate / _TERA) for precision, rate in best_product_rates(measured).items()}
+    peaks = {precision: _round_floats(rate / _TERA) for precision, rate in find_best_product_rates(measured).items()}
     return {
         "name": reported["name"],
         "memory_bytes": reported["memory_bytes"],
@@ -50,7 +50,7 @@ def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: 
     }
 
 
-def best_product_rates(measured: Measured, ranks: int | None = None) -> dict[str, float]:
+def find_best_product_rates(measured: Measured, ranks: int | None = None) -> dict[str, float]:
     """Return the highest FLOP/s of one rank in matrix products, by precision. ranks: number of ranks that computed at
     once on a host (None: `measured.ranks`)."""
     wanted = measured.ranks if ranks is None else ranks
@@ -161,8 +161,8 @@ def format_summary(found: Mapping[str, Any], path: str) -> str:
     each = "" if measured.backend == "nccl" or not measured.threads else f" of {threads} thread{'s' * (threads > 1)}"
     rows = [("device", f"{found['device']['name']}, {found['device']['memory_bytes'] / 2**30:.1f} GiB per rank")]
     rows.append(("ranks", f"{ranks}{each}{across}, {measured.backend}"))
-    alone = best_product_rates(measured, 1)
-    for precision, rate in best_product_rates(measured).items():
+    alone = find_best_product_rates(measured, 1)
+    for precision, rate in find_best_product_rates(measured).items():
         line = f"{_format_flops(rate)} per rank"
         if ranks > 1 and precision in alone:
             line += f" with all ranks busy; {_format_flops(alone[precision])} alone"

@@ -154,7 +154,7 @@ def _make_arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
 
 
 def _make_cells(
-    program: CollectiveProgram, memory: contract.Memory, fresh: set[tuple[int, int]]
+    program: CollectiveProgram, memory: contract.SymbolicMemory, fresh: set[tuple[int, int]]
 ) -> tuple[tuple[Cell, ...], ...]:
     """Return the cells (contents of slots, as drawn) of all ranks, indexed by rank, then by slot. A slot is the buffer
     for one chunk of the vector.

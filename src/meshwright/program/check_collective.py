@@ -187,7 +187,7 @@ def _check_races(program: CollectiveProgram) -> None:
         raise program.make_error(int(step[one]), reason)
 
 
-def _check_postcondition(program: CollectiveProgram, memory: contract.Memory) -> None:
+def _check_postcondition(program: CollectiveProgram, memory: contract.SymbolicMemory) -> None:
     """Raise `ProgramError` unless every rank ends with the operation's result: each slot of the result holds the right
     chunk, with exactly the required ranks' contributions.
 

@@ -44,7 +44,7 @@ def check_header(operation: str, ranks: int, chunks: int, root: int, scratch: in
 
 
 @dataclass
-class Memory:
+class SymbolicMemory:
     """Symbolic contents of the slots (buffers of one chunk each) of all ranks.
 
     chunk: [ranks, slots], number of the vector's chunk in each slot; -1 for an empty slot.
@@ -86,7 +86,7 @@ def find_receiver(ranks: int, root: int) -> int:
     return ranks - 1 if root != ranks - 1 else 0
 
 
-def build_initial_memory(program: CollectiveProgram) -> Memory:
+def build_initial_memory(program: CollectiveProgram) -> SymbolicMemory:
     """Return the symbolic contents of all slots (buffers for one chunk) before the first step: the input that the
     program's operation assumes on each rank.
 
@@ -102,7 +102,7 @@ def build_initial_memory(program: CollectiveProgram) -> Memory:
             holds = np.broadcast_to(rank == program.root, (ranks, chunks))
         case _:
             holds = np.ones((ranks, chunks), np.bool_)
-    memory = Memory(
+    memory = SymbolicMemory(
         np.full((ranks, program.slots), -1, np.int32),
         np.zeros((ranks, program.slots, -(-ranks // 64)), np.uint64),
     )

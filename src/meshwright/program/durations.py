@@ -55,9 +55,9 @@ class Durations:
     ) -> Durations:
         """Build durations by stage from durations by rank, which are divided equally among the rank's stages.
 
-        shape: the program, or (ranks, stages per rank). Other arguments: as the fields of `Durations`, but for all
-        stages of a rank together: one number, or one per rank. A list with one number per stage is kept as it is; so is
-        `transfer`.
+        shape: the program, or (ranks, stages per rank). forward, input_gradient, weight_gradient, update, overlapped:
+        as the fields of `Durations`, but for all stages of a rank together: one number, or one per rank. A list with
+        one number per stage is kept as it is; so is `transfer`, the message time between stages.
         """
         return cls(forward, input_gradient, weight_gradient, transfer, update, overlapped).split(shape)
 

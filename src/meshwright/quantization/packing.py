@@ -1,7 +1,7 @@
-"""Weights packed in blocks of 64 elements: NF4 (Dettmers et al. 2023, arXiv:2305.14314, section 3) and int8.
+"""Weights quantized in blocks of 64 elements: NF4 (Dettmers et al. 2023, arXiv:2305.14314, section 3) and int8.
 
-A block is stored as one record: its codes, then its largest absolute value as float32. Records are independent, so that
-a buffer may be cut at any block.
+A block is stored as one record of bytes: the codes of its elements, then its scale, the largest absolute value, as
+float32. Records are independent, so that a buffer may be cut at any block.
 """
 
 from __future__ import annotations
@@ -24,35 +24,37 @@ _NF4 = (
 
 @functools.cache
 def _nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return NF4's 16 values (arXiv:2305.14314, appendix E) and the 15 midpoints between them, float32."""
+    """Return NF4's 16 quantization levels (arXiv:2305.14314, appendix E), [16], and the midpoints between them, by
+    which values are rounded, [15]; float32, on `device`."""
     values = torch.tensor(_NF4, dtype=torch.float32, device=device)
     return values, (values[:-1] + values[1:]) / 2
 
 
 class Unpacked:
-    """Format of a buffer of elements that are not packed. Attribute `dtype`: dtype of the buffer; None: that of the
-    elements."""
+    """Storage format of a flat weight buffer whose elements are not quantized: one buffer item for each element. Base
+    class of `Packing`, the quantized formats. Attribute `dtype`: dtype of the buffer; None: that of the elements."""
 
     dtype: torch.dtype | None = None
 
     def count(self, elements: int) -> int:
-        """Return the number of items of the buffer that hold `elements` elements."""
+        """Return the number of buffer items that store `elements` weight elements: equally many."""
         return elements
 
     def count_elements(self, items: int) -> int:
-        """Return the number of elements in `items` items of the buffer."""
+        """Return the number of weight elements that `items` buffer items store: equally many."""
         return items
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the items of flat `values`."""
+        """Convert weights `values` [n] to buffer items: `values` itself."""
         return values
 
     def unpack(self, items: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values of flat `items`; `dtype` is that of packed ones."""
+        """Convert buffer items [n] to weights [n]: `items` itself. `dtype`: ignored here; dtype to which `Packing`
+        dequantizes."""
         return items
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return a parameter of the given shape as a view of its flat `items`; a packed one stays flat."""
+        """Return the weight of shape `shape` as a view of its buffer items [n]."""
         return items.view(shape)
 
 
@@ -60,38 +62,39 @@ UNPACKED = Unpacked()
 
 
 def packing_of(name: str | None) -> Unpacked:
-    """Return the format of a buffer: "nf4", "int8", or None for elements that are not packed."""
+    """Return the storage format of a weight buffer by its name: "nf4" or "int8"; None: not quantized."""
     return UNPACKED if name is None else Packing(name)
 
 
 @dataclass(frozen=True)
 class Packing(Unpacked):
-    """Format of packed weights, whose items are bytes. name: "nf4" or "int8"."""
+    """Storage format of weights quantized in blocks of 64 elements; the buffer items are bytes (uint8). name: "nf4" or
+    "int8"."""
 
     name: str
     dtype: ClassVar[torch.dtype] = torch.uint8  # type: ignore[misc]
 
     @property
     def record_bytes(self) -> int:
-        """Number of bytes of a block of 64 elements."""
+        """Number of bytes of a record: the codes and the scale of a block of 64 elements."""
         return RECORD_BYTES[self.name]
 
     def count(self, elements: int) -> int:
-        """Return the number of bytes of `elements` elements, a multiple of 64."""
+        """Return the number of bytes that store `elements` weight elements, a multiple of 64."""
         assert elements % BLOCK == 0, elements
         return elements // BLOCK * self.record_bytes
 
     def count_elements(self, items: int) -> int:
-        """Return the number of elements in `items` bytes."""
+        """Return the number of weight elements that `items` bytes store."""
         return items // self.record_bytes * BLOCK
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the flat records, which stand for a parameter of the given shape."""
+        """Return `items`, the flat records, unchanged: quantized bytes have no view in the weight's shape `shape`."""
         return items
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the records of flat `values` [n], n a multiple of 64: uint8 [n / 64 x record bytes]. The codes and
-        scales of NF4 are those of bitsandbytes, bit for bit."""
+        """Quantize weights `values` [n], n a multiple of 64; return their records, uint8 [n / 64 x record bytes]. The
+        codes and scales of NF4 are those of bitsandbytes, bit for bit."""
         blocks = values.reshape(-1, BLOCK).float()
         largest = blocks.abs().amax(dim=1)
         scaled = (blocks * (1.0 / largest.clamp(min=1e-38))[:, None]).clamp(-1, 1)
@@ -103,7 +106,7 @@ class Packing(Unpacked):
         return torch.cat([codes, largest[:, None].view(torch.uint8)], dim=1).flatten()
 
     def unpack(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values of flat `records` (uint8), in `dtype`: [n]. They are computed in float32, as by
+        """Dequantize `records`, uint8 [n / 64 x record bytes], to weights [n] in `dtype`, computed in float32 as by
         bitsandbytes."""
         records = records.view(-1, self.record_bytes)
         codes, largest = records[:, :-4], records[:, -4:].contiguous().view(torch.float32)
@@ -115,38 +118,39 @@ class Packing(Unpacked):
         return (values * largest).to(dtype).flatten()
 
     def round_trip(self, values: torch.Tensor) -> torch.Tensor:
-        """Return `values`, of any shape with a multiple of 64 elements, packed and unpacked, in float64."""
+        """Quantize `values`, of any shape with a multiple of 64 elements, and return their dequantized values in
+        float64, same shape."""
         return self.unpack(self.pack(values.reshape(-1)), torch.float32).double().view(values.shape)
 
 
 class PackedProduct:
-    """Product x Wᵀ of a linear layer whose weight W [outputs, inputs] is packed; W is unpacked for the product, and
-    again in backward. `packing`: its format; `outputs`, `inputs`: shape of W on this rank."""
+    """Product x Wᵀ of a linear layer whose frozen weight W [outputs, inputs] is quantized (QLoRA); W is dequantized for
+    the product, and again in backward. `packing`: its storage format; `outputs`, `inputs`: shape of W on this rank."""
 
     def __init__(self, packing: Packing, outputs: int, inputs: int) -> None:
         self.packing, self.shape = packing, (outputs, inputs)
 
     def unpack(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return W [outputs, inputs] in `dtype`, from its `records`."""
+        """Dequantize the weight from its `records`, flat uint8; return W [outputs, inputs] in `dtype`."""
         return self.packing.unpack(records, dtype).view(self.shape)
 
     def __call__(self, x: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ [..., outputs] for `x` [..., inputs] and the packed weight `records`."""
+        """Return x Wᵀ [..., outputs] for `x` [..., inputs]. `records`: the quantized weight, flat uint8."""
         return _Product.apply(x, records, self)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Product(torch.autograd.Function):
-    """Autograd function of `PackedProduct`: the packed weight gets no gradient."""
+    """Autograd function of the product with a quantized weight, which gets no gradient."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, records: torch.Tensor, product: PackedProduct) -> torch.Tensor:
-        """Return x Wᵀ."""
+        """Return x Wᵀ [..., outputs], with W dequantized from `records`. `product`: format and shape of W."""
         context.save_for_backward(records)
         context.product = product
         return torch.nn.functional.linear(x, product.unpack(records, x.dtype))
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient of x, dy W."""
+        """Return dy W, the gradient of x; None for the other inputs. `dy`: output gradient [..., outputs]."""
         (records,) = context.saved_tensors
         return dy @ context.product.unpack(records, dy.dtype), None, None

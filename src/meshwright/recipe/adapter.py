@@ -31,7 +31,8 @@ class AdapterRecipe(Table):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        """Check that no key is set in vain, and that dropout is 0; return the table. Raises ValueError otherwise."""
+        """Check that keys are set only if `kind` uses them, and that dropout is 0; return the table. Raises ValueError
+        otherwise."""
         if self.kind == "none":
             for name, field in type(self).model_fields.items():
                 if getattr(self, name) != field.default:

@@ -211,9 +211,9 @@ class DataRecipe(Table):
             raise ValueError(
                 f"clean.sentence_duplicates removes sentences, but {self.records} records must stay whole: remove it"
             )
-        if self.prefers and self.thinking == "all":
+        if self.has_preferences and self.thinking == "all":
             raise ValueError(f'thinking "all" makes an example of each turn, but {self.records} records stay whole')
-        if self.prefers and (self.train_on != "responses" or not self.document_mask):
+        if self.has_preferences and (self.train_on != "responses" or not self.document_mask):
             raise ValueError(
                 f"{self.records} records are trained on their responses, which must not attend to each other: "
                 'train_on = "responses" and document_mask = true'
@@ -225,7 +225,7 @@ class DataRecipe(Table):
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     @property
-    def prefers(self) -> bool:
+    def has_preferences(self) -> bool:
         """True for records with preferences: pairs of responses, or single responses with labels."""
         return self.records in OBJECTIVES_OF_RECORDS
 
@@ -234,7 +234,7 @@ class DataRecipe(Table):
         """Treatment of examples longer than a row: `too_long` if it is set, else "drop" for records with preferences,
         as a cut response is no longer the one that was judged, and "truncate" for others.
         """
-        return self.too_long or ("drop" if self.prefers else "truncate")
+        return self.too_long or ("drop" if self.has_preferences else "truncate")
 
     @property
     def template_name(self) -> str | None:

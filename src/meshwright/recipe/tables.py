@@ -62,6 +62,7 @@ def _program_validator(operation: str) -> AfterValidator:
     algorithms = (*COLLECTIVE_ALGORITHMS[operation], *ALGORITHM_ALIASES.get(operation, {}))
 
     def check(text: str) -> str:
+        """Return `text`; raise ValueError if it names no algorithm of the collective."""
         if text == "native" or text in algorithms or re.fullmatch("@.+", text):
             return text
         raise ValueError(unknown(f"{operation} algorithm", text, ("native", "@FILE", *algorithms)))

@@ -1,9 +1,9 @@
 """Admission of sequences to the block pool by the banker's algorithm, oldest first: memory cannot run out.
 
-Each running sequence may grow to a known most number of blocks. A state is safe if the sequences can end one after the
-other, the oldest first, each growing to its most with the blocks that are available and those that older ones gave back
-(Dijkstra, EWD 623; the order of ends is fixed here, so that the oldest sequence never waits). A step that would leave
-the safe states is refused.
+Each running sequence may grow to a known maximum number of blocks. A state is safe if the sequences can end one after
+the other, the oldest first, each growing to its maximum with the blocks that are available and those that older ones
+gave back (Dijkstra, EWD 623; the order of ends is fixed here, so that the oldest sequence never waits). A step that
+would leave the safe states is refused.
 
 A sequence grows by one block in each of its block tables at once, and in a table with a sliding window it gives blocks
 back while it runs. In table t it may still allocate `remaining` blocks, and of those it owns and those it allocates it
@@ -28,8 +28,8 @@ class AdmissionState:
     running sequences, ordered from the oldest to the youngest, may allocate, so that all of them can finish.
 
     For sequence i, slack_i = available + (sum of owned_j over older j) - need_i. owned_j: blocks that sequence j gives
-    back when it finishes. need_i: most blocks that sequence i may still need. The state is safe if no slack is
-    negative: each sequence can then finish once all older ones have finished.
+    back when it finishes. need_i: maximum number of blocks that sequence i may still need. The state is safe if no
+    slack is negative: each sequence can then finish once all older ones have finished.
 
     available: KV blocks that can be allocated now. tables: number W of block tables of each sequence. remaining [N]:
     blocks that each sequence may still allocate in each of its tables. most [N, W]: blocks that it may hold at once in
@@ -40,6 +40,7 @@ class AdmissionState:
     def __init__(
         self, available: int, tables: int, remaining: Sequence[int], most: Sequence[Row], owned: Sequence[Row]
     ) -> None:
+        """Copy the counts into arrays and compute the slack of every sequence; arguments: see the class."""
         self.available, self._tables = available, tables
         self._remaining = np.array(remaining, np.int64)
         self._most, self._owned = (np.array(each, np.int64).reshape(-1, tables) for each in (most, owned))
@@ -55,8 +56,9 @@ class AdmissionState:
         return not len(self._slack) or int(self._slack.min()) >= 0
 
     def allowance(self, index: int) -> int:
-        """Return how many KV blocks the sequence at `index` (0: the oldest) may now allocate in each of its tables so
-        that the state stays safe. The oldest sequence may share out all available blocks among its tables."""
+        """Return the maximum number of KV blocks that the sequence at `index` (0: the oldest) may now allocate in each
+        of its tables so that the state stays safe: for the oldest, all available blocks divided by the number of
+        tables."""
         older = self._slack[:index]
         return (min(self.available, int(older.min())) if index else self.available) // self._tables
 
@@ -96,6 +98,7 @@ class AnswerLengthRatio:
     """
 
     def __init__(self) -> None:
+        """Start at a ratio of 0.5."""
         self.ratio = 0.5
 
     def observe(self, tokens: int, max_tokens: int) -> None:

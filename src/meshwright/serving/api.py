@@ -12,7 +12,7 @@ from meshwright.checkpoint import find_checkpoint
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_inputs import Conversation
 from meshwright.errors import UserError
-from meshwright.launcher.device import one_device, refuse_device_of_layout
+from meshwright.launcher.device import choose_single_device, refuse_device_of_layout
 from meshwright.layout import Layout
 from meshwright.limits import limit_error, shorten_repr
 from meshwright.names import check_options
@@ -50,6 +50,7 @@ class TextStream:
     """
 
     def __init__(self, outputs: Iterator[Output], answer: Answer) -> None:
+        """Start with no output read; arguments: see the class."""
         self.generation = answer.generation
         self._pieces = filter(None, map(answer.add, outputs))
 
@@ -73,9 +74,10 @@ class Model:
     """
 
     def __init__(self, directory: Path, config: ModelConfig, run: RunRequests, layout: Layout | None = None) -> None:
+        """Load tokenizer and chat template of `directory`; arguments and attributes: see the class."""
         self.directory, self.layout = directory, layout
         self._run, self._positions = run, config.max_positions
-        self._prompts = Prompts.of_directory(directory, config, config.max_positions)
+        self._prompts = Prompts.from_directory(directory, config, config.max_positions)
         self._numbers = itertools.count()
 
     @overload
@@ -144,7 +146,7 @@ class Model:
         Raises UserError for an invalid prompt or option."""
         chosen: dict[str, Any] = dict(options)
         chat, ignore_eos = chosen.pop("chat", False), chosen.pop("ignore_eos", False)
-        wanted, n, stop = chosen.pop("max_tokens", 256), chosen.pop("n", 1), StopRule.of(chosen.pop("stop", ()))
+        wanted, n, stop = chosen.pop("max_tokens", 256), chosen.pop("n", 1), StopRule.parse(chosen.pop("stop", ()))
         for name, count in (("max_tokens", wanted), ("n", n)):
             if not isinstance(count, int) or count < 1:
                 raise UserError(f"{name} {count}: should be 1 or more")
@@ -231,7 +233,7 @@ def load(
     prepare_process()  # before torch is loaded
     refuse_device_of_layout(device, layout)
     name = parse_dtype(None if dtype is None else str(dtype).removeprefix("torch."))
-    device = one_device(device)
+    device = choose_single_device(device)
     directory = find_checkpoint(path, log)
     config = config_from_path(directory)
     reading = serving_layout("" if layout is None else str(layout), config)

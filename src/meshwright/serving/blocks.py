@@ -26,6 +26,7 @@ class HashChain:
     """
 
     def __init__(self, tokens: Sequence[int] = (), salt: str = "") -> None:
+        """Hash the full blocks of `tokens`; arguments: see the class."""
         self.hashes: list[bytes] = []
         self._salt = hashlib.blake2b(salt.encode(), digest_size=16).digest()
         self.extend(array("i", tokens))
@@ -57,6 +58,7 @@ class BlockPool:
     """
 
     def __init__(self, size: int) -> None:
+        """Create a pool of `size` KV blocks, all free."""
         self.size = size
         self.owned: Counter[tuple[int, int]] = Counter()
         self.releases = 0

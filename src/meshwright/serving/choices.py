@@ -1,4 +1,5 @@
-"""Choices of a response: tokens from the engine to text that ends at a stop string or stop token. Free of torch."""
+"""Choices of a response (OpenAI API): convert the engine's tokens to text that ends at a stop string or stop token.
+Free of torch."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ class StopRule(NamedTuple):
     include: bool = False
 
     @classmethod
-    def of(cls, stop: object, include: bool = False) -> StopRule:
-        """Return the rule for the option `stop`: a text, or a sequence of texts. include: True: the returned text keeps
-        the stop string or stop token at its end. Raises UserError for another type of `stop`, and for an empty text."""
+    def parse(cls, stop: object, include: bool = False) -> StopRule:
+        """Parse the API's option `stop`, a text or a sequence of texts, to a rule. include: True: the returned text
+        keeps the stop string or stop token at its end. Raises UserError for another type of `stop`, and for an empty
+        text."""
         strings = [stop] if isinstance(stop, str) else stop
         if not isinstance(strings, Sequence) or not all(each and isinstance(each, str) for each in strings):
             raise UserError("stop: should be a text that is not empty, or several")
@@ -39,14 +41,13 @@ class PlacedToken(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Part of a choice (one answer in the OpenAI API): what is new since the previous part. Without streaming, the
-    whole choice.
+    """Delta of a choice (one answer in the OpenAI API): its text and tokens since the previous delta. Without
+    streaming, the whole choice.
 
     Attributes:
         text: New text, whole characters.
         tokens: New tokens; the text of the last ones may come in a later piece.
-        finish_reason: `"stop"` or `"length"`; None while the choice goes on.
-    """
+        finish_reason: `"stop"` or `"length"`; None while the choice goes on."""
 
     text: str
     tokens: Sequence[PlacedToken]
@@ -54,8 +55,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def join(cls, pieces: Sequence[Piece]) -> Piece:
-        """Return one piece with the text and tokens of consecutive `pieces` of a choice, in order, and the finish
-        reason of the last."""
+        """Concatenate consecutive `pieces` of a choice to one, with the finish reason of the last."""
         tokens = [token for piece in pieces for token in piece.tokens]
         return cls("".join(piece.text for piece in pieces), tokens, pieces[-1].finish_reason)
 
@@ -81,6 +81,7 @@ class Choice:
     """
 
     def __init__(self, index: int, request: Request, prompts: Prompts, stop: StopRule, echo: str | None = None) -> None:
+        """Start an answer without tokens; arguments: see the class."""
         self.index, self.request = index, request
         self.cached_tokens = self.completion_tokens = 0
         self.finish_reason: str | None = None
@@ -99,7 +100,7 @@ class Choice:
         """Append an engine output to the choice, and return the piece of text and tokens that is new. Tokens after a
         stop string are dropped."""
         self.cached_tokens = output.cached_tokens or self.cached_tokens
-        text, tokens = self._extend(output)
+        text, tokens = self._convert_output(output)
         if tokens:
             self.last = time.perf_counter()
             self.first = self.first or self.last
@@ -112,9 +113,9 @@ class Choice:
             text, tokens, self._unsent_echo = self._unsent_echo + text, self._place_prompt() + tokens, None
         return Piece(text, tokens, self.finish_reason)
 
-    def _extend(self, output: Output) -> tuple[str, list[PlacedToken]]:
+    def _convert_output(self, output: Output) -> tuple[str, list[PlacedToken]]:
         """Convert an engine output to (new text, new tokens with their offsets in the choice's text), up to a stop
-        string. If the output ends the choice, set `finish_reason` and `stop_reason`."""
+        string. Set `finish_reason` and `stop_reason` if the output ends the choice."""
         answer, text, tokens = self._answer, "", []
         hidden = output.results[-1:] if output.finish_reason == "stop" and not self._stop.include else []
         for result in output.results[: len(output.results) - len(hidden)]:
@@ -136,8 +137,8 @@ class Choice:
         return text, tokens
 
     def _place_prompt(self) -> list[PlacedToken]:
-        """Return the prompt's tokens, each with its character offset in the echoed prompt; empty if no prompt
-        log-probabilities were requested."""
+        """Return the prompt's tokens with their log-probabilities, each with its character offset in the echoed prompt;
+        empty if no prompt log-probabilities were requested."""
         detokenizer, placed, characters = self._prompts.detokenizer(()), [], 0
         for token, result in zip(self.request.tokens, self.prompt_results, strict=False):
             placed.append(PlacedToken(result or TokenResult(token), characters))

@@ -27,12 +27,14 @@ class DeviceLogits:
     `summarize_logits`. buffers: pinned host buffer and device buffer for the sampling inputs, each float64 [at least 3
     R]. Kernels and copies are queued on the current CUDA stream; iteration waits for them.
 
-    decided: True if the figures alone determine every row's sampled token, without the host.
-    """
+    decided: True if the GPU has sampled the token of every row itself (greedy, or temperature without top-k, top-p or
+    penalties), so that the host need not read any logits."""
 
     def __init__(
         self, logits_RV: torch.Tensor, draws: Sequence[Draw], operations: ModuleType, buffers: Sequence[torch.Tensor]
     ) -> None:
+        """Launch the kernel that reduces each row and queue the copy of its results to the host; arguments: see the
+        class."""
         self._logits, self._draws = logits_RV, draws
         self.decided = all(draw.decides and not draw.ranked for draw in draws)
         rows, size = logits_RV.shape
@@ -48,13 +50,13 @@ class DeviceLogits:
             self._ranked = values.to("cpu", non_blocking=True), tokens.to("cpu", non_blocking=True)
         self._copied = torch.cuda.current_stream(logits_RV.device).record_event() if logits_RV.is_cuda else None
 
-    def pass_on(self, tokens: torch.Tensor) -> None:
-        """Queue the copy of the sampled token IDs to `tokens`, int32 [R], the input of the runner's next step. Only if
-        `decided`, as that step overwrites the logits."""
+    def copy_tokens_to(self, tokens: torch.Tensor) -> None:
+        """Queue the copy of the token IDs that the GPU has sampled to `tokens`, int32 [R], the input of the runner's
+        next step. Allowed only if `decided`, as that step overwrites the logits."""
         tokens.copy_(self._drawn_R.int().clamp_(0, self._logits.shape[1] - 1))  # undefined if logits are NaN
 
     def wait(self) -> None:
-        """Wait until the figures are in host memory."""
+        """Block the host until the results of `summarize_logits` are in host memory."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -74,14 +76,15 @@ class DeviceRow:
     value that is not among the `figures` or the `ranked` logits is read from a host copy of the whole row, made once.
 
     logits_RV: logits of all output rows, float32. row: index of this row. draw: sampling inputs with which the figures
-    were computed. figures: [7], this row of the result of `summarize_logits`. ranked: (values float32 [K], token IDs
-    int64 [K]) of the K highest logits, in descending order, equal ones by token ID; K may be 0.
-    """
+    were computed. figures: [7], this row of the result of `device_operations.summarize_logits` (most likely token, its
+    logit, softmax denominators, drawn token ...). ranked: (values float32 [K], token IDs int64 [K]) of the K highest
+    logits, in descending order, equal ones by token ID; K may be 0."""
 
     def __init__(
         self, logits_RV: torch.Tensor, row: int, draw: Draw, figures: Sequence[float],
         ranked: tuple[Logits, npt.NDArray[np.int64]],
     ) -> None:  # fmt: skip
+        """Store references; no logits are copied yet. Arguments: see the class."""
         self._logits, self._index, self._draw, self._figures = logits_RV, row, draw, figures
         self.size = logits_RV.shape[1]
         self.best, self.highest = int(figures[0]), np.float32(figures[1])
@@ -94,7 +97,7 @@ class DeviceRow:
 
     def on_host(self) -> Logits:
         """Return a copy of the logits [V] in host memory; must not be modified."""
-        return self._row().on_host()
+        return self._host_row().on_host()
 
     def logit(self, token: int) -> float:
         """Return the logit of a token ID."""
@@ -103,14 +106,14 @@ class DeviceRow:
             if token == known:
                 return logit
         place = np.flatnonzero(self._tokens == token)
-        return float(self._values[place[0]]) if len(place) else self._row().logit(token)
+        return float(self._values[place[0]]) if len(place) else self._host_row().logit(token)
 
     def total_weight(self, temperature: float) -> float:
         """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator; highest:
         the row's largest logit. temperature: more than 0."""
         if temperature == 1:
             return self._figures[2]
-        return self._figures[3] if temperature == self._draw.temperature else self._row().total_weight(temperature)
+        return self._figures[3] if temperature == self._draw.temperature else self._host_row().total_weight(temperature)
 
     def draw(self, temperature: float, uniform: float) -> int:
         """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
@@ -123,26 +126,26 @@ class DeviceRow:
         """Return the number of logits that are at least `least`."""
         if self._certain == self.size or (len(self._values) and self._values[-1] < least):
             return int(np.count_nonzero(self._values >= least))
-        return self._row().count_from(least)
+        return self._host_row().count_from(least)
 
     def highest_logits(self, count: int) -> Logits:
         """Return the `count` highest logits in descending order."""
-        return self._values[:count] if count <= len(self._values) else self._row().highest_logits(count)
+        return self._values[:count] if count <= len(self._values) else self._host_row().highest_logits(count)
 
     def most_likely(self, count: int) -> list[int]:
         """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""
         if count > self._certain:
-            return self._row().most_likely(count)
+            return self._host_row().most_likely(count)
         found: list[int] = self._tokens[:count].tolist()
         return found
 
     def token_at(self, rank: int, values: Logits) -> int:
         """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,
         equal logits by ascending ID. values: the highest logits in descending order, more than `rank` of them."""
-        return int(self._tokens[rank]) if rank < self._certain else self._row().token_at(rank, values)
+        return int(self._tokens[rank]) if rank < self._certain else self._host_row().token_at(rank, values)
 
-    def _row(self) -> HostRow:
-        """Return the row in host memory, copied at the first call."""
+    def _host_row(self) -> HostRow:
+        """Return the row's logits copied to host memory; the copy is made at the first call."""
         if self._host is None:
             self._host = HostRow(self._logits[self._index].cpu().numpy())
         return self._host

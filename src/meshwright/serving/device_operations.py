@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
     Attributes:
         numbers: int32 [3, I], for each of the I tiles: index of its first token in the step, number of tokens, and row
             of its sequence in `tables`.
-        tokens: Most tokens of a tile.
+        tokens: Maximum number of tokens of a tile.
         rows: Query rows of a tile, tokens x query heads per key-value head (padded): 16 or 64.
         positions, slots: Position and KV-cache slot of each of the step's T tokens, int32 [T].
         tables: The layer's block table of each sequence, int32 [sequences, blocks]; may be a strided view.

@@ -1,4 +1,4 @@
-"""Parameters of a model as the kernels of a GPU read them."""
+"""Conversion of a model's parameters to the form that the GPU kernels of serving read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from meshwright.spec.config import ModelConfig
 
 
 def prepare_parameters(model: Transformer, config: ModelConfig) -> None:
-    """Change the parameters of `model`, in place, to those that the kernels read: weights of norms with their centre
-    added and the final one divided by the logit divisor, in float32; queries and keys in the order of half-rotations
-    (`half_rotation_order`)."""
+    """Convert the parameters of `model` in place for the GPU kernels: norm weights w to the factor that multiplies (1 +
+    w for norms whose weight is centred at 1), the final norm also divided by the logit divisor, in float32; query and
+    key features in the order of half-rotations (`half_rotation_order`)."""
     for module in model.modules():
         if isinstance(module, RMSNorm) and module.centre:
             module.weight, module.centre = torch.nn.Parameter(module.factors(), requires_grad=False), 0.0

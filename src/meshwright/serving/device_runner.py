@@ -52,6 +52,8 @@ class DeviceRunner:
         self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, limits: StepLimits, operations: ModuleType, *,
         batch_invariant: bool = False, graphs: bool = True,
     ) -> None:  # fmt: skip
+        """Load the weights, allocate KV pool and buffers, compile the kernels and capture the CUDA graphs; arguments:
+        see the class."""
         self.config, self._stage, self._limits = weights.config, weights.stage, limits
         self._operations, self._invariant, self._device = operations, batch_invariant, mesh.device
         self._tensor = OrderedTensorParallel(mesh)
@@ -100,7 +102,7 @@ class DeviceRunner:
         )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         if graphs:
-            self._capture()
+            self._warm_up()
 
     def memory(self) -> dict[str, int]:
         """Return {kind: bytes}: on the device `weights`, `kv` and `workspace` (buffers, and the extra KV block of
@@ -135,7 +137,7 @@ class DeviceRunner:
             many = size if decoding else sequences
             self._tables[:many].copy_(staged[1][:many], non_blocking=True)
             if after is not None:
-                after.pass_on(self._numbers[0, :tokens])
+                after.copy_tokens_to(self._numbers[0, :tokens])
             if decoding and size in self._graphs:
                 graph, found = self._graphs[size]
                 graph.replay()
@@ -181,7 +183,7 @@ class DeviceRunner:
         for layer in self._stage.layers:
             block = model.layers[layer]
             qkv, x_TH = self._norm_product(block.attention_norm, x_TH, delta_TH, block.attention.qkv)
-            delta_TH = self._finish(block.attention_post_norm, self._attend(block.attention, qkv, layer, given))
+            delta_TH = self._post_norm(block.attention_post_norm, self._attend(block.attention, qkv, layer, given))
             if isinstance(block.mlp, Mixture):
                 delta_TH = self._mix_experts(block.mlp, self._add_norm(block.mlp_norm, x_TH, delta_TH))
             else:
@@ -191,7 +193,7 @@ class DeviceRunner:
                 if not swiglu:
                     up_TF = self._activate(up_TF, mlp.activation, mlp.gated)
                 delta_TH = self._linear(mlp.down, up_TF)
-            delta_TH = self._finish(block.mlp_post_norm, delta_TH)
+            delta_TH = self._post_norm(block.mlp_post_norm, delta_TH)
         assert x_TH is not None and delta_TH is not None
         if not self._stage.last:
             return x_TH + delta_TH
@@ -212,9 +214,9 @@ class DeviceRunner:
         return max(rows, self._padded_group)
 
     def _stage_batch(self, batch: StepBatch, size: int, decoding: bool) -> int:
-        """Write a batch into the pinned host buffers, from which it is copied to the GPU; return its number of
-        attention tiles. decoding: True if every sequence has one token; the batch is then padded to `size` sequences,
-        for a CUDA graph."""
+        """Write a batch into the pinned host buffers, and queue their copy to the GPU; return the number of attention
+        tiles. decoding: True if every sequence has one token; the batch is then padded to `size` sequences, for a CUDA
+        graph."""
         numbers, tables = (each.numpy() for each in self._staged[0][:2])
         tokens, sequences = len(batch.tokens), len(batch.context)
         numbers[0, :tokens], numbers[1, :tokens], numbers[6:, :tokens] = batch.tokens, batch.positions, batch.slots
@@ -317,9 +319,9 @@ class DeviceRunner:
         y_TY = self._product(self._add_norm(norm, x_TH, delta_TH), linear.weight, bias, dtype)
         return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
 
-    def _finish(self, norm: Any, delta_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output `delta_TH` of a sublayer as it is added to the hidden states: normalised (norm: None: not)
-        and scaled."""
+    def _post_norm(self, norm: Any, delta_TH: torch.Tensor) -> torch.Tensor:
+        """Return the output `delta_TH` of a sublayer after its post-norm (norm: None: none), multiplied by the model's
+        residual scale, ready to be added to the hidden states."""
         if norm is not None:
             delta_TH = self._add_norm(norm, delta_TH, None)
         scale = self.config.residual_scale
@@ -365,7 +367,7 @@ class DeviceRunner:
         """Return a new tensor of zeros of this shape and `dtype` on this rank's device."""
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def _capture(self) -> None:
+    def _warm_up(self) -> None:
         """Run one step of `token_budget` tokens, decode steps of each padded size and the kernels of sampling, so that
         all kernels are compiled and all memory is allocated before the first request.
 

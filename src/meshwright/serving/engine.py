@@ -1,4 +1,4 @@
-"""The engine of one rank: schedule, run, sample, publish."""
+"""Serving engine of one rank: each step schedules a batch, runs the model, samples tokens and records the results."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Engine:
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        """Create an engine without requests; arguments: see the class."""
         self.runner, self.scheduler = runner, scheduler
         self.ahead: tuple[StepBatch, StepOutput] | None = None
         self._last: dict[str, int] = {}  # figures of the last step; none if it computed nothing
@@ -65,7 +66,7 @@ class Engine:
             following = self.scheduler.schedule_following(batch)
             self.ahead = None if following is None else (following, self._run(following, after=found))
         self._complete(batch, found)
-        return self.scheduler.publish(batch, sample_batch(batch, found))
+        return self.scheduler.record_results(batch, sample_batch(batch, found))
 
     def _run(self, batch: StepBatch, **given: Any) -> StepOutput:
         """Run the runner on a batch and return its result, which a GPU may still be computing. given: further arguments
@@ -76,8 +77,8 @@ class Engine:
         return found
 
     def _complete(self, batch: StepBatch, found: StepOutput) -> None:
-        """Wait until `found`, the result of the runner for `batch`, has been computed, and record the step's figures
-        for `report`."""
+        """Wait until `found`, the result of the runner for `batch`, has been computed, and update the time and token
+        counts that `report` returns."""
         began = time.perf_counter()
         if isinstance(found, DeviceLogits):
             found.wait()
@@ -86,9 +87,10 @@ class Engine:
         self._last = {"tokens": len(batch.tokens), "context": int(batch.positions.sum()) + len(batch.tokens)}
 
     def report(self) -> dict[str, Any]:
-        """Return figures by name, for the server's metrics: those of `Scheduler.stats`; `tokens`, the number of tokens
-        of the last step, and `context`, the number of keys that each of these attends to, summed over tokens (both are
-        absent if the last step computed nothing); `kernel_seconds`, the time spent in the runner since the start."""
+        """Return the engine's counts and times by name, for the server's metrics: those of `Scheduler.stats`; `tokens`,
+        the number of tokens of the last step, and `context`, the number of keys that each of these attends to, summed
+        over tokens (both are absent if the last step computed nothing); `kernel_seconds`, the time spent in the runner
+        since the start."""
         return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:
@@ -101,6 +103,7 @@ class Engine:
 
 
 def build_scheduler(config: ModelConfig, limits: StepLimits, groups: int = 1) -> Scheduler:
-    """Build the scheduler for the model with configuration `config` and the sizes in `limits`. groups: number of
-    pipeline stages; sequences are divided into as many groups, one of which each step computes."""
+    """Create the scheduler for a model and the sizes in `limits`. config: model configuration, from which the sliding
+    windows of the block tables follow. groups: number of pipeline stages; sequences are divided into as many groups,
+    one of which each step computes."""
     return Scheduler(limits, block_tables(config, groups).windows, groups)

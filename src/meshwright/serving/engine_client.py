@@ -1,4 +1,4 @@
-"""Interface between the HTTP server and whatever runs its requests. Free of torch."""
+"""Interface between the HTTP server and the engine that runs its requests. Free of torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ State = Literal["starting", "ready", "recovering", "draining", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Reason why the engine does not queue requests, and when to retry.
+    """Refusal of a request because the engine's queue is full or the engine is not ready, with the time after which to
+    retry.
 
     Attributes:
         reason: The limit that is reached, as a label of the metrics: `"requests"` or `"tokens"` that wait, `"seconds"`
             of predicted wait, or `"connections"`; or the state in which no request is accepted: `"starting"`,
             `"recovering"`, `"draining"` or `"failed"`.
-        retry_after_seconds: Predicted time until a request of this size would be queued.
-    """
+        retry_after_seconds: Predicted time until a request of this size would be queued."""
 
     reason: str
     retry_after_seconds: float
@@ -29,15 +29,14 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Identity of an HTTP request, by which it keeps its place in the waiting line after a refusal until its client
-    retries.
+    """Identity of an HTTP request by which a retry after a refusal (429) is recognised, so that it keeps its place in
+    the waiting line (`waiting_line.WaitingLine`).
 
     Attributes:
         key: Keyed digest of the API key, the path and the body; empty: no place is kept.
         tokens: Estimated number of tokens of the prompts.
         first: True if the client marks this as its first attempt; an identical request in the line is then assumed to
-            be another client's.
-    """
+            be another client's."""
 
     key: bytes = b""
     tokens: int = 1
@@ -53,7 +52,7 @@ class EngineClient(Protocol):
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """JSON object of facts about the engine (layout, dtype, instruction set, KV blocks ...), shown in `/props`."""
+        """JSON object that describes the engine (layout, dtype, instruction set, KV blocks ...), shown in `/props`."""
 
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
         """Check whether the queue has room for all of `requests`; return None if so, else the refusal. This call queues

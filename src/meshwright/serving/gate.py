@@ -32,12 +32,14 @@ class HttpSettings:
         model: Name of the served model.
         api_keys: API keys, one of which each request must have; empty: no key is needed.
         cors_origins: Origins whose web pages may call the API, `"*"` for all; empty: no CORS headers.
-        body_bytes: Most bytes of one request body.
-        all_body_bytes: Most bytes of all bodies that are being read or parsed at a time.
-        body_seconds: Most seconds from the first to the last byte of a body.
-        stream_bytes: Most bytes of unsent events per choice of a streamed response, beyond the socket's own buffers.
-        drain_seconds: Most seconds from the last token until a client has read its stream.
-        connections: Most connections served at once, if the limit on open files allows it; each takes some 10 KB.
+        body_bytes: Maximum number of bytes of one request body.
+        all_body_bytes: Maximum number of bytes of all bodies that are being read or parsed at a time.
+        body_seconds: Maximum seconds from the first to the last byte of a body.
+        stream_bytes: Maximum number of bytes of unsent events per choice of a streamed response, beyond the socket's
+            own buffers.
+        drain_seconds: Maximum seconds from the last token until a client has read its stream.
+        connections: Maximum number of connections served at once, if the limit on open files allows it; each takes some
+            10 KB.
     """
 
     model: str
@@ -81,6 +83,7 @@ class ApiKeys:
     empty: no key is needed."""
 
     def __init__(self, keys: Sequence[str]) -> None:
+        """Store the SHA-256 hashes of `keys`."""
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def check(self, request: Request) -> None:
@@ -100,6 +103,7 @@ class BodyReader:
     """Reader of request bodies within the limits of `settings` on size, total memory and time."""
 
     def __init__(self, settings: HttpSettings) -> None:
+        """Start with no body in memory. settings: limits."""
         self._settings, self._secret = settings, secrets.token_bytes(32)
         self._bytes = 0  # of all bodies now in memory
 
@@ -108,10 +112,10 @@ class BodyReader:
         if it is invalid or above `HttpSettings.body_bytes`."""
         size = request.headers.get("content-length")
         if size is not None and not (size.isdecimal() and len(size) <= 12 and int(size) <= self._settings.body_bytes):
-            raise self._refuse_size()
+            raise self._too_large_error()
         return size is None or int(size) > LINE_BYTES
 
-    def _refuse_size(self) -> ApiError:
+    def _too_large_error(self) -> ApiError:
         """Create the error (HTTP 413) for a body that is larger than `HttpSettings.body_bytes`."""
         return ApiError(413, f"the body is larger than {self._settings.body_bytes:,} bytes", code="body_too_large")
 
@@ -129,7 +133,7 @@ class BodyReader:
                     self._bytes += len(part)
                     body += part
                     if len(body) > settings.body_bytes:
-                        raise self._refuse_size()
+                        raise self._too_large_error()
                     if self._bytes > settings.all_body_bytes:
                         message, wait = "the bodies of all requests are too large together", retry_headers(1.0)
                         raise ApiError(429, message, code="body_bytes", headers=wait)

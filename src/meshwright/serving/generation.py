@@ -18,7 +18,7 @@ class GenerationOptions(TypedDict, total=False):
     """Options of `Model.generate` and `Model.stream`; all may be left out.
 
     Attributes:
-        max_tokens: Most new tokens for each prompt; default 256.
+        max_tokens: Maximum number of new tokens for each prompt; default 256.
         temperature: Divisor of the logits; 0, the default: greedy.
         top_k: Sample from the k most likely tokens; 0, the default: from all.
         top_p: Sample from the most likely tokens that together reach this probability (nucleus); default 1: off.
@@ -102,6 +102,7 @@ class Answer:
     """
 
     def __init__(self, prompts: Prompts, generation: Generation, request: Request, wanted: int, stop: StopRule) -> None:
+        """Start with no output; arguments: see the class."""
         self.generation = generation
         self._cut = request.sampling.max_tokens < wanted
         self._choice = Choice(0, request, prompts, stop)

@@ -58,6 +58,7 @@ class HttpApp:
     """
 
     def __init__(self, client: EngineClient, prompts: Prompts, settings: HttpSettings) -> None:
+        """Build the table of endpoints; arguments: see the class."""
         self.settings, self.metrics = settings, ServingMetrics(client, settings.model)
         self._client, self._prompts, self._keys = client, prompts, ApiKeys(settings.api_keys)
         self._runner = JobRunner(client, self.metrics, settings)
@@ -84,18 +85,18 @@ class HttpApp:
             self._endpoints[path] = "POST", partial(self._generate, model=body)
         for path, (model, use) in plain.items():
             self._endpoints[path] = "POST", partial(self._parse, model=model, use=use)
-        self._app: ASGIApp = self._answer
+        self._app: ASGIApp = self._handle_request
         if settings.cors_origins:
             self._app = CORSMiddleware(
-                self._answer, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+                self._handle_request, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
+                allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
             )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one HTTP request: the entry point of an ASGI application, with ASGI's arguments."""
         await self._app(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one HTTP request, given by ASGI's arguments: call its endpoint and send what the endpoint returns, as
         JSON unless it is a Response. Exceptions become error responses in OpenAI's format."""
         request = Request(scope, receive)
@@ -113,8 +114,8 @@ class HttpApp:
         await response(scope, receive, send)
 
     def _find_endpoint(self, request: Request) -> Endpoint:
-        """Return the endpoint of a request. Raises ApiError for a wrong API key (401), an unknown path (404), or a
-        method that the path does not have (405)."""
+        """Check the API key and route the request: return the endpoint for its path and method. Raises ApiError for a
+        wrong API key (401), an unknown path (404), or a method that the path does not have (405)."""
         path: str = request.scope["path"]
         self._keys.check(request)
         known = MODEL_PATH + "{model}" if path.startswith(MODEL_PATH) else path
@@ -235,8 +236,8 @@ class HttpApp:
         }  # fmt: skip
 
     def _report_state(self, *good: str) -> dict[str, str]:
-        """Handle `/health` and `/ready`: return the engine's state as JSON if it is one of the states `good`
-        ("ready", "draining"). Raises ApiError (503) for another state."""
+        """Handle `/health` and `/ready`: return the engine's state as JSON if it is one of the states `good`. Raises
+        ApiError (503) for another state. good: "ready"; for `/health` also "draining"."""
         state = self._client.state
         if state not in good:
             raise refusal_error(Refusal(state, 1.0))

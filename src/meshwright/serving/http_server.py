@@ -1,4 +1,4 @@
-"""Runs the HTTP application: the listening socket, limits on connections, and the end by a signal. Free of torch."""
+"""Run the HTTP application under uvicorn: listening socket, connection limits, shutdown by signals. Free of torch."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class _LingeringTransport:
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
+        """Wrap `transport`, an asyncio transport."""
         self._transport = transport
         self.unread = self._lingers = False
 
@@ -117,6 +118,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     def __init__(
         self, *arguments: Any, crowded: bool, refuse: Callable[[], Response] | None, group: _Connections
     ) -> None:
+        """Start without a connection; arguments: see the class."""
         super().__init__(*arguments)
         self._crowded, self._refuse, self._group = crowded, refuse, group
 
@@ -129,8 +131,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._set_deadline(HEADER_SECONDS if self._refuse is None else REFUSED_SECONDS)
 
     def _mark_newest(self) -> None:
-        """Move the connection to the end of its group (the accepted or the refused connections) as the newest one. When
-        new connections wait, `_Server` aborts the oldest refused connection first."""
+        """Move the connection to the end of its group (the accepted or the refused connections), which is ordered from
+        oldest to newest: when new connections wait, `_Server` aborts the oldest refused connection first."""
         self._group.pop(self, None)
         self._group[self] = time.monotonic()
 
@@ -141,8 +143,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Give the client `KEEP_ALIVE_SECONDS` to read what was sent; called by asyncio when the write buffer is
-        full."""
+        """Give the client `KEEP_ALIVE_SECONDS` to read; called by asyncio when the write buffer is full."""
         super().pause_writing()
         self.write_deadline = time.monotonic() + KEEP_ALIVE_SECONDS
 
@@ -173,8 +174,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Send a response with status 400 and text `msg` to data that are not valid HTTP, if no other response is being
-        sent."""
+        """Answer data that are not valid HTTP with status 400 and text `msg`, if no response is being sent."""
         self._lingering.unread = True
         if not self._ends:
             super().send_400_response(msg)
@@ -194,8 +194,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._set_deadline(HEADER_SECONDS)
 
     def on_url(self, url: bytes) -> None:
-        """Count the bytes of `url`, the request's path, towards the limit on header bytes. Called by the HTTP
-        parser."""
+        """Count the bytes of `url`, the request's path, as header bytes. Called by the HTTP parser."""
         self._count_header_bytes(len(url))
         super().on_url(url)
 
@@ -269,6 +268,7 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(self, config: uvicorn.Config, limit: int, refuse: Callable[[], Response]) -> None:
+        """Create the server without starting it; arguments: see the class."""
         super().__init__(config)
         self._limit, self._refuse = limit, refuse
         self._accepting: list[asyncio.Task[None]] = []
@@ -338,12 +338,12 @@ def make_server(app: HttpApp) -> uvicorn.Server:
         app, ws="none", lifespan="off", log_level="error", access_log=False, server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=5,
     )  # fmt: skip
-    return _Server(config, allow_connections(app.settings.connections), app.refuse_connection)
+    return _Server(config, raise_open_file_limit(app.settings.connections), app.refuse_connection)
 
 
-def allow_connections(count: int, log: Callable[[str], None] = lambda line: None) -> int:
-    """Raise the process's limit on open files so that it allows `count` connections and as many refused ones. Return
-    the number of connections that it allows. log: called with one line if they are fewer than `count`."""
+def raise_open_file_limit(count: int, log: Callable[[str], None] = lambda line: None) -> int:
+    """Raise the process's limit on open files so that it allows `count` served connections and as many refused ones.
+    Return the number of connections that it allows. log: called with one line if they are fewer than `count`."""
     wanted = 2 * count + OTHER_FILES
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < wanted:

@@ -85,6 +85,7 @@ class HostRow:
     `LogitRow`. logits_V: float32 [V], V vocabulary; must not change while the object is in use."""
 
     def __init__(self, logits_V: Logits) -> None:
+        """Find the highest logit; arguments: see the class."""
         self._logits, self.size = logits_V, len(logits_V)
         self.best = int(logits_V.argmax())  # the first NaN, if there is one
         self.highest: np.float32 = logits_V[self.best]
@@ -100,12 +101,12 @@ class HostRow:
     def total_weight(self, temperature: float) -> float:
         """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator, with a
         relative error of about 1e-7; highest: the row's largest logit. temperature: more than 0."""
-        return float(weigh(self._logits, self.highest, temperature).sum(dtype=np.float64))
+        return float(softmax_weights(self._logits, self.highest, temperature).sum(dtype=np.float64))
 
     def draw(self, temperature: float, uniform: float) -> int:
         """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
         ordered by ID (inverse-CDF sampling). temperature: more than 0."""
-        return find_quantile(weigh(self._logits, self.highest, temperature), uniform)
+        return find_quantile(softmax_weights(self._logits, self.highest, temperature), uniform)
 
     def count_from(self, least: np.float32) -> int:
         """Return the number of logits that are at least `least`."""
@@ -129,8 +130,8 @@ class HostRow:
         return int(np.flatnonzero(self._logits == value)[rank - int((values > value).sum())])
 
 
-def weigh(logits: Logits, highest: np.float32, temperature: float) -> Logits:
-    """Return exp((logit - highest) / temperature) of each of the `logits`, unnormalized probabilities. highest: the
+def softmax_weights(logits: Logits, highest: np.float32, temperature: float) -> Logits:
+    """Return the numerators of the softmax, exp((logit - highest) / temperature), of each of the `logits`. highest: the
     largest logit. temperature: more than 0. Computed in float32, with a relative error of about 1e-7, since float64
     takes three times as long and this step dominates the time of sampling."""
     weights = logits - highest
@@ -152,6 +153,6 @@ def find_quantile(weights: Logits, uniform: float) -> int:
 
 
 def _first_above(sums: npt.NDArray[np.float64], reach: float) -> int:
-    """Return the first index at which the cumulative sums exceed `reach`; if rounding leaves none, the first index at
-    which they equal the total."""
+    """Return the first index at which a cumulative sum `sums` (ascending) exceeds the value `reach`; if rounding leaves
+    none, the first index at which it equals the total."""
     return min(int(sums.searchsorted(reach, side="right")), int(sums.searchsorted(sums[-1])))

@@ -1,8 +1,8 @@
-"""Lowers a model to the kernels' operations: walks the modules of a stage, packs their weights, allocates buffers.
+"""Lowering of a pipeline stage to the operations of the compiled CPU kernels: walks the modules, packs their weights,
+allocates buffers.
 
 Shapes: T tokens of the budget, R rows of logits, H hidden, N query heads, K key-value heads, D head size, F width of an
-MLP, V vocabulary, P ranks of tp.
-"""
+MLP, V vocabulary, P ranks of tp."""
 
 from __future__ import annotations
 
@@ -70,6 +70,8 @@ class Lowering:
     """
 
     def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
+        """Read and pack the weights, allocate all buffers and build the list of operations; arguments: see the
+        class."""
         self.config, self._stage = weights.config, weights.stage
         self._kernels, self._weights, self._dtype, self._limits = kernels, weights, dtype, limits
         self._split = not mesh.tp.trivial
@@ -98,12 +100,12 @@ class Lowering:
         for rotation in self.config.rotations(self._stage.layers):
             tables = RotaryTable(rotation, torch.float32).up_to(limits.max_length, torch.device("cpu"))
             tables = pad_pairs(tables, self.config.head_dim)
-            cosine, sine = (self._keep(table[: limits.max_length].numpy()) for table in tables)
+            cosine, sine = (self._copy_weight(table[: limits.max_length].numpy()) for table in tables)
             self._rotations[rotation] = cosine, sine
         self.states = self._get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
         with reserve_pool([each for pair in self._caches for each in pair if limits.touched]):
-            self._lower()  # reads and packs the weights meanwhile
+            self._lower_stage()  # reads and packs the weights meanwhile
         kernels.end_packing()
 
     def _make_cache(self, kv_heads: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -116,7 +118,7 @@ class Lowering:
         self.nbytes["kv"] += keys.nbytes + values.nbytes
         return keys, values
 
-    def _lower(self) -> None:
+    def _lower_stage(self) -> None:
         """Append to `ops` the kernel operations of the whole pipeline stage: embedding, transformer blocks, head."""
         packed = self._lower_embedding() if self._stage.first else None
         for layer in self._stage.layers:
@@ -128,15 +130,15 @@ class Lowering:
     def _lower_embedding(self) -> PackedMatrix | None:
         """Append to `ops` the lookup of token and position embeddings. Return the packed embedding matrix if this stage
         also has a tied output head, else None."""
-        packed = self._pack(self._model.embedding) if self._stage.last and self.config.tied else None
-        table = packed or self._keep(self._read_shard("embedding.weight", self._dtype == "bfloat16"))
+        packed = self._pack_weight(self._model.embedding) if self._stage.last and self.config.tied else None
+        table = packed or self._copy_weight(self._read_shard("embedding.weight", self._dtype == "bfloat16"))
         self.ops.append(op.Embed(self.states, table, first=self._first_token))
         self._sum_over_ranks(self.states)
         if (factor := self.config.embedding_factor) != 1:
             factor = torch.tensor(factor, dtype=getattr(torch, self._dtype)).item()  # as the model rounds it
             self.ops.append(op.Scale(self.states, self.states, factor))
         if self._model.positions is not None:
-            positions = self._keep(self._read_shard("positions.weight", self._dtype == "bfloat16"))
+            positions = self._copy_weight(self._read_shard("positions.weight", self._dtype == "bfloat16"))
             self.ops.append(op.Embed(self.states, positions, ids="positions", accumulate=True))
         return packed
 
@@ -197,8 +199,8 @@ class Lowering:
         added = not self._split and self._adds_directly(norm)
         out = self.states if added else self._get_buffer("partial", config.hidden)
         router_bias = self._read_optional(mixture.router, "bias")
-        router = self._pack(mixture.router, dtype="float32")
-        up, down = (self._pack(stacked, count=experts.held) for stacked in (experts.up, experts.down))
+        router = self._pack_weight(mixture.router, dtype="float32")
+        up, down = (self._pack_weight(stacked, count=experts.held) for stacked in (experts.up, experts.down))
         self.ops.append(
             op.Experts(
                 out, x, router, up, down, self._experts_workspace, config.experts_per_token, config.activation,
@@ -236,7 +238,7 @@ class Lowering:
         assert self._model.final_norm is not None
         self._lower_norm(self._model.final_norm, rows, rows, "outputs", self.config.logit_divisor)
         if packed is None:
-            packed = self._pack(self._model.embedding if self._model.head is None else self._model.head)
+            packed = self._pack_weight(self._model.embedding if self._model.head is None else self._model.head)
         self.logits = self._kernels.empty((self._limits.logits, packed.n), np.float32)
         self.nbytes["logits"] += self.logits.nbytes
         self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
@@ -258,7 +260,7 @@ class Lowering:
     def _lower_linear(self, linear: modules.Linear, out: Float32, x: Float32, accumulate: bool = False) -> None:
         """Append to `ops` a linear layer with its bias, from `x` to `out`. accumulate: add to the present values of
         `out`."""
-        self.ops.append(op.Linear(out, x, self._pack(linear), self._read_optional(linear, "bias"), accumulate))
+        self.ops.append(op.Linear(out, x, self._pack_weight(linear), self._read_optional(linear, "bias"), accumulate))
 
     def _lower_row_parallel(self, linear: modules.Linear, x: Float32, norm: nn.Module | None) -> None:
         """Append to `ops` a row-parallel linear layer of input `x`, all-reduced over tp; the result is added to the
@@ -267,7 +269,7 @@ class Lowering:
             self._lower_linear(linear, self.states, x, accumulate=True)
             return
         partial, bias = self._get_buffer("partial", self.config.hidden), self._read_optional(linear, "bias")
-        self.ops.append(op.Linear(partial, x, self._pack(linear), None if self._split else bias))
+        self.ops.append(op.Linear(partial, x, self._pack_weight(linear), None if self._split else bias))
         self._lower_sum(partial, bias, norm)
 
     def _adds_directly(self, norm: nn.Module | None) -> bool:
@@ -292,7 +294,7 @@ class Lowering:
         if self._split:
             self.segments.append(Segment(len(self.ops), partial, residual, bias))
 
-    def _pack(self, module: nn.Module, dtype: str | None = None, count: int = 1) -> PackedMatrix:
+    def _pack_weight(self, module: nn.Module, dtype: str | None = None, count: int = 1) -> PackedMatrix:
         """Return the weight of `module`, packed for the kernels' matrix products. dtype: "float32" or "bfloat16" (None:
         that of the model). count: number of experts' matrices that are stacked along dim 0."""
         name = f"{self._names[id(module)]}.weight"
@@ -309,14 +311,15 @@ class Lowering:
         """Return the parameter named `leaf` ("weight", "bias") of `module`, a norm or linear layer, as a new float32
         array; that of a norm with its centre added."""
         name = f"{self._names[id(module)]}.{leaf}"
-        values = self._keep(self._order_features(name, self._read_shard(name, bfloat16=False)))
+        values = self._copy_weight(self._order_features(name, self._read_shard(name, bfloat16=False)))
         if isinstance(module, modules.RMSNorm):
             values += np.float32(module.centre)
         return values
 
     def _order_features(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the rows `values` of the parameter `name` with the features of queries and keys in the order of
-        half-rotations (`half_rotation_order`); other parameters are returned as they are."""
+        """Return the weight rows `values` of the parameter `name` with the features of queries and keys permuted to the
+        order of half-rotations (`half_rotation_order`), for RoPE in the kernels; other parameters are returned as they
+        are."""
         if self._order is None or not any(part in name for part in (".qkv.", ".query_norm.", ".key_norm.")):
             return values
         ordered, size = values.copy(), self.config.head_dim
@@ -337,9 +340,9 @@ class Lowering:
             return self._weights.read(name, torch.bfloat16).view(torch.uint16).numpy()
         return self._weights.read(name, torch.float32).numpy()
 
-    def _keep(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a copy of the array `values`, which the next read of a parameter overwrites, and count its bytes as
-        `weights`."""
+    def _copy_weight(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return a copy of the weight array `values`, a view that the next read of a parameter overwrites, and count
+        its bytes as `weights`."""
         self.nbytes["weights"] += values.nbytes
         return values.copy()
 

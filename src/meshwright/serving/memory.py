@@ -1,4 +1,5 @@
-"""From `--memory` to a number of KV blocks, by the serving ledger. Free of torch."""
+"""Memory plan of a server: number of KV blocks that fit into `--memory`, by the predicted memory ledger. Free of
+torch."""
 
 from __future__ import annotations
 
@@ -27,15 +28,14 @@ from meshwright.spec.config import ModelConfig
 
 DEFAULT_FRACTION = 0.9
 DEFAULT_POOL = 4 * 2**30
-"""Most bytes of KV blocks without `--memory`, so that by default a server does not fill a machine."""
+"""Maximum number of bytes of KV blocks without `--memory`, so that by default a server does not fill a machine."""
 
 
-class Steps(NamedTuple):
-    """Limits of one step of the engine (one forward pass of the batch), and what computes it on a CPU.
+class StepSettings(NamedTuple):
+    """Maximum size of one step of the engine (one forward pass of the batch), and what computes it on a CPU.
 
     tokens: maximum number of tokens of a step. sequences: maximum number of sequences of a step. compiled: True: the
-    compiled kernels, if they support the dtype; False: plain torch.
-    """
+    compiled kernels, if they support the dtype; False: plain torch."""
 
     tokens: int = 512
     sequences: int = 64
@@ -74,7 +74,7 @@ def parse_memory(text: str, host: HostMemory) -> int:
 
 def plan_memory(
     config: ModelConfig, layout: Layout, dtype: str, memory: str | None = None, max_length: int | None = None, *,
-    steps: Steps | None = None, hosts: Sequence[HostMemory] | None = None,
+    steps: StepSettings | None = None, hosts: Sequence[HostMemory] | None = None,
 ) -> ServingLedger:  # fmt: skip
     """Return the predicted memory of a server by item (a ledger), with as many KV blocks as fit.
 
@@ -83,14 +83,14 @@ def plan_memory(
         layout: Layout for serving, checked by `spec.refuse.serving_layout`.
         dtype: Dtype of parameters and KV cache.
         memory: Value of `--memory`; None: 0.9, with at most `DEFAULT_POOL` bytes of KV blocks.
-        max_length: Most tokens of a sequence; None: the model's positions, or fewer if they do not fit.
+        max_length: Maximum number of tokens of a sequence; None: the model's positions, or fewer if they do not fit.
         steps: Size of the steps, and what computes them; None: the defaults.
         hosts: Memory of each machine, or of each rank's GPU; None: this machine.
 
     Raises:
         UserError: One request of `max_length` tokens does not fit, or a number is out of range.
     """
-    steps, hosts = steps or Steps(), hosts or [HostMemory.read()]
+    steps, hosts = steps or StepSettings(), hosts or [HostMemory.read()]
     budgets = [parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host) for host in hosts]
     budget = sum(budgets)
     for option, number in (("--token-budget", steps.tokens), ("--max-sequences", steps.sequences)):

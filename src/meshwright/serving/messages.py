@@ -40,7 +40,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
     return len(content).to_bytes(_LENGTH_BYTES, "big") + content
 
 
-def _prove(secret: str, nonce: bytes) -> bytes:
+def _sign_nonce(secret: str, nonce: bytes) -> bytes:
     """Return the HMAC-SHA256 of the listener's random `nonce` under the shared secret, by which a connecting process
     proves that it knows the secret."""
     return hmac.new(secret.encode(), nonce, hashlib.sha256).digest()
@@ -51,6 +51,7 @@ class Channel:
     methods raise `RankLost` if the other process has closed it. connection: connected socket."""
 
     def __init__(self, connection: socket.socket) -> None:
+        """Wrap a connected socket."""
         connection.setblocking(True)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -72,7 +73,7 @@ class Channel:
                     raise RankLost(f"nothing listens at {address}: {error}") from error
                 time.sleep(0.02)
         channel = cls(connection)
-        channel._socket.sendall(_prove(secret, channel._read_exactly(_NONCE_BYTES)))
+        channel._socket.sendall(_sign_nonce(secret, channel._read_exactly(_NONCE_BYTES)))
         return channel
 
     @property
@@ -129,6 +130,7 @@ class Listener:
     """
 
     def __init__(self, directory: str | None, name: str, secret: str, host: str = "") -> None:
+        """Open the listening socket; arguments: see the class."""
         self._secret = secret
         if directory is not None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -157,7 +159,7 @@ class Listener:
             writer.write(nonce)
             with closing(writer), suppress(asyncio.IncompleteReadError, OSError):
                 proof = await asyncio.wait_for(reader.readexactly(_PROOF_BYTES), CONNECT_SECONDS)
-                if hmac.compare_digest(proof, _prove(self._secret, nonce)):
+                if hmac.compare_digest(proof, _sign_nonce(self._secret, nonce)):
                     await answer(reader, writer)
 
         start = asyncio.start_unix_server if self.address.startswith("unix:") else asyncio.start_server
@@ -177,7 +179,7 @@ class Listener:
                 proof = connection.recv(_PROOF_BYTES, socket.MSG_WAITALL)
             except OSError:
                 continue
-            if hmac.compare_digest(proof, _prove(self._secret, nonce)):
+            if hmac.compare_digest(proof, _sign_nonce(self._secret, nonce)):
                 return Channel(connection)
             connection.close()
         raise RankLost(f"no rank connected within {seconds:g} s")

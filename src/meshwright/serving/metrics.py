@@ -56,6 +56,7 @@ class ServingMetrics:
     when the page is requested. model: value of the label `model_name`."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
+        """Register all metrics in a registry of their own; arguments: see the class."""
         self._registry, self._model = CollectorRegistry(), model
         self._registry.register(_EngineCollector(client, model))
         self._histograms = {
@@ -118,6 +119,7 @@ class _EngineCollector:
     value of the label `model_name`."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
+        """Store the engine client and the label value."""
         self._client, self._model = client, model
 
     def collect(self) -> Iterator[Metric]:

@@ -29,6 +29,7 @@ class NativeRunner:
     """
 
     def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
+        """Lower the stage to kernel operations and load them into the library; arguments: see the class."""
         self.config, self.instruction_set, self.version = weights.config, kernels.instruction_set, kernels.version
         lowered = Lowering(kernels, weights, mesh, dtype, limits)
         self._ops, self._segments, self._memory = lowered.ops, lowered.segments, lowered.nbytes
@@ -62,13 +63,13 @@ class NativeRunner:
             return self._states[:tokens]
         if self._tensor.trivial or not rows:
             return self._logits[:rows]
-        slices_PRV = self._gather(self._logits[:rows], LOGITS_SITE)
+        slices_PRV = self._all_gather(self._logits[:rows], LOGITS_SITE)
         return np.concatenate(list(slices_PRV), axis=1)[:, : self.config.vocabulary]  # without vocabulary padding
 
     def _sum_over_ranks(self, segment: Segment, partial_TH: npt.NDArray[np.float32]) -> None:
         """All-reduce `partial_TH` [T, H] over the tensor-parallel ranks, in rank order, and add the segment's bias. Add
         the sum to the segment's residual; if there is none, write the sum to `partial_TH`."""
-        first_TH, *others = self._gather(partial_TH, SUM_SITE)
+        first_TH, *others = self._all_gather(partial_TH, SUM_SITE)
         for part_TH in others:
             first_TH += part_TH
         if segment.bias is not None:
@@ -78,7 +79,7 @@ class NativeRunner:
         else:
             segment.residual[: len(partial_TH)] += first_TH
 
-    def _gather(self, own: npt.NDArray[np.float32], site: str) -> npt.NDArray[np.float32]:
+    def _all_gather(self, own: npt.NDArray[np.float32], site: str) -> npt.NDArray[np.float32]:
         """All-gather the array `own` over the tensor-parallel ranks; return [P, ...] in rank order. site: label of the
         call in traces."""
         parts = self._gathered[: self._tensor.size * own.size].view(self._tensor.size, *own.shape)

@@ -14,7 +14,7 @@ from pathlib import Path
 from meshwright.comm.local import find_socket_parent
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
-from meshwright.launcher.device import current_device_memory
+from meshwright.launcher.device import read_device_memory
 from meshwright.layout import Layout
 from meshwright.serving.engine import Engine
 from meshwright.serving.memory import make_step_limits, plan_memory
@@ -32,10 +32,10 @@ _STEP_SECONDS = 24 * 3600.0  # long, as no client waits
 
 
 def plan_offline(directory: Path, layout: Layout, dtype: str, device: str = "cpu") -> StepLimits:
-    """Return the sizes for which ranks allocate buffers and KV pool when they generate without a server. directory:
-    model directory. dtype: name of the dtype of parameters and KV cache. device: "cpu" or "cuda". Raises UserError if
-    one sequence does not fit in memory, or the model is an encoder."""
-    hosts = [current_device_memory()] if device == "cuda" else None
+    """Choose the sizes of KV pool and buffers that each rank allocates to generate without a server. directory: model
+    directory. dtype: name of the dtype of parameters and KV cache. device: "cpu" or "cuda". Raises UserError if one
+    sequence does not fit in memory, or the model is an encoder."""
+    hosts = [read_device_memory()] if device == "cuda" else None
     return make_step_limits(plan_memory(read_decoder_config(directory), layout, dtype, hosts=hosts), touched=False)
 
 

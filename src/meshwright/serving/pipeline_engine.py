@@ -23,7 +23,7 @@ from meshwright.comm.handle import Handle
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.transport import Message
 from meshwright.errors import UserError
-from meshwright.kernels.build import supported_instruction_sets
+from meshwright.kernels.build import list_supported_instruction_sets
 from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE, PLAIN_TORCH
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.pipeline import Kind
@@ -81,11 +81,12 @@ class PipelineEngine(Engine):
     pp."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, mesh: Mesh) -> None:
+        """Derive the steady-state steps of this stage; arguments: see the class."""
         super().__init__(runner, scheduler)
         self._axis, self._stages, self._stage = mesh.pp, mesh.pp.size, mesh.pp.rank
         self._order = derive_steady_state(self._stages, self._stage)
         self._slot = 0
-        self._batches: dict[int, StepBatch | None] = {}  # by slot, until they are published
+        self._batches: dict[int, StepBatch | None] = {}  # by slot, until they are recorded
         self._hidden: dict[int, torch.Tensor] = {}  # [T, H], received or to be sent
         self._tokens: dict[int, torch.Tensor] = {}  # received results, encoded
         self._results: dict[int, list[TokenResult]] = {}
@@ -111,9 +112,9 @@ class PipelineEngine(Engine):
                 if kind == Kind.FORWARD:
                     self._compute(number, batch)
                 elif kind == Kind.BACKWARD:
-                    outputs = self._publish(number, batch)
+                    outputs = self._record_results(number, batch)
                 else:
-                    self._post(kind, number, batch)
+                    self._start_transfer(kind, number, batch)
         self._batches.pop(slot - self._stages + 1, None)
         self._slot += 1
         return outputs
@@ -133,7 +134,7 @@ class PipelineEngine(Engine):
             assert isinstance(found, np.ndarray)
             self._hidden[number] = torch.from_numpy(found.copy())  # as the runner's next call overwrites it
 
-    def _publish(self, number: int, batch: StepBatch) -> list[Output]:
+    def _record_results(self, number: int, batch: StepBatch) -> list[Output]:
         """Report the sampled tokens of `batch` to this stage's scheduler, and return the batch's outputs. All stages
         but the last receive the tokens from the next stage first. number: slot (call of `step`) in which the batch was
         scheduled."""
@@ -142,9 +143,9 @@ class PipelineEngine(Engine):
         results = self._results.get(number, [])
         if self._stage == 0:
             self._results.pop(number, None)
-        return self.scheduler.publish(batch, results)
+        return self.scheduler.record_results(batch, results)
 
-    def _post(self, kind: Kind, number: int, batch: StepBatch) -> None:
+    def _start_transfer(self, kind: Kind, number: int, batch: StepBatch) -> None:
         """Start one send or receive, given by `kind`, for `batch`; its handle is pending under (kind, number).
         SEND_FORWARD and RECEIVE_FORWARD pass hidden states from one stage to the next; SEND_BACKWARD and
         RECEIVE_BACKWARD pass sampled tokens to the previous stage. number: slot (call of `step`) in which the batch was
@@ -198,7 +199,7 @@ def build_engine(plan: RankPlan, mesh: Mesh) -> Engine:
     """Load this rank's part of a model and return its engine: a `PipelineEngine` if pp > 1. plan: settings of the
     ranks. mesh: mesh of this rank. Raises UserError if the checkpoint is damaged or of an encoder, or if the kernels
     cannot be built or this processor lacks the plan's instruction set."""
-    chosen, supported = plan.instruction_set, supported_instruction_sets()
+    chosen, supported = plan.instruction_set, list_supported_instruction_sets()
     if chosen not in (None, PLAIN_TORCH, *supported):
         raise UserError(
             f"rank {mesh.rank} on {socket.gethostname()} runs {', '.join(supported) or 'none of the kernels'}, but the "

@@ -1,4 +1,4 @@
-"""Prompts of a served model: text, token IDs and conversations to tokens, and tokens back to text. Free of torch."""
+"""Prompts of a served model: conversion of text and conversations to token IDs and back. Free of torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Prompts:
         start: ID of the start (BOS) token put before a text; None if the model has none.
         ends: IDs of the end tokens, which end a text.
         vocabulary: Number of token IDs of the model, which are 0 to `vocabulary - 1`.
-        max_length: Most tokens of a prompt and its answer together.
+        max_length: Maximum number of tokens of a prompt and its answer together.
         chat_ends: `ends`, and the token that ends an assistant turn in the chat template.
         chat_template: Jinja source of the chat template, or None.
     """
@@ -46,6 +46,8 @@ class Prompts:
         self, tokenizer: Tokenizer, *, start: int | None = None, ends: Iterable[int] = (), vocabulary: int,
         max_length: int, directory: Path | None = None,
     ) -> None:  # fmt: skip
+        """Wrap a tokenizer. start, ends, vocabulary, max_length: the attributes of the same names. directory: Hugging
+        Face directory of the tokenizer, None: no special tokens or chat template."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
@@ -63,9 +65,10 @@ class Prompts:
         self.chat_ends = self.ends if turn_end is None else self.ends | {turn_end}
 
     @classmethod
-    def of_directory(cls, directory: Path, config: ModelConfig, max_length: int) -> Prompts:
+    def from_directory(cls, directory: Path, config: ModelConfig, max_length: int) -> Prompts:
         """Load tokenizer and chat template from a Hugging Face directory. config: configuration of the model.
-        max_length: most tokens of prompt and answer. Raises UserError if the tokenizer is missing or damaged."""
+        max_length: maximum number of tokens of prompt and answer. Raises UserError if the tokenizer is missing or
+        damaged."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{directory} has no tokenizer.json, which is needed to tokenize prompts")
@@ -105,18 +108,18 @@ class Prompts:
         return encoder, names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def encode_chat(self, given: Conversation, header: bool = True) -> list[int]:
-        """Return the token IDs of a conversation, formatted by the model's chat template. header: True: append what
-        begins the assistant's next turn, as for a prompt.
+        """Tokenize the conversation `given`, formatted by the model's chat template, and return its token IDs. header:
+        True: append the header of the assistant's next turn, as for a prompt.
 
         Raises UserError if the model has no template, if the template refuses the conversation or leaves out tools or
-        calls, or if its text is so long that it has more than `max_length` tokens.
-        """
+        calls, or if its text is so long that it has more than `max_length` tokens."""
         self._check_characters(given.count_characters())
         return self.check(self._require_chat().encode_prompt(given.messages, header, given.tools, given.variables))
 
     def render_chat(self, given: Conversation, header: bool = True) -> str:
-        """Return the text of a conversation in the model's chat template. header: as in `encode_chat`. Raises UserError
-        if the model has no template, or if the template refuses the conversation or leaves out tools or calls."""
+        """Render the conversation `given` to text by the model's chat template. header: as in `encode_chat`. Raises
+        UserError if the model has no template, or if the template refuses the conversation or leaves out tools or
+        calls."""
         return self._require_chat().render_prompt(given.messages, header, given.tools, given.variables)
 
     def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:
@@ -184,7 +187,7 @@ def read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
 def _load_chat(directory: Path | None) -> ExampleEncoder | None:
     """Return the encoder of conversations of a Hugging Face directory; None if it has no valid chat template."""
     try:
-        return None if directory is None else ExampleEncoder.of_directory(directory, "the model's chat template")
+        return None if directory is None else ExampleEncoder.from_directory(directory, "the model's chat template")
     except UserError:
         return None
 
@@ -194,6 +197,7 @@ class _TokenBytes(dict[int, bytes]):
     access."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        """Create an empty dictionary for `tokenizer`."""
         self._tokenizer = tokenizer
         self._added = tokenizer.get_added_tokens_decoder()
         decoder: Any = parse_json(tokenizer.to_str()).get("decoder") or {}

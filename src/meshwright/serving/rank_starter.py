@@ -70,9 +70,9 @@ class RankPlan:
 
     @property
     def collective_seconds(self) -> float:
-        """Time limit of a collective call in seconds, 32 times the time limit of a step (at least 60 s). The limit is
-        higher than any step may take: the server's main process, which knows a step's predicted time, ends the ranks of
-        a step that takes too long before."""
+        """Time limit of a collective call in seconds: 32 times the time limit of a step, at least 60 s. It is only a
+        last resort: the server's main process, which knows a step's predicted time, ends the ranks of a hanging step
+        earlier."""
         return 32 * max(60.0, self.step_seconds)
 
 

@@ -1,8 +1,8 @@
-"""One rank process of a replica: loads its part of the model, then steps its engine as the front's messages say.
+"""One rank process of a replica: loads its part of the model, then runs engine steps as the front (the HTTP server's
+process) requests.
 
-The front talks to the rank that leads the replica. All ranks run the same deterministic scheduler, so the leader
-forwards the messages of each step and nothing else; a rank that has nothing to do sleeps on its socket.
-"""
+The front talks to the first rank of the replica, its leader. All ranks run the same deterministic scheduler, so the
+leader only forwards the messages of each step; a rank without work sleeps on its socket."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
     where = rendezvous.read_place()
     store = rendezvous.connect_to_store(where, JOIN_SECONDS)
     device = _set_device(agree_on_device(device, where, store))
-    rendezvous.initialise(where, store, device, JOIN_SECONDS)
+    rendezvous.initialise_process_group(where, store, device, JOIN_SECONDS)
     shared = [plan]
     dist.broadcast_object_list(shared)
     assert shared[0] is not None
@@ -98,13 +98,12 @@ def _set_device(device: str) -> str:
 
 
 def _run_leader(engine: Engine, front: Channel, followers: list[Channel]) -> None:
-    """Main loop of a replica's first rank, until a message of the front (the HTTP server's process) says stop. Each
+    """Main loop of a replica's first rank, until the front (the HTTP server's process) sends a stop message. Each
     iteration receives the front's messages, forwards them to the replica's other ranks (`followers`), runs an engine
     step, and sends the outputs and a report on the step to the front.
 
     `seconds` in the report is the time of the whole iteration, from the end of the previous engine step, or from the
-    end of idleness, to the end of this step; 0 if no step ran.
-    """
+    end of idleness, to the end of this step; 0 if no step ran."""
     began = time.perf_counter()
     while True:
         messages = front.receive_ready(wait=(slept := engine.idle))
@@ -129,7 +128,7 @@ def _run_leader(engine: Engine, front: Channel, followers: list[Channel]) -> Non
 
 def _run_follower(engine: Engine, leader: Channel) -> None:
     """Main loop of each rank of a replica except the first: run a step of `engine` for each list of messages that the
-    replica's first rank (`leader`) forwards, until one says stop."""
+    replica's first rank (`leader`) forwards, until a stop message arrives."""
     while True:
         stop, _ = _apply_messages(engine, leader.receive()["messages"])
         if not engine.idle:
@@ -139,7 +138,7 @@ def _run_follower(engine: Engine, leader: Channel) -> None:
 
 
 def _apply_messages(engine: Engine, messages: list[Message]) -> tuple[bool, list[Output]]:
-    """Apply the front's messages ("add", "cancel", "stop") to the engine. Return (True if a message says stop, list
+    """Apply the front's messages ("add", "cancel", "stop") to the engine. Return (True if a stop message arrived, list
     with a "cancelled" output for each request that the engine refuses). The front is the HTTP server's process."""
     refused = []
     for message in messages:

@@ -43,6 +43,7 @@ class Stream(AsyncIterator[Output]):
     """
 
     def __init__(self, request: Request) -> None:
+        """Start without outputs. request: the request whose outputs are read."""
         self.request = request
         self.tokens: list[int] = []
         self.losses = 0
@@ -120,13 +121,15 @@ class Replica:
     """
 
     def __init__(self, index: int, places: int, groups: int = 1) -> None:
+        """Create a replica whose ranks have not been started; arguments: the attributes of the same names."""
         self.index, self.places, self.groups, self.starts, self.hangs = index, places, groups, 0, 0
         self.totals: defaultdict[str, float] = defaultdict(float)
         self.speed, self.answers, self.lost_since = StepTimes(), AnswerLengthRatio(), math.inf
-        self._clear()
+        self._reset_start()
 
-    def _clear(self) -> None:
-        """Reset the attributes that describe the present start of the ranks."""
+    def _reset_start(self) -> None:
+        """Reset the attributes that describe the present start of the rank processes, such as connections and
+        streams."""
         self.streams: dict[str, Stream] = {}
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self.known: OrderedDict[bytes, None] = OrderedDict()
@@ -151,7 +154,7 @@ class Replica:
         for name in COUNTERS:
             self.totals[name] += self.report.get(name, 0)
         streams, self.lost_since = list(self.streams.values()), time.monotonic()
-        self._clear()
+        self._reset_start()
         return streams
 
     def take_report(self, report: dict[str, Any]) -> None:
@@ -183,8 +186,9 @@ class Replica:
 
     @property
     def work(self) -> int:
-        """Estimated number of tokens that the replica computes before a new request's first token: the prompts of all
-        requests without a token yet, and `BLOCK_TOKENS` for each request that already generates."""
+        """Estimated load in tokens that the replica computes before a new request's first token: the prompts of all
+        requests without a token yet, and `BLOCK_TOKENS` for each request that already generates. Used to balance load
+        over replicas."""
         return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
 
     def predict_wait(self, count: int) -> float:

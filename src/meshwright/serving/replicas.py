@@ -1,9 +1,8 @@
-"""The front's side of the ranks: which replica runs a request, what to do when a rank is lost.
+"""Replicas of a server: dispatch of requests to them, and recovery after a lost rank.
 
 Each replica is a group of rank processes (`ranks.py`). When one of them ends or a step takes too long, all ranks of the
 replica are started again and its requests continue: their tokens so far are replayed, which gives the same state bit
-for bit. Free of torch.
-"""
+for bit. Free of torch."""
 
 from __future__ import annotations
 
@@ -58,6 +57,7 @@ class Replicas:
         self, plan: RankPlan, starter: LocalStarter | JoinedStarter, *, limits: QueueLimits | None = None,
         host: str = "", log: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
+        """Create the replicas of the plan's layout, without starting their ranks; arguments: see the class."""
         layout = Layout.parse(plan.layout)
         self.plan, self._ranks, self._host = plan, layout.with_(dp=1).world_size, host
         self.hellos: dict[tuple[int, int], dict[str, Any]] = {}  # first message of each rank, by (replica, rank)
@@ -97,7 +97,7 @@ class Replicas:
 
     @property
     def most_requests(self) -> int:
-        """Most requests that can be unfinished at a time: those in the queue and those that all replicas run."""
+        """Maximum number of unfinished requests at a time: those in the queue and those that all replicas run."""
         return self._limits.requests + len(self._replicas) * self.plan.limits.max_sequences
 
     @property
@@ -137,24 +137,24 @@ class Replicas:
         self._queued_tokens += len(request.tokens)
         if request.deadline is not None:
             left = max(0.0, request.deadline - time.time())
-            stream.deadline = asyncio.get_running_loop().call_later(left, self._end, request.id, "timeout")
+            stream.deadline = asyncio.get_running_loop().call_later(left, self._end_request, request.id, "timeout")
         self._dispatch(stream)
         return stream
 
     def cancel(self, request_id: str) -> None:
         """Cancel the request with the ID `request_id`; its stream ends immediately. Unknown and finished requests are
         ignored."""
-        self._end(request_id, "cancelled")
+        self._end_request(request_id, "cancelled")
 
-    def _end(self, request_id: str, reason: FinishReason) -> None:
+    def _end_request(self, request_id: str, reason: FinishReason) -> None:
         """End the unfinished request with the ID `request_id`: cancel it on its ranks, and end its stream with the
         finish reason `reason`. Ignore any other ID."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
         if stream.replica is not None:
-            self._send(stream.replica, {"cancel": request_id})
-        self._forget(stream)
+            self._send_message(stream.replica, {"cancel": request_id})
+        self._remove_request(stream)
         stream.put(Output(request_id, [], reason))
 
     def drain(self) -> None:
@@ -194,13 +194,13 @@ class Replicas:
         `STOP_SECONDS`."""
         self._state = "failed"
         for replica in self._replicas:
-            self._send(replica, {"stop": True})
+            self._send_message(replica, {"stop": True})
         if any(replica.ready for replica in self._replicas):
             await asyncio.wait(self._tasks[:-1], timeout=STOP_SECONDS)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._give_up(self.failure or RankLost("the server has ended"))
+        self._mark_failed(self.failure or RankLost("the server has ended"))
         if self._server is not None:
             self._server.close()
 
@@ -223,9 +223,9 @@ class Replicas:
                 return
             losses = 1 if replica.has_served or time.monotonic() - replica.ready_since > STEADY_SECONDS else losses + 1
             started, streams = self._state != "starting", len(replica.streams)
-            self._recover(replica)
+            self._recover_replica(replica)
             if not started or not self._starter.restarts or losses >= LOSSES_OF_REPLICA or isinstance(error, UserError):
-                self._give_up(error)
+                self._mark_failed(error)
                 return
             delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (losses - 1)) if losses > 1 else 0.0
             again = f"restarting it in {delay:g} s" if delay else "restarting it"
@@ -257,13 +257,13 @@ class Replicas:
             replica.starts += 1
         return RankLost(replica.lost.result() if replica.lost.done() else "its ranks have ended")
 
-    def _recover(self, replica: Replica) -> None:
+    def _recover_replica(self, replica: Replica) -> None:
         """Reset a lost replica, and send its unfinished requests to other replicas, or keep them until one is ready. A
         request fails if its replica was lost `LOSSES_OF_REQUEST` times while it ran, without a new token in between."""
         for stream in replica.reset():
             stream.losses += 1
             if stream.losses >= LOSSES_OF_REQUEST:
-                self._forget(stream)
+                self._remove_request(stream)
                 stream.fail(
                     RankLost(f"the request was running {stream.losses} times when a rank was lost, without progress")
                 )
@@ -313,7 +313,7 @@ class Replicas:
         if any(hello[name] != first[name] for name in SAME_ON_ALL_RANKS):
             mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))
             who, whom = (f"rank {each['rank']} of replica {each['replica']}" for each in (hello, first))
-            self._give_up(
+            self._mark_failed(
                 UserError(
                     f"{who} computes with {mine}, {whom} with {others}: answers would depend on the replica; run all "
                     "ranks on the same kind of processor with the same version"
@@ -350,7 +350,7 @@ class Replicas:
                     self._queued_tokens -= len(stream.request.tokens)
                 stream.put(self._outputs.validate_python(document))
                 if stream.ended:
-                    self._forget(stream)
+                    self._remove_request(stream)
                     if stream.tokens:
                         replica.answers.observe(len(stream.tokens), stream.request.sampling.max_tokens)
 
@@ -372,16 +372,16 @@ class Replicas:
         stream.replica = replica
         replica.streams[request.id] = stream
         replica.sent += 1
-        self._send(replica, {"add": request})
+        self._send_message(replica, {"add": request})
 
-    def _send(self, replica: Replica, message: Message) -> None:
+    def _send_message(self, replica: Replica, message: Message) -> None:
         """Send a message to a replica's first rank, which forwards it to the other ranks."""
         writer = replica.peers.get(0)
         if writer is not None and not writer.is_closing():
             writer.write(messages.encode(message))
 
-    def _forget(self, stream: Stream) -> None:
-        """Remove all references to the request of `stream`, which has ended, and cancel its deadline."""
+    def _remove_request(self, stream: Stream) -> None:
+        """Remove all references to the request of `stream`, which has ended, and cancel its deadline timer."""
         if self._streams.pop(stream.request.id, None) is not None and not stream.tokens:
             self._queued_tokens -= len(stream.request.tokens)
         if stream.replica is not None:
@@ -391,10 +391,10 @@ class Replicas:
         if stream.deadline is not None:
             stream.deadline.cancel()
 
-    def _give_up(self, error: MeshwrightError) -> None:
-        """Mark the engine as failed, with `error` as the reason, and end all streams with it."""
+    def _mark_failed(self, error: MeshwrightError) -> None:
+        """Mark the engine as failed for good, with `error` as the reason, and end all streams with it."""
         self.failure, self._state = error, "failed"
         for stream in list(self._streams.values()):
-            self._forget(stream)
+            self._remove_request(stream)
             stream.fail(RankLost(str(error)))
         self._changed.set()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.errors import MeshwrightError, UserError
-from meshwright.serving.logit_rows import Draw, HostRow, LogitRow, Logits, find_quantile, weigh
+from meshwright.serving.logit_rows import Draw, HostRow, LogitRow, Logits, find_quantile, softmax_weights
 
 GREEDY_TEMPERATURE = 1e-5  # lower temperatures count as 0, as in vLLM
 _FIRST_LOOK = (256, 1024, 4096)  # most likely tokens among which top-p is looked for before all are sorted
@@ -41,7 +41,7 @@ class Sampling:
         top_p: Keeps the most likely tokens that reach this probability together, at least one (nucleus sampling:
             arXiv:1904.09751, section 3.1); 1: off.
         seed: Seed of the draws, a signed 64-bit integer.
-        max_tokens: Most tokens of the answer; 0 computes the prompt alone.
+        max_tokens: Maximum number of tokens of the answer; 0 computes the prompt alone.
         stop_tokens: Token IDs that end the answer; the last result is then that token. A request with `ignore_eos`
             leaves the model's end tokens out.
         logprobs: Number of most likely tokens reported beside each token of the answer; 0: that token's
@@ -66,22 +66,22 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check each option; raises UserError that names it."""
-        _check(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or more")
-        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0 and at most 1 (off)")
-        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "0 (off) to 1")
-        _check(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "more than 0")
-        _check(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "-2 to 2")
-        _check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "-2 to 2")
+        _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or more")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0 and at most 1 (off)")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 (off) to 1")
+        _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "more than 0")
+        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "-2 to 2")
+        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "-2 to 2")
         for token, bias in self.logit_bias.items():
-            _check(token >= 0, "logit_bias: token ID", token, "0 or more")
-            _check(-100 <= bias <= 100, f"logit_bias of token {token}", bias, "-100 to 100")
-        _check(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a signed 64-bit integer")
-        _check(self.max_tokens >= 0, "max_tokens", self.max_tokens, "0 or more")
-        _check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "0 to max_tokens")
-        _check(min(self.stop_tokens, default=0) >= 0, "stop_tokens", min(self.stop_tokens, default=0), "0 or more")
+            _require(token >= 0, "logit_bias: token ID", token, "0 or more")
+            _require(-100 <= bias <= 100, f"logit_bias of token {token}", bias, "-100 to 100")
+        _require(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a signed 64-bit integer")
+        _require(self.max_tokens >= 0, "max_tokens", self.max_tokens, "0 or more")
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "0 to max_tokens")
+        _require(min(self.stop_tokens, default=0) >= 0, "stop_tokens", min(self.stop_tokens, default=0), "0 or more")
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            _check(count is None or count >= 0, name, count, "0 or more")
+            _require(count is None or count >= 0, name, count, "0 or more")
 
     def check_vocabulary(self, size: int) -> None:
         """Raise UserError if `logit_bias` or `stop_tokens` name a token ID outside a vocabulary of `size` tokens."""
@@ -116,6 +116,7 @@ class TokenCounts:
     and presence penalties are computed. prompt: token IDs of the prompt. answer: those of the answer so far."""
 
     def __init__(self, prompt: Iterable[int], answer: Iterable[int] = ()) -> None:
+        """Count the tokens of `prompt` and `answer`."""
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
         self._tokens = np.fromiter(self._places, np.int64, len(self._places))
         self._counts = np.zeros(len(self._places), np.float32)
@@ -244,27 +245,27 @@ def _find_token(row: LogitRow, sampling: Sampling, uniform: float) -> int:
         return row.draw(temperature, uniform)
     if kept < row.size:
         values = row.highest_logits(kept)
-        weights = weigh(values, highest, temperature)
+        weights = softmax_weights(values, highest, temperature)
         if sampling.top_p < 1:
-            weights = _keep_nucleus(weights, sampling.top_p * weights.sum(dtype=np.float64))
+            weights = _cut_to_nucleus(weights, sampling.top_p * weights.sum(dtype=np.float64))
     else:
         mass = sampling.top_p * row.total_weight(temperature)
         for count in (*_FIRST_LOOK, row.size):
             values = row.highest_logits(min(count, row.size))
-            weights = _keep_nucleus(weigh(values, highest, temperature), mass)
+            weights = _cut_to_nucleus(softmax_weights(values, highest, temperature), mass)
             if len(weights) < len(values):
                 break
     return row.token_at(find_quantile(weights, uniform), values)
 
 
-def _keep_nucleus(weights: Logits, mass: float) -> Logits:
-    """Return the shortest beginning of `weights` (unnormalized probabilities, descending) whose sum reaches `mass`
-    (top-p), at least one weight."""
+def _cut_to_nucleus(weights: Logits, mass: float) -> Logits:
+    """Return the shortest prefix of `weights` (unnormalized probabilities, descending) whose sum reaches `mass` (top-p
+    sampling), at least one weight."""
     return weights[: int(np.cumsum(weights, dtype=np.float64).searchsorted(mass)) + 1]
 
 
-def _check(holds: bool, name: str, value: object, right: str) -> None:
-    """Raise UserError with the option's `name` and `value` unless `holds` is True. right: text that says which values
+def _require(valid: bool, name: str, value: object, right: str) -> None:
+    """Raise UserError with the option's `name` and `value` unless `valid` is True. right: text that says which values
     are valid."""
-    if not holds:
+    if not valid:
         raise UserError(f"{name} {value}: should be {right}")

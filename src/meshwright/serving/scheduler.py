@@ -1,8 +1,7 @@
-"""Continuous batching: which tokens of which sequences the next step computes.
+"""Continuous batching with chunked prefill: choice of the tokens that the next step computes.
 
 Shapes: T tokens of a step, S sequences of a step, W block tables of a sequence, B blocks of the longest one, R rows of
-logits, V vocabulary.
-"""
+logits, V vocabulary."""
 
 from __future__ import annotations
 
@@ -87,6 +86,7 @@ class Scheduler:
     """
 
     def __init__(self, limits: StepLimits, windows: SequenceOf[int | None] = (None,), groups: int = 1) -> None:
+        """Create a scheduler without requests and an empty pool of KV blocks; arguments: see the class."""
         assert limits.token_budget >= limits.max_sequences >= groups >= 1, limits
         self.pool = BlockPool(limits.blocks)
         self._limits, self.windows, self._groups = limits, tuple(windows), groups
@@ -121,7 +121,7 @@ class Scheduler:
     def cancel(self, request_id: str) -> Output | None:
         """Cancel the request with the ID `request_id` and return its last output; None if it is unknown or has
         finished. Its KV blocks are freed at once, or, if a batch in flight writes to them, when that batch's results
-        are recorded by `publish`."""
+        are recorded by `record_results`."""
         if (sequence := self._requests.get(request_id)) is None:
             return None
         if sequence.age < 0:
@@ -131,7 +131,7 @@ class Scheduler:
 
     def schedule(self, group: int = 0) -> StepBatch | None:
         """Return the next batch for a pipeline group (0 without a pipeline); None if none of its sequences can run. The
-        group's previous batch must have been published."""
+        group's previous batch must have been recorded."""
         self._state = None
         if self._queue:
             self._admit(group)
@@ -140,18 +140,18 @@ class Scheduler:
         picked: list[tuple[Sequence, range, range]] = []
         budget, rows = self._limits.token_budget, self._limits.logits
         for sequence in mine:
-            assert not sequence.in_flight, f"the last batch of group {group} has not been published"
+            assert not sequence.in_flight, f"the last batch of group {group} has not been recorded"
             wanted = min(len(sequence.tokens) - sequence.computed, budget)
             if sequence.scores_prompt:
                 wanted = min(wanted, rows)
             if not wanted or not rows:
                 continue
-            if count := self._extend(sequence, wanted):
+            if count := self._allocate(sequence, wanted):
                 positions = sequence.output_positions(count)
                 picked.append((sequence, range(sequence.computed, sequence.computed + count), positions))
                 budget -= count
                 rows -= len(positions)
-        return self._build(picked, group) if picked else None
+        return self._build_batch(picked, group) if picked else None
 
     def schedule_following(self, batch: StepBatch) -> StepBatch | None:
         """Return the decode step that follows `batch`, which is being computed; 0 stands for the tokens that `batch`
@@ -159,12 +159,12 @@ class Scheduler:
         going = [each for each in batch.sequences if each.answered + 1 < each.request.sampling.max_tokens]
         decoding = len(going) == len(self._admitted) == len(batch.tokens) == len(batch.output_rows)
         self._state = None
-        if self._queue or not decoding or any(each.finish_reason or self._extend(each, 2) < 2 for each in going):
+        if self._queue or not decoding or any(each.finish_reason or self._allocate(each, 2) < 2 for each in going):
             return None
         following = [range(each.computed + 1, each.computed + 2) for each in going]
-        return self._build(list(zip(going, following, following, strict=True)), batch.group)
+        return self._build_batch(list(zip(going, following, following, strict=True)), batch.group)
 
-    def publish(self, batch: StepBatch, results: SequenceOf[TokenResult]) -> list[Output]:
+    def record_results(self, batch: StepBatch, results: SequenceOf[TokenResult]) -> list[Output]:
         """Record the results of a batch that has been computed; return the new outputs, one for each request that got
         tokens or ended. results: one for each of the batch's R output rows, from `sample_batch`."""
         outputs: list[Output] = []
@@ -175,7 +175,7 @@ class Scheduler:
             if sequence.finish_reason is not None:  # cancelled during the step, or ended by the batch before
                 if not sequence.in_flight:
                     self._release(sequence)
-            elif (output := self._advance(sequence, count, mine)) is not None:
+            elif (output := self._record_tokens(sequence, count, mine)) is not None:
                 outputs.append(output)
         assert len(results) == len(batch.output_rows) and next(left, None) is None
         return outputs
@@ -236,7 +236,7 @@ class Scheduler:
             growth += sequence.expect_growth(self._answers) - sum(map(len, found))
             if self._admitted and growth > joined.available:
                 break
-            self._start(self._queue.pop(0), group, count, found)
+            self._admit_sequence(self._queue.pop(0), group, count, found)
             sizes[group] += 1
             self._state = joined
 
@@ -250,8 +250,8 @@ class Scheduler:
 
     def _will_find_more(self, sequence: Sequence, found: int) -> bool:
         """Return True if an admitted sequence is about to compute the KV block that follows the cached prefix of a
-        waiting sequence. The waiting sequence is then admitted later, so that equal prompts are computed once. found:
-        number of blocks of the cached prefix."""
+        waiting sequence. The waiting sequence is then admitted later and finds that block in the prefix cache. found:
+        number of blocks of its cached prefix."""
         if sequence.scores_prompt or found >= (len(sequence.tokens) - 1) // BLOCK_TOKENS:
             return False
         wanted = sequence.chain.hashes[found]
@@ -261,9 +261,9 @@ class Scheduler:
             if other.finish_reason is None and not other.paused
         )
 
-    def _start(self, sequence: Sequence, group: int, count: int, found: list[list[int]]) -> None:
-        """Admit a sequence to a pipeline group. count: number of KV blocks of its cached prefix. found: for each block
-        table, the indices of the prefix's blocks inside the sliding window."""
+    def _admit_sequence(self, sequence: Sequence, group: int, count: int, found: list[list[int]]) -> None:
+        """Admit a waiting sequence to a pipeline group. count: number of KV blocks of its cached prefix. found: for
+        each block table, the indices of those inside the sliding window."""
         sequence.age, sequence.group, sequence.row = self._ages, group, self._rows.pop()
         sequence.admitted = time.perf_counter()
         sequence.place = len(self._admitted)
@@ -278,7 +278,7 @@ class Scheduler:
         sequence.cached_tokens = min(sequence.computed, len(sequence.request.tokens))
         self._totals.update(prefix_queries=len(sequence.tokens), prefix_hits=sequence.computed)
 
-    def _extend(self, sequence: Sequence, wanted: int) -> int:
+    def _allocate(self, sequence: Sequence, wanted: int) -> int:
         """Allocate KV blocks for the next `wanted` tokens of a sequence, as many as the admission state allows. Return
         the number of tokens that fit; if it is 0, the sequence pauses."""
         room = sequence.blocks * BLOCK_TOKENS - sequence.computed
@@ -296,7 +296,7 @@ class Scheduler:
         sequence.paused = not room
         return min(wanted, room)
 
-    def _build(self, picked: SequenceOf[tuple[Sequence, range, range]], group: int) -> StepBatch:
+    def _build_batch(self, picked: SequenceOf[tuple[Sequence, range, range]], group: int) -> StepBatch:
         """Return the batch of the picked sequences. picked: for each its state, the range of positions to compute, and
         that of positions whose logits are wanted. A token that a batch in flight will sample is 0 in the batch. group:
         pipeline group of all of them."""
@@ -324,14 +324,14 @@ class Scheduler:
             group=group,
         )  # fmt: skip
 
-    def _advance(self, sequence: Sequence, count: int, results: SequenceOf[TokenResult]) -> Output | None:
+    def _record_tokens(self, sequence: Sequence, count: int, results: SequenceOf[TokenResult]) -> Output | None:
         """Record `count` computed tokens of a sequence, and the results of its output rows (tokens whose logits are
         wanted); return the output for its request, None if there is nothing new."""
         if any(result.token < 0 for result in results):
             self._finish(sequence, "error")  # its blocks are not registered in the prefix cache
             return Output(sequence.request.id, [], "error", sequence.cached_tokens)
         ends = sequence.computed + count == len(sequence.tokens)
-        self._store(sequence, count)
+        self._register_full_blocks(sequence, count)
         sampling = sequence.request.sampling
         sampled = list(results[-1:]) if ends and sampling.max_tokens else []
         prompt_results = None
@@ -353,9 +353,9 @@ class Scheduler:
             sequence.request.id, sampled, sequence.finish_reason, sequence.cached_tokens, prompt_results, seconds
         )
 
-    def _store(self, sequence: Sequence, count: int) -> None:
-        """Record `count` computed tokens of a sequence: register blocks that are full now in the prefix cache, and
-        release blocks that have left the sliding window of their table."""
+    def _register_full_blocks(self, sequence: Sequence, count: int) -> None:
+        """Advance a sequence by `count` computed tokens: register the KV blocks that are now full in the prefix cache,
+        and release blocks that have left the sliding window of their table."""
         full = sequence.computed // BLOCK_TOKENS
         sequence.computed += count
         if sequence.computed // BLOCK_TOKENS > full:

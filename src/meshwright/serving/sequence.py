@@ -16,13 +16,13 @@ from meshwright.spec.block_tables import count_blocks, max_blocks_held
 
 class Sequence:
     """State of one request in the scheduler. windows: sliding window of each block table in tokens, None: no window.
-    token_budget: most tokens of a step.
+    token_budget: maximum number of tokens of a step.
 
     Attributes:
         request: The request.
         tokens: Token IDs of the prompt and of the answer so far.
         computed: Number of tokens whose keys and values are in the KV cache.
-        in_flight: Number of scheduled batches with its tokens that have not been published.
+        in_flight: Number of scheduled batches with its tokens that have not been recorded.
         paused: True if it keeps its KV blocks until more can be allocated safely.
         age: Number of its admission, from 0 on; a larger number is a younger sequence. -1 before admission.
         admitted: Time of its admission in seconds of `time.perf_counter`; 0 before.
@@ -34,6 +34,7 @@ class Sequence:
     """
 
     def __init__(self, request: Request, windows: SequenceOf[int | None], token_budget: int) -> None:
+        """Create the state of a request that waits for admission; arguments: see the class."""
         self.request = request
         self.tokens = array("i", (*request.tokens, *request.replayed))
         self.computed = self.cached_tokens = self.blocks = 0

@@ -1,4 +1,4 @@
-"""`meshwright.serve`: checks, starts the ranks of a checkpoint, and serves them over HTTP until a signal. Free of
+"""`meshwright.serve`: check a checkpoint and the options, start its ranks, and serve over HTTP until a signal. Free of
 torch."""
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from meshwright.errors import Terminated, UserError
 from meshwright.kernels.choice import prepare_kernels
 from meshwright.launcher import rendezvous
 from meshwright.launcher.daemon_thread import run_in_daemon_thread
-from meshwright.launcher.device import devices_of_ranks
+from meshwright.launcher.device import choose_rank_devices
 from meshwright.launcher.host_memory import HostMemory
 from meshwright.launcher.signals import StopSignals
 from meshwright.layout import Layout
 from meshwright.names import check_options
 from meshwright.planner.serving.ledger import ServingLedger, bill_text, parse_dtype
-from meshwright.serving.memory import DEFAULT_FRACTION, Steps, make_step_limits, plan_memory
+from meshwright.serving.memory import DEFAULT_FRACTION, StepSettings, make_step_limits, plan_memory
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.waiting_line import QueueLimits
@@ -56,20 +56,21 @@ class ServeOptions(TypedDict, total=False):
         dtype: Dtype of parameters and KV cache, such as `"bf16"`; default `"float32"`.
         memory: Fraction of the memory of this machine or its cgroup (`"0.9"`), or a size (`"12GiB"`); default 0.9, with
             a bounded KV pool.
-        max_length: Most tokens of a prompt and its answer; default: the model's positions, or fewer if they do not fit.
-        max_sequences: Most sequences of a step; default 64, or `token_budget` if that is less.
-        token_budget: Most tokens of a step; default 512.
+        max_length: Maximum number of tokens of a prompt and its answer; default: the model's positions, or fewer if
+            they do not fit.
+        max_sequences: Maximum number of sequences of a step; default 64, or `token_budget` if that is less.
+        token_budget: Maximum number of tokens of a step; default 512.
         host: Address to listen on; default `"127.0.0.1"`.
         port: Port to listen on, 0 for any free one; default 8000.
         served_model_name: Name of the model in the API; default: that of the directory.
         api_key_file: File of API keys, one per line, one of which each request must have; default: none is needed.
         cors_origins: Origins whose web pages may call the API, `"*"` for all; default: none.
-        queue_requests: Most requests that wait; default 512.
-        queue_seconds: Most predicted seconds that a request waits; default 120.
+        queue_requests: Maximum number of requests that wait; default 512.
+        queue_seconds: Maximum predicted seconds that a request waits; default 120.
         threads: Kernel threads of each rank; default: the machine's cores divided by its ranks.
-        step_seconds: Most seconds of a step, above which the replica counts as lost; default 60. Ten times a step's
+        step_seconds: Maximum seconds of a step, above which the replica counts as lost; default 60. Ten times a step's
             predicted time, if that is longer.
-        drain_seconds: Most seconds that unfinished requests get after a signal; default 60.
+        drain_seconds: Maximum seconds that unfinished requests get after a signal; default 60.
     """
 
     device: str
@@ -125,7 +126,7 @@ def serve(
     """
     check_options(serve, options, ServeOptions)
     prepare_process()  # before torch is loaded, here or in a rank
-    phases = _Phases(log)
+    phases = _StartupTimer(log)
     place = rendezvous.read_place() if rendezvous.is_started_by_others() else None
     if place is not None and place.rank > 0:
         from meshwright.serving.ranks import serve_joined
@@ -139,7 +140,7 @@ def serve(
 
     from meshwright.serving.gate import HttpSettings, check_origins, read_api_keys
     from meshwright.serving.http import HttpApp
-    from meshwright.serving.http_server import allow_connections, open_socket, serve_http, wait_for_signals
+    from meshwright.serving.http_server import open_socket, raise_open_file_limit, serve_http, wait_for_signals
 
     file = options.get("api_key_file")
     keys = [] if file is None else read_api_keys(Path(file))
@@ -156,7 +157,7 @@ def serve(
 
         async def run() -> int:
             """Start and serve until a signal; return the number of unfinished requests."""
-            starting = asyncio.create_task(_start(model, replicas, phases))
+            starting = asyncio.create_task(_start_ranks(model, replicas, phases))
             signalled = asyncio.create_task(wait_for_signals(signals))
             try:
                 await asyncio.wait((starting, signalled), return_when=asyncio.FIRST_COMPLETED)
@@ -164,7 +165,7 @@ def serve(
                     return 0
                 prompts = starting.result()
                 connections = max(1024, 2 * replicas.most_requests)
-                allow_connections(connections, log)
+                raise_open_file_limit(connections, log)
                 settings = HttpSettings(name, keys, origins, connections=connections)
                 app = HttpApp(replicas, prompts, settings)
                 host, port = listener.getsockname()[:2]
@@ -191,15 +192,16 @@ def serve(
     _raise_end(signals.received[0], unfinished)
 
 
-class _Phases:
+class _StartupTimer:
     """Logs the duration of each phase of the server's start. log: called with one line per phase."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
+        """Start the clock of the first phase."""
         self.log, self.began = log, time.perf_counter()
         self._last = self.began
 
     def end(self, what: str) -> None:
-        """Log the phase `what` ("HTTP started") with the seconds since the previous phase ended."""
+        """Log that the phase `what` ("HTTP started") has ended, with the seconds since the previous phase ended."""
         now = time.perf_counter()
         self.log(f"{what}: {now - self._last:.2f} s")
         self._last = now
@@ -237,10 +239,10 @@ def _check_model(
     if place is not None:
         rendezvous.check_world_size(place, reading)
         hosts = place.ranks // (place.host_ranks or place.ranks)
-    budget, sequences = options.get("token_budget") or Steps().tokens, options.get("max_sequences")
-    steps = Steps(budget, min(Steps().sequences, budget) if sequences is None else sequences)
+    budget, sequences = options.get("token_budget") or StepSettings().tokens, options.get("max_sequences")
+    steps = StepSettings(budget, min(StepSettings().sequences, budget) if sequences is None else sequences)
     memory, longest = options.get("memory"), options.get("max_length")
-    gpus = devices_of_ranks(options.get("device", "auto"), reading.world_size // hosts)
+    gpus = choose_rank_devices(options.get("device", "auto"), reading.world_size // hosts)
     if gpus and memory is None:
         memory = str(DEFAULT_FRACTION)
     machines = (gpus or [HostMemory.read()]) * hosts  # those of one job have the same memory
@@ -254,7 +256,7 @@ def _check_model(
     return _Settings(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu", plan)
 
 
-def _prepare_kernels(model: _Settings, phases: _Phases) -> _Settings:
+def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
     """Compile the kernels of CPU ranks if necessary, and return the settings `model` with them; without kernels the
     predicted memory becomes that of plain torch. phases: logger of durations. Raises UserError if the layout needs
     kernels."""
@@ -280,12 +282,12 @@ def _make_replicas(model: _Settings, directory: str, options: ServeOptions, log:
     given: dict[str, Any] = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
     limits = QueueLimits(**{name: value for name, value in given.items() if value is not None})
     starter, host = (
-        (LocalStarter(), "") if place is None else (JoinedStarter(), rendezvous.host_and_port(place.method)[0])
+        (LocalStarter(), "") if place is None else (JoinedStarter(), rendezvous.parse_host_and_port(place.method)[0])
     )
     return Replicas(plan, starter, limits=limits, host=host, log=log)
 
 
-async def _start(model: _Settings, replicas: Replicas, phases: _Phases) -> Prompts:
+async def _start_ranks(model: _Settings, replicas: Replicas, phases: _StartupTimer) -> Prompts:
     """Start the ranks of all `replicas`; meanwhile check the checkpoint's hashes and load the tokenizer. Return the
     tokenizer. model: checked settings. phases: logger of durations."""
 
@@ -294,7 +296,7 @@ async def _start(model: _Settings, replicas: Replicas, phases: _Phases) -> Promp
         runs in a daemon thread, which a process that exits does not wait for."""
         from meshwright.serving.prompts import Prompts
 
-        prompts = Prompts.of_directory(model.checkpoint, model.config, model.ledger.sizes.max_length)
+        prompts = Prompts.from_directory(model.checkpoint, model.config, model.ledger.sizes.max_length)
         find_checkpoint(model.checkpoint, phases.log)
         phases.end("checkpoint checked, tokenizer loaded")
         return prompts

@@ -1,4 +1,4 @@
-"""Predicted seconds of steps and of the wait for admission, learnt from measured steps."""
+"""Online model of step times: predicted seconds of a step and of the wait for admission, fitted to measured steps."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
+        """Start without observations."""
         self.coefficients = [0.0, 0.0, 0.0]
         self._products = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0, 0.0, 0.0]
@@ -74,8 +75,8 @@ class StepTimes:
         """Return the predicted seconds until each request of `waiting` is admitted, in their order.
 
         The prediction assumes that the running sequences decode one token each per round; when one ends, the next
-        request is admitted and its prompt computed. places: most sequences that run at a time. groups: number of steps
-        in a round, each of which computes an equal part of the sequences (the stages of a pipeline).
+        request is admitted and its prompt computed. places: maximum number of sequences that run at a time. groups:
+        number of steps in a round, each of which computes an equal part of the sequences (the stages of a pipeline).
         """
         seconds, step, keys = 0.0, 0, 0
         ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)

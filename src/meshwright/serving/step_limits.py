@@ -1,4 +1,4 @@
-"""The sizes for which a runner allocates its buffers and KV pool. Torch-free."""
+"""Sizes for which a runner allocates its buffers and KV pool. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ class StepLimits:
 
     Attributes:
         blocks: Number of KV blocks in the pool.
-        token_budget: Most tokens of a step.
-        max_sequences: Most sequences of a step.
-        max_length: Most tokens of a sequence.
-        logit_rows: Most rows of logits of a step, if more than `max_sequences`; default 0: as many as that.
+        token_budget: Maximum number of tokens of a step.
+        max_sequences: Maximum number of sequences of a step.
+        max_length: Maximum number of tokens of a sequence.
+        logit_rows: Maximum number of rows of logits of a step, if more than `max_sequences`; default 0: as many as
+            that.
         touched: True: the whole KV pool becomes resident when it is allocated; False: page by page as it is used.
     """
 

@@ -1,4 +1,5 @@
-"""Runs jobs: submits their requests, follows the client, and writes responses whole or as a stream. Free of torch."""
+"""Execution of jobs (HTTP requests that generate text): submits their requests, watches for disconnects, and writes
+responses whole or as a stream. Free of torch."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ class JobRunner:
     text. settings: settings of the HTTP API."""
 
     def __init__(self, client: EngineClient, metrics: ServingMetrics, settings: HttpSettings) -> None:
+        """Store engine client, metrics and settings."""
         self.settings = settings
         self._client, self._metrics = client, metrics
 
@@ -53,7 +55,7 @@ class JobRunner:
                 raise ClientLeft
             run.result()
         finally:
-            await _stop(run, left)
+            await _cancel_tasks(run, left)
         return job.formatter.answer(job.choices, [Piece.join(each) for each in pieces])
 
     def start(self, job: Job, take: Take) -> asyncio.Task[None]:
@@ -65,11 +67,11 @@ class JobRunner:
             self._metrics.refuse(refusal.reason)
             raise refusal_error(refusal)
         run = asyncio.create_task(self._run(job, [self._client.submit(request) for request in job.requests], take))
-        run.add_done_callback(lambda _: self._release(job))
+        run.add_done_callback(lambda _: self._cancel_unfinished(job))
         return run
 
-    def _release(self, job: Job) -> None:
-        """Cancel the requests of a job that have not finished."""
+    def _cancel_unfinished(self, job: Job) -> None:
+        """Cancel on the engine those requests of a job that have not finished."""
         for choice in job.choices:
             self._client.cancel(choice.request.id)
             if choice.finish_reason is None:
@@ -110,6 +112,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, runner: JobRunner, job: Job) -> None:
+        """Submit the job's requests; arguments: see the class."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._job, self._settings = job, runner.settings
@@ -151,7 +154,7 @@ class EventStream(Response):
         except SlowReader:
             drop()
         finally:
-            await _stop(run, left)
+            await _cancel_tasks(run, left)
             for timer in timers:
                 timer.cancel()
 
@@ -186,7 +189,7 @@ async def _wait_until_left(receive: Receive) -> None:
         pass
 
 
-async def _stop(*tasks: asyncio.Task[None]) -> None:
+async def _cancel_tasks(*tasks: asyncio.Task[None]) -> None:
     """Cancel the tasks and wait until they have ended; their exceptions are ignored."""
     for task in tasks:
         task.cancel()

@@ -19,6 +19,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        """Start after the tokens `before`."""
         self._tokenizer = tokenizer
         self._window = list(before[-CONTEXT_TOKENS:])
         self._known = len(self._window)  # tokens of the window whose text has been given
@@ -42,7 +43,7 @@ class IncrementalDetokenizer:
         return self._decode()[self._given :]
 
     def _decode(self) -> str:
-        """Return the text of the tokens in the window: the new ones, with their context before them."""
+        """Decode the last tokens: those not yet returned as text, preceded by a few earlier ones as context."""
         return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
 
 
@@ -60,6 +61,7 @@ class AnswerText:
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """Start with empty text; arguments: see the class."""
         assert all(stop), "an empty stop string ends every text before it begins"
         self.offsets: list[int] = []
         self.stopped_by: str | None = None
@@ -72,21 +74,21 @@ class AnswerText:
         `stopped_by` is set, and no token may follow."""
         assert self.stopped_by is None
         self.offsets.append(self._characters)
-        return self._show(self._detokenizer.push(token), searched=len(self.offsets) > self._min_tokens)
+        return self._append_text(self._detokenizer.push(token), searched=len(self.offsets) > self._min_tokens)
 
     def finish(self) -> str:
         """Return the text held back so far, at the end of an answer; empty if a stop string ended it."""
         if self.stopped_by is not None:
             return ""
-        piece = self._show(self._detokenizer.rest(), searched=True)
+        piece = self._append_text(self._detokenizer.rest(), searched=True)
         if self.stopped_by is None:
             piece, self._held = piece + self._held, ""
         return piece
 
-    def _show(self, piece: str, searched: bool) -> str:
-        """Append `piece` to the text held back, and return the text that becomes visible. An end that may be the
-        beginning of a stop string is held back; text from a complete stop string on is dropped. searched: False to
-        return all of the text without a search for stop strings."""
+    def _append_text(self, piece: str, searched: bool) -> str:
+        """Append the text `piece`, and return the text that becomes visible. A suffix that may be the beginning of a
+        stop string is held back; text from a complete stop string on is dropped. searched: False: do not search for
+        stop strings and return all text."""
         self._characters += len(piece)
         text = self._held + piece
         if not searched or not self._stop:

@@ -1,9 +1,8 @@
-"""Forward steps in plain torch on a CPU: the reference of the kernels, and what runs without a compiler.
+"""Forward steps in plain torch on a CPU: the reference for the compiled kernels, and the fallback without a compiler.
 
 Shapes: T tokens of a step (of a tile in the cache, padding at the end included), R rows of logits, H hidden, V
 vocabulary, N query heads, K key-value heads, G query heads of a key-value head, D head size, C tokens that a token
-attends to, W block tables.
-"""
+attends to, W block tables."""
 
 from __future__ import annotations
 
@@ -31,11 +30,12 @@ class OrderedTensorParallel(TensorParallel):
     order, so that the result does not depend on the tensor's size; without sequence parallelism and gradients."""
 
     def __init__(self, mesh: Mesh) -> None:
+        """Use the tp axis of `mesh`."""
         super().__init__(mesh.tp, sequence_parallel=False)
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum over the tensor-parallel ranks of `x_BSH`, a rank's partial result of a row-parallel layer,
-        [B, S, H], added in rank order. `site`: label of the call in traces."""
+        """All-reduce `x_BSH` [B, S, H], a rank's partial result of a row-parallel layer, over the tensor-parallel ranks
+        in rank order, and return the sum. `site`: label of the call in traces."""
         if self.trivial:
             return x_BSH
         parts = x_BSH.new_empty(self.size, *x_BSH.shape)
@@ -66,6 +66,7 @@ class PagedCache:
     def __init__(
         self, config: ModelConfig, tables: BlockTables, layers: range, blocks: int, kv_heads: int, dtype: torch.dtype
     ) -> None:
+        """Allocate the cache tensors, zeros; arguments: see the class."""
         shape = (2, blocks * BLOCK_TOKENS, kv_heads, config.head_dim)
         if config.latent is not None:
             shape = (1, blocks * BLOCK_TOKENS, 1, config.latent.cached_dim)
@@ -149,6 +150,7 @@ class TorchRunner:
     """
 
     def __init__(self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, limits: StepLimits) -> None:
+        """Load the weights and allocate the KV cache; arguments: see the class."""
         self.config, self._stage = weights.config, weights.stage
         self.instruction_set, self.version, self._dtype = "cpu", f"torch {torch.__version__}", dtype
         axes = AxisOperations(tensor=OrderedTensorParallel(mesh))

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from meshwright.serving.engine_client import Refusal, Ticket
 
 MOST_PLACES = 4096
-"""Most places. Beyond it a new client replaces the one that is late the longest; if none is late, it gets no place."""
+"""Maximum number of places. Beyond it a new client replaces the one that is late the longest; if none is late, it gets
+no place."""
 MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.25, 0.01, 60.0
 """`Retry-After` / predicted wait, above 1 as a client that retries too early meets a full queue; shortest and longest
 `Retry-After`: openai's client ignores longer ones, and one that retries early keeps its place."""
@@ -38,8 +39,9 @@ GUARD = 4
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Limits on the requests that wait in all replicas together. requests: most waiting requests. tokens: most prompt
-    tokens of requests that have no generated token yet. seconds: longest predicted wait of a new request."""
+    """Limits on the requests that wait in the queues of all replicas together. requests: maximum number of waiting
+    requests. tokens: maximum number of prompt tokens of requests that have no generated token yet. seconds: longest
+    predicted wait of a new request."""
 
     requests: int = 512
     tokens: int = 1_000_000
@@ -106,6 +108,7 @@ class WaitingLine:
     """
 
     def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start with an empty line. limits: of the engine's queue; clock: returns seconds."""
         self.returning, self.admitted, self.expired = 1.0, 0, 0
         self._limits, self._clock, self._counter = limits, clock, itertools.count()
         self._places: dict[bytes, list[_Place]] = {}
@@ -117,11 +120,12 @@ class WaitingLine:
     @property
     def outstanding(self) -> int:
         """Number of places in the line that have not expired."""
-        self._expire(self._clock())
+        self._run_due_checks(self._clock())
         return self._count_places()
 
     def _count_places(self) -> int:
-        """Return the number of places in the line, without removing first those that have expired since `_expire`."""
+        """Return the number of places in the line; places that have expired since the last `_run_due_checks` are still
+        counted."""
         return len(self._expected) + len(self._late)
 
     def admit(self, ticket: Ticket, requests: int, tokens: int, queue: Queue) -> Refusal | None:
@@ -134,7 +138,7 @@ class WaitingLine:
         prompt tokens of these requests, or an estimate. queue: present state of the queue.
         """
         now = self._clock()
-        self._expire(now)
+        self._run_due_checks(now)
         same = self._places.get(ticket.key, ())
         # A place that is due may be its own even at a first attempt: some clients do not count attempts.
         place = next((each for each in same if not ticket.first or now >= each.due - EARLY_SECONDS), None)
@@ -146,18 +150,18 @@ class WaitingLine:
             place.returned = True
         if not reason:
             if place is not None and requests:
-                self._remove(place, admitted=True)
+                self._remove_place(place, admitted=True)
             return None
         wait = max(MARGIN * max(seconds, queue.delay), SHORTEST_SECONDS)
         if place is None and ticket.key and self._count_places() >= MOST_PLACES and self._late:
-            self._remove(next(iter(self._late)))
+            self._remove_place(next(iter(self._late)))
         if place is None and ticket.key and self._count_places() < MOST_PLACES:
             place = _Place(ticket.key, next(self._counter), max(1, requests), tokens)
             self._places.setdefault(ticket.key, []).append(place)
         if place is not None:
             place.due = now + wait if due else min(place.due, now + wait)
             wait = max(place.due - now, SHORTEST_SECONDS)
-            self._watch(place, place.due + LATE_SECONDS)
+            self._schedule_check(place, place.due + LATE_SECONDS)
             place.expires = place.due + max(GRACE_SECONDS, GRACE_SHARE * wait)
             self._late.pop(place, None)
             if requests:  # known only now: a place is created before its request is parsed
@@ -206,7 +210,7 @@ class WaitingLine:
             self._tokens += place.tokens if expected else -place.tokens
             self._expected ^= {place}
 
-    def _expire(self, now: float) -> None:
+    def _run_due_checks(self, now: float) -> None:
         """Run the checks of places that are scheduled up to the time `now`, in seconds of the line's clock. They update
         `returning`, let new requests pass places whose clients are late, and remove places that have expired."""
         while self._ends and self._ends[0][0] <= now:
@@ -219,19 +223,19 @@ class WaitingLine:
                 self._set_expected(place, False)
                 self._late[place] = None
             if place in self._late and place.expires <= now:
-                self._remove(place)
+                self._remove_place(place)
             elif when == place.watched and (place in self._expected or place in self._late):
                 place.watched = math.inf
-                self._watch(place, place.expires if place in self._late else place.due + LATE_SECONDS)
+                self._schedule_check(place, place.expires if place in self._late else place.due + LATE_SECONDS)
 
-    def _watch(self, place: _Place, when: float) -> None:
+    def _schedule_check(self, place: _Place, when: float) -> None:
         """Schedule a check of `place` at the time `when`, in seconds of the line's clock, unless an earlier one is
         scheduled."""
         if when < place.watched:
             place.watched = when
             heapq.heappush(self._ends, (when, next(self._counter), place))
 
-    def _remove(self, place: _Place, admitted: bool = False) -> None:
+    def _remove_place(self, place: _Place, admitted: bool = False) -> None:
         """Remove a place from the line, and count it as admitted or, unless `admitted`, as expired."""
         self.admitted += admitted
         self.expired += not admitted

@@ -48,6 +48,8 @@ class RankWeights:
     """
 
     def __init__(self, directory: Path, mesh: Mesh) -> None:
+        """Map the checkpoint's files and list this rank's parameters; no weight is read yet. Arguments: see the
+        class."""
         self.config = read_decoder_config(directory)
         self.stage: Stage = serving_stages(self.config, mesh.pp.size)[mesh.pp.rank]
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -77,7 +79,7 @@ class RankWeights:
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's shard of the model parameter `name` in `dtype`, valid until the next call; vocabulary
         padding is 0. It is a view of the memory-mapped file if the file has it in this form."""
-        self._drop()
+        self._release_pages()
         flat, placed = self._buffers[name]
         found = list(flat.slices_within(placed.offset, placed.offset + placed.numel))
         entries = [part.entry for part, _, _ in found]  # none where all is padding
@@ -100,7 +102,7 @@ class RankWeights:
     def _read_entry(self, entry: ParameterEntry) -> torch.Tensor:
         """Return the full (unsharded) value of a parameter entry, one tensor of the checkpoint, as a view of the
         memory-mapped file; release the memory pages of the entry read before."""
-        self._drop()
+        self._release_pages()
         self._mapped = read_entry(self._files, entry, self._names)
         return self._mapped
 
@@ -112,9 +114,9 @@ class RankWeights:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         return self._scratch[:size].view(dtype)
 
-    def _drop(self) -> None:
-        """Release the memory pages of the checkpoint tensor that was read last; if needed again, they are read from the
-        file."""
+    def _release_pages(self) -> None:
+        """Release the memory pages of the memory-mapped checkpoint tensor that was read last; if needed again, they are
+        read from the file."""
         if self._mapped is not None and self._files.mapped:
             release_pages(self._mapped.data_ptr(), self._mapped.nbytes)
             self._mapped = None

@@ -31,8 +31,8 @@ _ADAPTABLE = tuple(
 
 
 def adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, ParameterEntry]:
-    """Return {Hugging Face module name: entry of its weight} of the linear layers that can have an adapter: those of
-    attention, dense MLPs and shared experts."""
+    """Return {Hugging Face module name: parameter entry of its weight} of the linear layers that can have an adapter:
+    those of attention, dense MLPs and shared experts."""
     return {
         entry.name.removesuffix(".weight"): entry
         for entry in entries
@@ -41,7 +41,8 @@ def adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, ParameterE
 
 
 def matches(module: str, target: str) -> bool:
-    """Return True if the target (full name, last parts, pattern, or "all-linear") selects the module."""
+    """Return True if `target`, as in PEFT (full module name, its last parts, a pattern, or "all-linear"), selects the
+    linear layer with the Hugging Face name `module`."""
     if any(character in target for character in "*?["):
         return fnmatchcase(module, target)
     return target in (ALL_LINEAR, module) or module.endswith(f".{target}")
@@ -101,15 +102,15 @@ def add_adapter_entries(entries: Sequence[ParameterEntry], adapter: AdapterConfi
 
 
 def _entries_of(module: str, weight: ParameterEntry, adapter: AdapterConfig) -> list[ParameterEntry]:
-    """Return the entries of the adapter of one linear layer. module: its Hugging Face name; weight: entry of its
-    weight."""
+    """Build the parameter entries (A, B and DoRA's magnitude) of the adapter of one linear layer. module: its Hugging
+    Face name; weight: parameter entry of its weight."""
     (outputs, inputs), rank = weight.model_shape, adapter.rank
     column = weight.split.get("tp") == 0
     replicated = {"split": {}, "blocks": (), "granularity": 1, "remainder": "refuse", "partial": "heads"}
 
     def make(part: str, shape: tuple[int, ...], sharded: bool, initial: Initial) -> ParameterEntry:
-        """Return the entry of one tensor. part: key in `ADAPTER_PARTS`; sharded: True if tp shards it as it shards
-        the weight."""
+        """Build the parameter entry of one adapter tensor. part: key in `ADAPTER_PARTS`; shape: unsharded shape;
+        sharded: True if tp shards it as it shards the weight; initial: initial values."""
         same = replace(
             weight,
             name=f"{PEFT_PREFIX}{module}.{ADAPTER_PARTS[part]}",

@@ -100,8 +100,8 @@ def read_adapter_config(directory: str | Path, tensors: Iterable[str]) -> Adapte
 
 
 def same_adapter(config: ModelConfig, other: AdapterConfig) -> str | None:
-    """Return None if `other`, read from a checkpoint, is the adapter of a model configuration, else the first
-    difference as text such as "rank 8, not 16"."""
+    """Compare the adapter of a model configuration with `other`, read from a checkpoint: return None if they are the
+    same, else the first difference as text such as "rank 8, not 16"."""
     adapter = config.adapter
     assert adapter is not None
     for name in ("kind", "rank", "alpha"):

@@ -1,18 +1,18 @@
-"""Block tables of the KV cache: layers of one sliding window share a table, tables share blocks of one size.
+"""Block tables of the paged KV cache: layers with the same sliding window share a table, and all tables allocate from
+one pool.
 
-A KV block holds 16 tokens of the layers of one block table, and all blocks have places for equally many layers: one
-pool serves every table, and a block that one table gives back may be the next of another. A sequence has a block for
-every 16 tokens in each table; blocks behind the window of a table are freed, independently of the other tables.
-A model whose layers all have one window has one table.
+A KV block holds 16 tokens of the layers of one block table. All blocks have room for equally many layers, so one pool
+serves every table, and a block that one table frees may be allocated by another. A sequence has one block for every 16
+tokens in each table; blocks outside the window of a table are freed, independently of the other tables. A model whose
+layers all have one window has one table.
 
-Windows of unequal numbers of layers take several tables: 5 and 1 where 40 of 48 layers have one. Places of a block that
-no layer takes are lost; where that costs more than windows save, all layers share one table. That is decided for a
-sequence of all the model's positions, not of the served length (`--max-length`).
+If windows apply to unequal numbers of layers, each window gets several tables, such as 5 and 1 if 40 of 48 layers have
+one. A table with fewer layers than a block has room for wastes memory; if that costs more than windows save, all layers
+share one table. The choice is made for a sequence of the model's maximum length, not of the served length
+(`--max-length`).
 
-Data flow: `block_tables` divides the layers, for the ledger (bytes of a block, blocks of a sequence), the scheduler (a
-block of the pool for each table and 16 tokens; admission; prefix cache) and the runners alike (which table says where a
-layer's keys and values are, and which place of the block they take).
-"""
+Users: the memory ledger (bytes of a block, blocks of a sequence), the scheduler (allocation, admission, prefix cache)
+and the runners (block table of a layer, and its position within a block)."""
 
 from __future__ import annotations
 

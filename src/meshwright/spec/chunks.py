@@ -1,5 +1,6 @@
-"""Sizes that the model and the planner compute alike: chunks of the chunked loss, which bound the logits in memory,
-the decision to keep the head's gradient between forward and backward, and the padded number of packed documents."""
+"""Chunk sizes and related choices on which model and planner must agree: chunks of the chunked loss, which bound the
+logits in memory; whether the head's gradient is kept between forward and backward; the padded number of packed
+documents."""
 
 from __future__ import annotations
 

@@ -88,9 +88,9 @@ def _make_adapter(adapter: AdapterRecipe, model: ModelRecipe) -> AdapterConfig:
 
 
 def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
-    """Return the ModelConfig of a recipe's ``[model]`` table (`model`) that names neither a preset nor a directory: the
-    table gives the sizes (``layers``, ``hidden``, ``heads``, ...), and a ``config.json`` of these sizes, read like any
-    other, the family's defaults of other fields. sequence: tokens of a sequence. vocabulary: number of token ids."""
+    """Return the ModelConfig of a recipe's ``[model]`` table (`model`) that names neither a preset nor a directory. The
+    table gives the sizes (``layers``, ``hidden``, ``heads``, ...); all other fields have the defaults of the family, as
+    in a ``config.json`` with only these sizes. sequence: tokens of a sequence. vocabulary: number of token ids."""
     assert model.family and model.layers and model.hidden and model.heads  # checked by the recipe
     family, keys, hidden, heads = FAMILIES[model.family], file_keys(model.family), model.hidden, model.heads
     if hidden % heads and model.head_dim is None:
@@ -121,18 +121,19 @@ def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> Model
 
 
 def _default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
-    """Return the ``config.json`` keys of latent attention of a recipe's ``[model]`` table with their values, in the
-    proportions of DeepSeek-V2-Lite. size: hidden / heads. head_dim: size of a head's query, if the table gives it."""
+    """Return the ``config.json`` keys of multi-head latent attention, with their values, for a recipe's ``[model]``
+    table, in the proportions of DeepSeek-V2-Lite. size: hidden / heads. head_dim: size of a head's query, if the table
+    gives it."""
     rotary = 2 * max(1, (size // 4 if head_dim is None else head_dim // 6))
     values = max(1, size if head_dim is None else head_dim - rotary)
     return write_latent_attention(LatentAttention(4 * values, rotary, values), values + rotary)
 
 
 def _default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> dict[str, Any]:
-    """Return the ``config.json`` keys of a mixture of experts of a recipe's ``[model]`` table (`model`) with their
-    values. keys: those of the family. If the table gives no expert width, it is chosen so that the experts of a token
-    together cost about as much compute as a dense MLP of width `intermediate`; in family mixtral each expert is as wide
-    as that MLP."""
+    """Return the ``config.json`` keys of a mixture of experts, with their values, for a recipe's ``[model]`` table
+    (`model`). keys: those of the family. If the table gives no expert width, it is chosen so that the experts of a
+    token together cost about as much compute as a dense MLP of width `intermediate`; in family mixtral each expert is
+    as wide as that MLP."""
     experts = model.experts or 8
     chosen = model.experts_per_token or min(2, experts)
     written: dict[str, Any] = {keys.count[0]: experts, "num_experts_per_tok": chosen}

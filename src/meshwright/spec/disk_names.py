@@ -1,4 +1,4 @@
-"""Hugging Face's tensor names by family. ``{i}`` is the layer's number."""
+"""Names of tensors in Hugging Face checkpoints by model family. ``{i}`` is the index of the layer."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """How a ``config.json`` gives the layers with a sliding window. layers: layers that have one without the key
-    ``layer_types``: "all"; "late", those from ``max_window_layers`` on; "early", every other one before it; "periodic",
-    all but every ``period``-th, which the key ``period_key`` may give; "unrotated", those without rotary positions,
-    by default every ``period``-th.
+    """Rule by which a ``config.json`` gives the layers with a sliding window. layers: layers that have one if the key
+    ``layer_types`` is missing: "all"; "late", those from ``max_window_layers`` on; "early", every other one before it;
+    "periodic", all but every ``period``-th, which the key ``period_key`` may give; "unrotated", those without rotary
+    positions, by default every ``period``-th.
     switch: True if ``use_sliding_window`` must be true. listed: True if ``layer_types`` may list them; if not,
     transformers ignores that key, and all layers or none have a window."""
 

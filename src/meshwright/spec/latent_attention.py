@@ -33,11 +33,11 @@ class LatentAttention:
         return self.rank + self.rotary_dim
 
     def tensors(self, hidden: int, heads: int, head_dim: int) -> list[tuple[str, str, int, tuple[int, ...], int]]:
-        """Return the projections and norms before the attention scores, in forward order: (part of the table of disk
-        names, name of the model parameter in the attention layer, index along dim 0 at which the part begins there,
-        shape, size of a head along dim 0). The last is 0 for those that compute latent vectors: every tp rank holds
-        them, and its gradient comes from its own heads. hidden: size of the hidden state; heads: number of heads;
-        head_dim: size of a head's query."""
+        """List the projections and norms before the attention scores, in forward order, as (key in the table of disk
+        names, name of the model parameter in the attention layer, start index of the part along dim 0 of that
+        parameter, shape, head size along dim 0). The head size is 0 for those that compute latent vectors: every tp
+        rank holds them in full, and its gradient comes from its own heads. hidden: size of the hidden state; heads:
+        number of heads; head_dim: size of a head's query."""
         query, both = heads * head_dim, head_dim - self.rotary_dim + self.value_dim
         queries: list[tuple[str, str, int, tuple[int, ...], int]] = [("query", "qkv", 0, (query, hidden), head_dim)]
         if self.query_rank is not None:

@@ -299,7 +299,8 @@ class ModelParameter:
         return self.entries[0].trainable
 
     def buffer_kind(self, layout: Layout) -> BufferKind:
-        """Return the kind of flat buffer that holds the parameter under `layout`, that of its entries."""
+        """Return the kind of flat buffer ("dense", "experts", "frozen" ...) that holds the parameter under `layout`;
+        the same for all of its entries."""
         return self.entries[0].buffer_kind(layout)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""The parameter table: one entry for every tensor of a model, with its shape, sharding and place in the flat buffers.
+"""Construction of the parameter table: one entry for every tensor of a model, with its shape, sharding and position in
+the flat buffers.
 
 A `ParameterEntry` is a tensor as Hugging Face names and shapes it on disk. Entries are concatenated to model parameters
 in memory (query, key and value are one matrix there), model parameters to FSDP units (the flat buffers of ZeRO). Model
-builder, planner, checkpoint, gradient reduction and server read the same table.
-"""
+builder, planner, checkpoint, gradient reduction and server read the same table."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class _Builder:
         self.residual = Initial("normal", config.initializer_range / math.sqrt(additions))
 
     def build(self) -> None:
-        """Append to `entries` those of the whole model: embeddings, layers, head."""
+        """Append the parameter entries of the whole model to `entries`: embeddings, layers, head."""
         config = self.config
         hidden, vocabulary = config.hidden, config.vocabulary
         self.add(_Place("embedding", "embedding"), (vocabulary, hidden), _VOCABULARY)
@@ -114,7 +114,7 @@ class _Builder:
             self.prediction(config.layers)
 
     def prediction(self, layer: int) -> None:
-        """Append to `entries` those of the module of multi-token prediction, on disk the layer with index `layer`: they
+        """Append the parameter entries of the multi-token prediction module, on disk the layer with index `layer`; they
         belong to the FSDP unit of the head."""
         norms = (f"prediction_{name}" for name in ("embedding_norm", "hidden_norm", "norm"))
         for part in norms:
@@ -125,9 +125,9 @@ class _Builder:
         self.layer("head", layer, "prediction.block")
 
     def encoder_head(self) -> None:
-        """Append to `entries` those of an encoder's head: for masked language modeling the transform, norm and output
-        bias; otherwise the pooler and, for classification, the classifier. All but the output bias are replicated over
-        tp."""
+        """Append the parameter entries of an encoder's head: for masked language modeling the transform, norm and
+        output bias; otherwise the pooler and, for classification, the classifier. All but the output bias are
+        replicated over tp."""
         hidden = self.config.hidden
         dense = {"masked": "transform"}.get(self.config.head, "pooler")
         for shape, suffix in (((hidden, hidden), "weight"), ((hidden,), "bias")):
@@ -141,8 +141,8 @@ class _Builder:
                 self.add(_Place("head", "classifier"), shape, _BY_TOKENS, suffix=suffix)
 
     def layer(self, unit: str, layer: int, name: str | None = None) -> None:
-        """Append to `entries` those of the transformer layer with index `layer`. unit: name of its FSDP unit, such as
-        "layers.0". name: start of the names of its model parameters; None: `unit`."""
+        """Append the parameter entries of the transformer layer with index `layer`. unit: name of its FSDP unit, such
+        as "layers.0". name: prefix of the names of its model parameters; None: `unit`."""
         config = self.config
         hidden, head_dim, intermediate = config.hidden, config.head_dim, config.intermediate
         query, key = config.heads * head_dim, config.kv_heads * head_dim
@@ -150,7 +150,8 @@ class _Builder:
         attention, mlp = f"{name}.attention", f"{name}.mlp"
 
         def norm(part: str) -> None:
-            """Append one of the layer's norms. part: its key in `DISK_NAMES`, such as "mlp_norm"."""
+            """Append the parameter entries of one of the layer's norms. part: its key in `DISK_NAMES`, such as
+            "mlp_norm"."""
             self.norm(_Place(unit, part, layer, f"{name}.{part}"))
 
         if config.pre_norms:
@@ -196,8 +197,8 @@ class _Builder:
             norm("mlp_post_norm")
 
     def latent_attention(self, unit: str, attention: str, layer: int, latent: LatentAttention) -> None:
-        """Append the projections and norms of multi-head latent attention, without the output. `unit`: FSDP unit;
-        `attention`: start of the model parameters' names; `layer`: layer index."""
+        """Append the parameter entries of the projections and norms of multi-head latent attention, without the output
+        projection. `unit`: FSDP unit; `attention`: prefix of the model parameters' names; `layer`: layer index."""
         config = self.config
         for part, parameter, offset, shape, head in latent.tensors(config.hidden, config.heads, config.head_dim):
             place = _Place(unit, part, layer, f"{attention}.{parameter}", offset)
@@ -208,9 +209,9 @@ class _Builder:
                 self.norm(place, shape[0], cut)
 
     def feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
-        """Append the gate (if there is one), up and down projections of an MLP. `unit`: FSDP unit; `mlp`: start of the
-        names of the model's parameters, such as "layers.0.mlp"; `layer`: layer index; `width`: intermediate size;
-        `prefix`: start of their keys in `DISK_NAMES` ("shared_" for a shared expert)."""
+        """Append the parameter entries of an MLP: gate (if there is one), up and down projections. `unit`: FSDP unit;
+        `mlp`: prefix of the model parameters' names, such as "layers.0.mlp"; `layer`: layer index; `width`:
+        intermediate size; `prefix`: prefix of their keys in `DISK_NAMES` ("shared_" for a shared expert)."""
         hidden, bias = self.config.hidden, self.config.mlp_bias
         if not prefix and "gate_up" in self.names:
             cut = _Cut({"tp": 0}, (width, width))
@@ -221,9 +222,9 @@ class _Builder:
         self.linear(_Place(unit, f"{prefix}down", layer, f"{mlp}.down"), hidden, width, _ROWS, bias=bias)
 
     def mixture(self, unit: str, mlp: str, layer: int) -> None:
-        """Append the router, the experts and the shared expert of the layer with index `layer`. The up and gate
-        projections of all experts form one model parameter, their down projections another. `unit`: FSDP unit; `mlp`:
-        start of the model parameters' names."""
+        """Append the parameter entries of router, experts and shared expert of the layer with index `layer`. The up and
+        gate projections of all experts form one model parameter, their down projections another. `unit`: FSDP unit;
+        `mlp`: prefix of the model parameters' names."""
         config = self.config
         hidden, width = config.hidden, config.expert_intermediate
         # The router's gradient is partial over tp: ranks hold columns of every expert, or route different tokens.

@@ -1,5 +1,5 @@
-"""The training engine's policy constants: sizes of the tiles and slices in which it computes. The engine acts by them,
-the planner prices by them. Those of the chunked loss are in `chunks`, those of gradient buffers in
+"""Policy constants of the training engine: sizes of the tiles and slices in which it computes. The engine uses them,
+and the planner predicts with them. Those of the chunked loss are in `chunks`, those of gradient buffers in
 `parameter_entries`."""
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Estimated durations of a model's pipeline stages, and the pipeline program of a layout and a model: the `auto`
-schedule searches with these durations. Everything that needs the program calls `program_for`, so that all get the
-same."""
+"""Estimated durations of a model's pipeline stages, and the pipeline program of a layout and a model, which the `auto`
+schedule finds with these durations. All users call `program_for`, so that they get the same program."""
 
 from __future__ import annotations
 

@@ -47,12 +47,12 @@ class Journal:
                 f"{path}: another process is writing this journal; wait for it, or use another file"
             ) from None
         try:
-            self._load()
+            self._load_answers()
         except BaseException:
             self.close()
             raise
 
-    def _load(self) -> None:
+    def _load_answers(self) -> None:
         """Read the answers in the file and remove a truncated last line. Raises `UserError` if it is not a journal."""
         self._file.seek(0)
         whole = 0
@@ -76,7 +76,7 @@ class Journal:
         return any(answer is not None for answer in self._answers.values())
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the journal has an answer or refusal for the request with the key `name`."""
+        """Return True if the journal has an answer or refusal for the request with the key `name`."""
         return name in self._answers
 
     def __getitem__(self, name: str) -> Completion | None:
@@ -127,11 +127,13 @@ class ChatClient:
         self._count = threading.Lock()
 
     def __enter__(self) -> Self:
+        """Return the client."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the journal."""
         self.journal.close()
 
     def ask(self, requests: Sequence[ChatRequest], doing: str = "asking") -> list[Completion | None]:
@@ -250,6 +252,7 @@ class ChatClient:
                 self._log(f"retrying: {reason}")
 
         def wait(seconds: float) -> None:
+            """Pause between retries for `seconds`, or until `stop` is set."""
             stop.wait(seconds)
 
         with self._count:

@@ -142,16 +142,16 @@ class Endpoint:
         reason = ""
         for attempt in range(self.tries):
             try:
-                return self._send(body)
+                return self._send_once(body)
             except _TryAgainError as error:
                 reason = str(error)
                 if attempt + 1 < self.tries:
                     retried(reason)
                     pause = self.backoff * 2**attempt * random.uniform(1, 1.25)  # clients must not retry in lockstep
                     wait(min(pause if error.after is None else error.after, _LONGEST_WAIT))
-        raise NoAnswer(f"{self.address} did not answer in {self.tries} tries: {self._shorten(reason)}")
+        raise NoAnswer(f"{self.address} did not answer in {self.tries} tries: {self._mask_and_shorten(reason)}")
 
-    def _send(self, body: bytes) -> Completion:
+    def _send_once(self, body: bytes) -> Completion:
         """Send a request once, without retries, and return the model's answer. body: JSON. Raises `_TryAgainError` for
         errors after which a retry may succeed, else `RequestRefused`."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -169,7 +169,7 @@ class Endpoint:
                 raise _TryAgainError(f"status {error.code}: {message}", _parse_retry_after(error.headers)) from None
             hint = {401: "; is the key right?", 403: "; is the key right?", 404: "; are address and model right?"}
             raise RequestRefused(
-                f"{self.address}: status {error.code}: {self._shorten(message)}{hint.get(error.code, '')}"
+                f"{self.address}: status {error.code}: {self._mask_and_shorten(message)}{hint.get(error.code, '')}"
             ) from None
         except urllib.error.URLError as error:
             raise _TryAgainError(str(getattr(error.reason, "strerror", None) or error.reason)) from None
@@ -178,7 +178,7 @@ class Endpoint:
         except (OSError, HTTPException) as error:
             raise _TryAgainError(str(error) or type(error).__name__) from None
 
-    def _shorten(self, text: str) -> str:
+    def _mask_and_shorten(self, text: str) -> str:
         """Return the error text `text` cut to 300 characters and with the API key masked."""
         return (text.replace(self.key, "<key>") if self.key else text)[:300]
 
@@ -204,6 +204,7 @@ class _TryAgainError(Exception):
     wait before the retry, from the server's Retry-After header; None: not given."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
+        """Create the error; arguments: see the class."""
         super().__init__(" ".join(reason.split()))
         self.after = after
 

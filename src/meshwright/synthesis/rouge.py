@@ -30,6 +30,7 @@ class SimilarityPool:
     """Pool of texts; `has_similar` compares a new text with all of them by ROUGE-L."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
+        """Start with `texts`."""
         self._texts: list[tuple[list[str], Counter[str]]] = []
         for text in texts:
             self.add(text)

@@ -205,8 +205,8 @@ def _parse_acts(stored: Mapping[str, Any], side: str, where: str) -> tuple[str, 
 
 
 def _parse_flag(stored: Mapping[str, Any], key: str, where: str) -> bool | None:
-    """Parse the boolean under `key` in the JSON annotation `stored`; return None if not judged. where: position of the
-    record, for the `UserError`."""
+    """Parse the boolean under `key` in the JSON annotation `stored`; return None if it is missing. where: position of
+    the record, for the `UserError`."""
     value = stored.get(key)
     if value is not None and not isinstance(value, bool):
         raise UserError(f'{where}: "{key}" is {value!r}, neither true nor false')

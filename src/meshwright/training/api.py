@@ -114,13 +114,13 @@ def train(
     if resolved.layout == "auto":
         if is_emulated_rank():
             raise UserError('layout = "auto" is not emulated: give a layout, such as "dp2 tp2"')
-        from meshwright.launcher.rank_threads import share_this_host
+        from meshwright.launcher.rank_threads import ranks_share_one_host
         from meshwright.training.automatic import search_fastest_layout
 
         if started is None:
             check_port_free(resolved.run.rendezvous or "")  # before the search, which may measure this machine
         log = print_message if started is None or started.rank == 0 else lambda line: None
-        measure = probe and (started is None or share_this_host(started))
+        measure = probe and (started is None or ranks_share_one_host(started))
         chosen = search_fastest_layout(resolved, None if started is None else started.ranks, log, probe=measure)
         resolved = resolve_recipe(resolved, {"layout": chosen})
     if started is not None:

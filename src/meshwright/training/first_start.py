@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.checkpoint import newest
+from meshwright.checkpoint import find_newest
 from meshwright.errors import MeshwrightError, Terminated, UserError
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
@@ -104,7 +104,8 @@ def measurement_advice(device: str, measurement: Path) -> str:
 
 
 def _describe_repetition(failed: FailedMeasurement) -> str:
-    """Return when a failed measurement is repeated, as the end of a sentence."""
+    """Return the condition under which a failed measurement is repeated, as a clause that ends an error message, such
+    as "after PATH is deleted, the next start measures again"."""
     if failed.busy > BUSY_SHARE:
         return f"the next start while other programs use less than {BUSY_SHARE:.0%} of the cores measures again"
     return f"after {failed.path} is deleted, the next start measures again"
@@ -114,7 +115,7 @@ def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> Non
     """Measure and store the machine speeds and process memory that a run's predictions need, except those that an
     earlier start stored; do nothing if the run has no steps left. threads: per rank. log: called with each line for the
     user."""
-    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None or checkpoint.step < recipe.train.steps:
         layout, device = recipe.parsed_layout, recipe.run.device
         measure_first_start(layout, device, threads, log, compiled=recipe.train.compile)
@@ -169,7 +170,9 @@ def measure_first_start(
             return
         with measurement_lock(log):
             # Another process may have measured in the meantime.
-            profile = None if profile_known() or not _may_repeat(key.path, log) else _Profile(key, precisions(), axes)
+            profile = (
+                None if profile_known() or not _may_repeat(key.path, log) else _ProfileRequest(key, precisions(), axes)
+            )
             memory = unmeasured()
             if memory and not _may_repeat(memory[0].path, log):
                 memory = []
@@ -177,9 +180,10 @@ def measure_first_start(
                 _measure_and_store(profile, unmeasured if memory else list, log)
 
 
-class _Profile(NamedTuple):
-    """Hardware profile to be measured, for the ranks and threads of `key`. precisions: that it must cover, such as
-    ("fp32",); None: the fastest one, which is measured first. axes: of "tp" and "cp", whose collectives are timed."""
+class _ProfileRequest(NamedTuple):
+    """Hardware profile that is to be measured. key: number of ranks, threads per rank and device. precisions: those in
+    which speeds are measured, such as ("fp32",); None: the fastest one, which is found first. axes: mesh axes ("tp",
+    "cp") whose collectives are timed."""
 
     key: HardwareProfileKey
     precisions: tuple[str, ...] | None
@@ -192,9 +196,9 @@ class _Profile(NamedTuple):
 
 
 def _may_repeat(measurement: Path, log: Callable[[str], None]) -> bool:
-    """Return True if this machine's measurement should be tried, False if it failed at an earlier start and would
-    probably fail again; `log` then receives one line about that. A failed measurement is repeated only if other
-    programs used the processor then and do not now. measurement: path of its result file."""
+    """Return True if a measurement of this machine should be made: it never failed, or it failed while other programs
+    used the processor and they no longer do. Otherwise return False and pass one line about the earlier failure to
+    `log`. measurement: path of its result file."""
     failed = FailedMeasurement.read(measurement)
     if failed is None or (failed.busy > BUSY_SHARE and measure_busy_share() <= BUSY_SHARE):
         return True
@@ -223,7 +227,7 @@ def _synchronous_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def _measure_and_store(
-    profile: _Profile | None, unmeasured: Callable[[], list[ProcessKey]], log: Callable[[str], None]
+    profile: _ProfileRequest | None, unmeasured: Callable[[], list[ProcessKey]], log: Callable[[str], None]
 ) -> None:
     """Measure and store a hardware profile (machine speeds) and process memory; log what is measured and the duration.
 
@@ -281,7 +285,7 @@ def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None
         return [parse_constants(json.loads(Path(place, f"{rank}.json").read_text())) for rank in range(len(keys))]
 
 
-def _measure_profile(profile: _Profile, log: Callable[[str], None]) -> None:
+def _measure_profile(profile: _ProfileRequest, log: Callable[[str], None]) -> None:
     """Measure a hardware profile (machine speeds) and store it, and the fastest precision if it was not known. A stored
     profile is kept if it covers as much and other programs disturbed its measurement less.
 

@@ -102,7 +102,7 @@ class LanguageModelTask:
         self.objective.begin(self, "train", [rows])
         if self.recipe.objective == "kto":  # it has run the forward passes of the mismatched responses
             self.passes.mark("forward")
-        return [self._load("train", each) for each in rows]
+        return [self._load_micro_batch("train", each) for each in rows]
 
     def samples_of_step(self, step: int) -> NDArray[np.int64]:
         """Return the indices, in the training split, of the sequences that this rank reads in the step with index
@@ -123,7 +123,7 @@ class LanguageModelTask:
         Returns float64 [1 + metrics]: this rank's contributions to the divided loss and to the metric sums (which are
         not divided). Their sums over all ranks are the loss and the metric sums of the step."""
         loss = self.passes.train(micro_batches, divisor)
-        return self._shares(loss)
+        return self._rank_contributions(loss)
 
     def discard_step(self) -> None:
         """Do nothing after a skipped step: it has changed neither parameters nor optimizer state, and this model has no
@@ -165,8 +165,8 @@ class LanguageModelTask:
         objective.begin(self, "validation", self.split_sequences(count, beyond))
         sums = torch.zeros(2 + objective.metric_sums, dtype=torch.float64, device=mesh.device)
         for group in self.split_sequences(count, beyond):
-            micro_batches = [self._load("validation", rows, padded=True) for rows in group]
-            shares = self._shares(self.passes.evaluate(micro_batches))
+            micro_batches = [self._load_micro_batch("validation", rows, padded=True) for rows in group]
+            shares = self._rank_contributions(self.passes.evaluate(micro_batches))
             sums[0] += shares[0]
             sums[1] += objective.terms_share(micro_batches, mesh)
             sums[2:] += shares[1:]
@@ -184,7 +184,7 @@ class LanguageModelTask:
         ranks that do not hold the last pipeline stage. Collective."""
         for group in passes:
             # Indices beyond the last are replaced by sequence 0, so that every rank runs the same number of passes.
-            micro_batches = [self._load(split, np.where(rows < sequences, rows, 0)) for rows in group]
+            micro_batches = [self._load_micro_batch(split, np.where(rows < sequences, rows, 0)) for rows in group]
             yield [
                 (row, values_D)
                 for number, found_BD in self.passes.log_probabilities(micro_batches).items()
@@ -194,8 +194,9 @@ class LanguageModelTask:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Checksums that identify what a preference run's reference log-probabilities depend on besides the weights:
-        sha256 of the data ("data_sha256") and of the model configuration ("model"), and the precision ("precision")."""
+        """Inputs of the reference log-probabilities of preference training other than the weights: sha256 of the data
+        ("data_sha256") and of the model configuration ("model"), and the precision ("precision"). Stored
+        log-probabilities are reused only if all are equal."""
         return {
             "data_sha256": self.data.sha256,
             "model": hashlib.sha256(canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
@@ -208,8 +209,9 @@ class LanguageModelTask:
         return self.config.adapter is not None
 
     def reference_weights(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the model is the reference of preference training: the base model without
-        its adapter. Without adapter the reference is the model at its start, and nothing changes."""
+        """Return a context manager in which forward passes compute the reference model of preference training: the base
+        model without its adapter. Without an adapter it changes nothing: the reference is then the initial model,
+        computed before the first step."""
         return adapters_off(self.model)
 
     def reference_slices(self) -> list[TensorSlice]:
@@ -275,10 +277,10 @@ class LanguageModelTask:
             estimates_kl=self.recipe.objective == "kto",
         )
 
-    def _shares(self, loss: torch.Tensor) -> torch.Tensor:
+    def _rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:
         """Divide the loss and the metric sums of the last forward passes by the number of ranks that compute the same
-        values, so that their sums over all ranks are the totals; return float64 [1 + metrics]. loss: scalar, summed
-        over this rank's micro-batches."""
+        values, so that all-reducing them gives the totals; return float64 [1 + metrics]. loss: scalar, summed over this
+        rank's micro-batches."""
         metrics = self.passes.figures[: self.objective.metric_sums]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
 
@@ -286,15 +288,15 @@ class LanguageModelTask:
         """Split the sequences with the indices 0 to `count` - 1 of a data split over the dp ranks; yield, for each
         forward pass, the list of this rank's micro-batches, each an array of sequence indices.
 
-        All ranks get equally many arrays of equal length. Where the last arrays reach beyond the data, indices from
-        `count` on are replaced by the index `beyond`, by which the caller recognises padding."""
+        All ranks get equally many arrays of equal length. The last arrays are padded with the index `beyond`, an index
+        outside the data by which the caller recognises padding."""
         rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
         starts = range(self.mesh.dp.rank * rows, count + self.mesh.dp.rank * rows, rows * self.mesh.dp.size)
         for first in range(0, len(starts), self.layout.micro_batches):
             wanted = [start + np.arange(rows) for start in starts[first : first + self.layout.micro_batches]]
             yield [np.where(part < count, part, beyond) for part in wanted]
 
-    def _load(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
+    def _load_micro_batch(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
         """Load the sequences with the indices `rows` of a split ("train" or "validation") as one micro-batch and return
         this rank's context-parallel slice of it. padded: True: an index beyond the last sequence gives a sequence of
         padding; False: such an index is an error."""

@@ -14,7 +14,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import sent_between
 from meshwright.data import PreparedData, prepare
 from meshwright.errors import CheckFailed, Terminated, UserError
-from meshwright.launcher.rank_threads import thread_change_note
+from meshwright.launcher.rank_threads import format_thread_change
 from meshwright.launcher.stopping import StopRequest
 from meshwright.layout import Layout
 from meshwright.monitoring.comparison import Prediction
@@ -74,8 +74,8 @@ class Run:
         self.resumed_from = self._resume(layout, config, data)
 
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        """Create the members that runs of language models and runs of user modules have in common: journal (console and
-        metrics file), agreement between ranks, recorder of SIGTERM and interrupts, profiler."""
+        """Create the members that runs of language models and of user modules share: journal (console and metrics
+        file), agreement between ranks, handlers of SIGTERM and interrupts, profiler."""
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
@@ -233,7 +233,7 @@ class Run:
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
         """Create the trainer and load the newest complete checkpoint into it; return the checkpoint's name, or None for
-        a fresh run."""
+        a fresh run. layout, config: those of the run; data: the prepared data. Collective."""
         state = check_resume(self.recipe, data.sha256)
         while True:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)
@@ -263,7 +263,7 @@ class Run:
         which are printed before the first step."""
         self.trainer.restore(state)
         self.saved_state = state
-        lines = (self._schedule_change_note(state), thread_change_note(state.get("threads"), self.trainer.threads))
+        lines = (self._schedule_change_note(state), format_thread_change(state.get("threads"), self.trainer.threads))
         self._resume_notes = [line for line in lines if line is not None]
         return checkpoint.name
 
@@ -289,7 +289,7 @@ class Run:
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
             self._wait_for_save()  # an earlier save may still be in progress
-            newest = self.checkpointer.newest()
+            newest = self.checkpointer.find_newest()
             count = f"{self.trainer.skipped_in_a_row} steps in a row" if limit else "a step"
             raise CheckFailed(
                 f"{count}, the last of them step {self.trainer.steps_done}, had a loss or gradient that is not finite, "

@@ -35,22 +35,26 @@ class Policy(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Inputs of the reference log-probabilities other than the weights, as {name: value}: the SHA-256 of the
-        data, the SHA-256 of the model configuration, and the precision. Stored ones are used only if all are equal."""
+        """Inputs of the reference log-probabilities other than the weights, as {name: value}: the SHA-256 of the data,
+        the SHA-256 of the model configuration, and the precision. Stored log-probabilities are reused only if all are
+        equal."""
 
     @property
     def recomputes_reference(self) -> bool:
         """True if the reference model can be computed at any step: the base model without its adapter."""
 
     def reference_weights(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the model is the reference model."""
+        """Return a context manager in which forward passes compute the reference model (of DPO): the base model without
+        its adapter or, without an adapter, the model as it is."""
 
     def reference_slices(self) -> list[TensorSlice]:
-        """Return the weights of the reference model as slices that cover each element on one rank."""
+        """Return the weights of the reference model (of DPO) as tensor slices that cover each element on exactly one
+        rank."""
 
     def split_sequences(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
-        """Yield for each forward pass over the first `count` sequences of a split the list of this rank's
-        micro-batches, each an array of sequence indices; padding has the index `beyond`."""
+        """Split the sequences with the indices 0 to `count` - 1 of a data split over the dp ranks; yield, for each
+        forward pass, the list of this rank's micro-batches, each an array of sequence indices. Padding has the index
+        `beyond`."""
 
     def score_responses(
         self, split: str, passes: Iterable[Sequence[NDArray[np.int64]]], sequences: int
@@ -102,9 +106,9 @@ class Objective(Protocol):
         log-probabilities). policy: the model being trained; start: run directory, resumed state and log. Collective."""
 
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
-        """Compute what the loss needs of all samples of a step, or of a validation, before their forward passes.
-        policy: the model being trained; split: "train" or "validation"; passes: this rank's micro-batches of each
-        forward pass, as arrays of sequence indices. Collective."""
+        """Compute, before the forward passes of a step or a validation, those inputs of the loss that depend on all its
+        samples, such as KTO's KL estimate. policy: the model being trained; split: "train" or "validation"; passes:
+        this rank's micro-batches of each forward pass, as arrays of sequence indices. Collective."""
 
     def state(self) -> dict[str, Any]:
         """Return the objective's entries of a checkpoint's `state.json`: checksums that identify its inputs."""

@@ -46,8 +46,8 @@ class _ShardSlice(NamedTuple):
 
 
 class GpuScale(NamedTuple):
-    """Gradient scale that the host need not know. divisor: float32 scalar on the GPU by which gradients are divided;
-    skip: float32 scalar there, 1 if nothing shall be updated, else 0."""
+    """Gradient scale that is computed on the GPU, so that the host does not wait for it. divisor: float32 scalar by
+    which gradients are divided; skip: float32 scalar, 1 if the update is skipped, else 0."""
 
     divisor: torch.Tensor
     skip: torch.Tensor
@@ -128,8 +128,8 @@ class Optimizer:
         return self._state
 
     def restore_step_count(self, step_count: int) -> None:
-        """Set the number of updates done, which AdamW's bias correction needs, after a checkpoint's values were loaded
-        into the tensors of `state_tensors`."""
+        """Set the number of updates done to `step_count`, which AdamW's bias correction needs, after a checkpoint's
+        values were loaded into the tensors of `state_tensors`."""
         self.step_count = step_count
         for part in self._parts:
             part.updates.fill_(float(step_count))

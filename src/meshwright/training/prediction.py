@@ -26,7 +26,7 @@ from meshwright.training.first_start import find_hardware_profile, measurement_a
 from meshwright.training.process_memory import language_model_of, predict_process_memory
 from meshwright.training.trainer import Trainer
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
@@ -35,9 +35,9 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
     process; None: process memory is not predicted."""
     notes: list[str] = []
 
-    def try_predict(what: str, work: Callable[[], Found]) -> Found | None:
-        """Return `work()`; on an exception add a note that `what`, such as "memory", is not predicted, and return
-        None."""
+    def try_predict(what: str, work: Callable[[], T]) -> T | None:
+        """Return `work()`; if it raises, add the note that `what` (such as "memory") is not predicted and the reason,
+        and return None."""
         try:
             return work()
         except UserError as error:
@@ -59,8 +59,8 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
 
 
 def find_training_cluster(trainer: Trainer) -> Cluster:
-    """Return the description (number, speeds, links) of the devices on which the trainer's ranks run: from a stored
-    hardware profile of this machine or, for known GPUs, from the device catalogue. `UserError` if there is neither."""
+    """Return the speeds and links of the devices on which the trainer's ranks run: from a stored hardware profile
+    (measured speeds) of this machine or, for known GPUs, from the device catalogue. `UserError` if there is neither."""
     device, ranks = trainer.device, trainer.mesh.world_size
     known = None
     if device.type == "cuda":
@@ -89,8 +89,8 @@ def find_training_cluster(trainer: Trainer) -> Cluster:
 
 
 def _devices_per_node(ranks: int, most: int) -> int:
-    """Return the largest divisor of `ranks` that is at most `most`: the number of devices per node, if a node has up to
-    `most`."""
+    """Return an assumed number of devices per node: the largest divisor of `ranks` that is at most `most`, the number
+    of devices that a node can hold."""
     return next(size for size in range(max(1, min(ranks, most)), 0, -1) if ranks % size == 0)
 
 
@@ -137,10 +137,11 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
 
 
 def _bytes_by_category(found: Ledger, share: float) -> dict[str, int]:
-    """Return the predicted bytes of a rank's memory by category ("parameters" ...), with two further entries: "peak",
-    the predicted peak, and "unexplained", the bytes (`share` × peak) to add to the peak according to earlier runs.
-    found: predicted memory (tensors with their bytes and lifetimes). share: mean fraction by which the memory of
-    finished runs exceeded their predicted peak."""
+    """Sum the predicted memory `found` (ledger: tensors with their bytes and lifetimes) by category ("parameters",
+    "activations" ...); return bytes by category with two further entries: "peak", the predicted peak, and
+    "unexplained", `share` × peak.
+
+    share: mean fraction by which the memory of finished runs exceeded their predicted peak."""
     return found.by_category() | {"unexplained": round(share * found.peak_bytes), "peak": found.peak_bytes}
 
 

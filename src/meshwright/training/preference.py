@@ -49,9 +49,9 @@ MISMATCHED = " mismatched"
 
 
 class Rewards(NamedTuple):
-    """Reward metrics; rewards are those of `model.preference`. `chosen`, `rejected`: mean reward of the chosen
-    (desirable) and of the rejected (undesirable) responses, NaN without any; `accuracy`: fraction of pairs, or single
-    responses, that the rewards judge as their label does (see `PreferenceLoss`)."""
+    """Reward metrics of a step or validation; `Preference` defines the reward of a response. `chosen`, `rejected`: mean
+    reward of the chosen (desirable) and of the rejected (undesirable) responses, NaN without any; `accuracy`: fraction
+    of pairs with the higher reward for the chosen response, for KTO of responses that the rewards judge as labelled."""
 
     chosen: float
     rejected: float
@@ -63,8 +63,8 @@ class Rewards(NamedTuple):
         return self.chosen - self.rejected
 
     def to_metrics(self) -> dict[str, float]:
-        """Return the metrics named in `REWARDS` (margin, accuracy, chosen, rejected) as {name: value}, without those of
-        a label that no response of the step has."""
+        """Return the metrics named in `REWARDS` (margin, accuracy, chosen, rejected) as {name: value}; metrics of a
+        label (chosen or rejected) without a response in the step are omitted."""
         values = zip(REWARDS, (self.margin, self.accuracy, self.chosen, self.rejected), strict=True)
         return {name: value for name, value in values if not math.isnan(value)}
 
@@ -81,7 +81,8 @@ class Preferences:
     metric_sums = PREFERENCE_FIGURES
 
     def __init__(self, pair_loss: Preference, splits: Mapping[str, PackedExamples | MismatchedRows]) -> None:
-        """Count the terms of every sequence in the splits; the reference stays None until `prepare`."""
+        """Count the loss terms of every sequence in the splits. `reference`, the reference log-probabilities, is None
+        until `prepare`."""
         self.pair_loss: Preference | None = pair_loss
         self.metric_names: Sequence[str] = REWARDS if pair_loss.responses == 2 else (*REWARDS, KL)
         self.reference: Reference | None = None
@@ -109,12 +110,12 @@ class Preferences:
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Return the number of response pairs in a step's micro-batches, summed over all ranks, at least 1.
         Collective."""
-        return count_pairs(_pairs_of(micro_batches), mesh)
+        return count_pairs(_response_pairs(micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
         """Count the response pairs in this rank's micro-batches and divide the count by cp x tp x pp, the number of
         ranks that hold the same pairs."""
-        pairs = sum(pairs.count / mesh.cp.size for pairs in _pairs_of(micro_batches))
+        pairs = sum(pairs.count / mesh.cp.size for pairs in _response_pairs(micro_batches))
         return pairs / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -234,8 +235,8 @@ class Preferences:
         return found
 
 
-def _pairs_of(micro_batches: Sequence[MicroBatch]) -> list[Pairs]:
-    """Return the response pairs that `annotate` has added to each micro-batch."""
+def _response_pairs(micro_batches: Sequence[MicroBatch]) -> list[Pairs]:
+    """Return the response pairs that `Preferences.annotate` has added to each micro-batch."""
     found = [documents.pairs for _, _, documents in micro_batches]
     assert None not in found, "every micro-batch of preference data has pairs"
     return found  # type: ignore[return-value]

@@ -50,11 +50,11 @@ class Preference:
         return 1 if self.objective == "kto" else 2
 
     def __call__(self, log_probabilities_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:
-        """Return the metrics and the loss summed over the `pairs` of a batch, in the dtype of `log_probabilities_BD`:
-        the log-probabilities (nats) of the D responses of each of B sequences, of pairs chosen and rejected ones
-        alternating."""
+        """Compute the loss and the reward metrics summed over the `pairs` of a batch, in the dtype of
+        `log_probabilities_BD`: the log-probabilities (nats) of the D responses in each of B sequences; of a pair the
+        chosen comes first."""
         if self.responses == 1:
-            return self._judge_singles(log_probabilities_BD - pairs.reference_BD, pairs)
+            return self._single_response_loss(log_probabilities_BD - pairs.reference_BD, pairs)
         counted_BP = pairs.counted_BP
         scores_BD = log_probabilities_BD - pairs.reference_BD
         if not self.needs_reference:
@@ -76,8 +76,9 @@ class Preference:
             figures = torch.cat([rewards_2, torch.stack([right, count, count]).to(rewards_2.dtype)])
         return PreferenceLoss((losses_BP * counted_BP).sum(), figures)
 
-    def _judge_singles(self, scores_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:
-        """Return loss and metrics of single responses with labels (KTO). scores_BD: log p / p_ref of each."""
+    def _single_response_loss(self, scores_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:
+        """Return loss and metrics of single labelled responses (KTO). scores_BD: log p / p_ref of each response. pairs:
+        labels, lengths and KL estimate of the responses."""
         kinds_2BD = pairs.counted_BP & torch.stack([~pairs.undesirable_BD, pairs.undesirable_BD])
         ahead_BD = scores_BD - pairs.kl_B[:, None]
         losses_BD = [

@@ -99,7 +99,7 @@ class _ProbeRun:
 
 def measure(precision: str, compiled: bool) -> ProcessConstants:
     """Measure the process memory beyond tensors by training small models in this process; return it as
-    `ProcessConstants`. compiled: True to measure torch.compile's memory as well."""
+    `ProcessConstants`. precision: "fp32", "bf16" ...; compiled: True to measure torch.compile's memory as well."""
     # Load the libraries that every rank has loaded.
     torch.nn.functional.linear(torch.randn(512, 512), torch.randn(512, 512))
     base = _measure_rss()
@@ -134,9 +134,9 @@ def _measure_rss() -> int:
 
 
 def _measure_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Measure process memory on this rank, as the launcher's description says. The conditions (precision, threads,
-    compiled) are entry number `start.rank` of its list `keys`; the result is written as JSON to RANK.json in its
-    directory `results`."""
+    """Measure process memory on this rank and write the result as JSON to the file RANK.json. description: the
+    launcher's JSON dict: entry `start.rank` of its list `keys` has the conditions (precision, threads, compiled),
+    `results` the directory of the file. start: rank of this process."""
     key = description["keys"][start.rank]
     torch.set_num_threads(key["threads"])
     keep_freed_memory()

@@ -73,8 +73,8 @@ class Responses:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Reference log-probabilities of all splits. splits: by name, "train" and "validation". made_of: what they were
-    computed from: checksums of data and weights, and the precision."""
+    """Reference log-probabilities of all data splits. splits: by name, "train" and "validation". made_of: identity of
+    their inputs: checksums of data and weights, and the precision."""
 
     splits: Mapping[str, Responses]
     made_of: Mapping[str, str]
@@ -130,8 +130,9 @@ def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
 
 
 def frozen_slices(engine: ZeroEngine) -> list[TensorSlice]:
-    """Return the frozen parameters of a model with an adapter as slices of parameter entries (checkpoint tensors): over
-    all ranks, each element is in one slice. Packed ones are unpacked."""
+    """Return the frozen parameters of a model with an adapter, which `engine` (the ZeRO engine) holds, as slices of
+    parameter entries (checkpoint tensors): over all ranks, each element is in one slice. Packed (quantized) ones are
+    unpacked."""
     slices: list[TensorSlice] = []
     for unit in engine.frozen:
         low, high = unit.start, min(unit.stop, unit.flat.numel)
@@ -154,7 +155,7 @@ def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
             part = bits[begin : begin + _CHUNK_ELEMENTS].to(torch.int64)
             places = torch.arange(len(part), device=part.device, dtype=torch.int64) + (item.start + begin)
             if (columns := item.columns) is not None:  # positions in the unsharded matrix
-                places = places // columns.width * columns.of + columns.start + places % columns.width
+                places = places // columns.width * columns.total + columns.start + places % columns.width
             total += ((part + 1) * ((places + name) * _ODD | 1)).sum()
     collectives.all_reduce(total, mesh.world, WEIGHTS_SITE)
     return f"{int(total) % (1 << 64):016x}"

@@ -66,8 +66,9 @@ def record_result(result: dict[str, Any]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Context manager that prints an exception as one line and ends the process with its exit code: 2 after a user
-    error, 143 after SIGTERM, 130 after an interrupt, else the code of the exception's class.
+    """Context manager that ends the process when an exception leaves it: prints the exception as one line and exits
+    with its code: 2 after a user error, 143 after SIGTERM, 130 after an interrupt, else the code of the exception's
+    class.
 
     Under `meshwright run` it does nothing: that command receives the exception and prints it."""
     try:
@@ -90,7 +91,7 @@ def run_script(
     its last `fit` on rank 0; an empty dict if it made no such call.
 
     arguments: of the script. directory: run directory, locked while the script runs. restarts: maximum number of
-    restarts after a rank was lost. aside: True to write the script's standard output to standard error. Raises the
+    restarts after a rank was lost. aside: True to redirect the script's standard output to standard error. Raises the
     ranks' exceptions (`UserError`, `ScriptFailed` ...), `RankLost` when a rank died, `Terminated` after SIGTERM."""
     description = {"script": str(path.resolve()), "arguments": arguments}
     command = (sys.executable, "-P", "-m", "meshwright.training.script")

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from meshwright.collectives.named import load_named_programs
-from meshwright.launcher.host_memory import machine_memory
+from meshwright.launcher.host_memory import read_machine_memory
 from meshwright.launcher.launcher import LaunchSpec, launch
-from meshwright.launcher.rank_threads import local_threads
+from meshwright.launcher.rank_threads import choose_local_threads
 from meshwright.launcher.recipe_checks import check_memory, check_recipe, check_vocabulary
 from meshwright.launcher.rendezvous import check_port_free
 from meshwright.monitoring.resuming import check_resume
@@ -44,9 +44,9 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
     data = prepare(recipe.data, recipe.run.seed, log=print_message)
     check_resume(recipe, data.sha256)
     check_vocabulary(recipe, data.vocabulary)
-    check_memory(recipe, machine_memory())
+    check_memory(recipe, read_machine_memory())
     ranks = recipe.parsed_layout.world_size
-    threads = local_threads(recipe, ranks)
+    threads = choose_local_threads(recipe, ranks)
     description = {
         "recipe": recipe.to_toml(),
         "source": str(recipe.source_path or "recipe"),

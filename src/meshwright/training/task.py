@@ -23,9 +23,9 @@ from meshwright.spec.parameters import ParameterTable
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Start of a run, the argument of `Task.prepare`. directory: the run directory; agreement: exchanges flags and
-    texts between ranks; saved: content of `state.json` in the resumed checkpoint, None for a fresh run; log: prints a
-    line on rank 0."""
+    """Context that `Task.prepare` receives before the first step. directory: the run directory; agreement: exchanges
+    flags and texts between ranks; saved: content of `state.json` in the resumed checkpoint, None for a fresh run; log:
+    prints a line on rank 0."""
 
     directory: Path
     agreement: Agreement
@@ -34,11 +34,11 @@ class RunStart:
 
 
 class Task(Protocol):
-    """Interface of a training task, which is all that the trainer needs of model, data and loss on one rank.
+    """Interface of a training task: all that the trainer needs of model, data and loss on one rank.
 
     layout: degrees of parallelism. table: the parameters and how each is sharded. mesh: process groups of this rank.
-    parallel: its ZeRO engine. passes: forward and backward of a step, with the profiler's hook. Micro-batches are
-    opaque to the trainer: it passes those that `load_step` returns to the other methods."""
+    parallel: its ZeRO engine. passes: runs the forward and backward passes of a step; the profiler wraps it.
+    Micro-batches are opaque to the trainer: it passes those that `load_step` returns to the other methods."""
 
     @property
     def recipe(self) -> Recipe:
@@ -89,7 +89,8 @@ class Task(Protocol):
         data, without updating parameters. Collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return the task's entries of a checkpoint's `state.json`, which identify the data."""
+        """Return the task's entries of a checkpoint's `state.json`: identity of the data, which a resumed run
+        compares."""
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
         """Return buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank writes;

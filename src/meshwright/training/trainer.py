@@ -84,7 +84,7 @@ class Trainer:
         clock.mark("agree")
         if self.updates_early:
             self._update(self._gpu_scale(values))
-        outcome = self._agree(values)
+        outcome = self._read_outcome(values)
         if not outcome.finite:
             self._discard_step()
             self.skipped += 1
@@ -177,9 +177,9 @@ class Trainer:
         collectives.all_reduce(values, mesh.world, "step.verdict")
         return values
 
-    def _agree(self, values: torch.Tensor) -> StepOutcome:
-        """Return the step's outcome, equal on all ranks, from the result of `_all_reduce_outcome`; the host waits for
-        the GPU here alone."""
+    def _read_outcome(self, values: torch.Tensor) -> StepOutcome:
+        """Copy the result of `_all_reduce_outcome` to the host, which waits for the GPU here alone, and return it as
+        the step's outcome, equal on all ranks."""
         scale, metrics = self.loss_scale.value, len(values) - 4 - self.mesh.world_size
         loss, squared_norm, stopping, failed, *rest = values.tolist()
         return StepOutcome(
@@ -201,21 +201,21 @@ class Trainer:
         return clipped / outcome.loss_scale
 
     def _gpu_scale(self, values: torch.Tensor) -> GpuScale:
-        """Compute the same on a GPU, from the result of `_all_reduce_outcome`: the update is skipped there if loss or
-        gradient norm is not finite."""
+        """Compute clipping factor and loss scale on the GPU from the result of `_all_reduce_outcome`, without a host
+        synchronization; the update is skipped on the GPU if loss or gradient norm is not finite."""
         clip, norm = self.recipe.train.clip, values[1].sqrt()
         divisor = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
         finite = values[:2].isfinite().all()
         return GpuScale((divisor * self.loss_scale.value).float(), (~finite).float())
 
     def _update(self, gradient_scale: float | GpuScale) -> None:
-        """Update the master weights from the gradients times `gradient_scale`, and the parameters from them.
-        Collective."""
+        """Run the optimizer on the master weights with the gradients multiplied by `gradient_scale`, then copy or
+        all-gather the master weights into the parameters. Collective."""
         self.optimizer.step(learning_rate(self.steps_done, self.recipe.train), gradient_scale)
         self.parallel.all_gather_parameters()
 
     def _discard_step(self) -> None:
-        """Restore the module's buffers and the count of updates after a step that is skipped; parameters and optimizer
-        state are unchanged."""
+        """Undo a skipped step: restore the module's buffers and the optimizer's update count. Parameters and optimizer
+        state were not changed."""
         self.task.discard_step()
         self.optimizer.step_count -= self.updates_early

@@ -16,16 +16,16 @@ from meshwright.errors import RankLost, UserError
 from meshwright.launcher import rendezvous
 from meshwright.launcher.device import agree_on_device, choose_device
 from meshwright.launcher.host_calls import HostCalls
-from meshwright.launcher.host_memory import machine_memory
+from meshwright.launcher.host_memory import read_machine_memory
 from meshwright.launcher.hosts import agree_on_interface
 from meshwright.launcher.rank_process import run_rank
 from meshwright.launcher.rank_threads import (
     ThreadChoice,
     agree_on_threads,
-    local_threads,
+    choose_local_threads,
+    ranks_share_one_host,
+    read_resumed_state,
     resolve_threads,
-    resumed_state,
-    share_this_host,
 )
 from meshwright.launcher.rendezvous import Place, check_world_size
 from meshwright.monitoring.memory import keep_freed_memory
@@ -67,17 +67,17 @@ def train_as_rank(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict
     check_recipe(recipe)
     one_host = start.ranks == (start.host_ranks or 1)
     if one_host:
-        check_memory(recipe, machine_memory())
+        check_memory(recipe, read_machine_memory())
     if start.rank == 0 and start.host_ranks is not None:
-        warning = rendezvous.tensor_across_hosts(recipe.parsed_layout, start.host_ranks)
+        warning = rendezvous.warn_of_tensor_across_hosts(recipe.parsed_layout, start.host_ranks)
         if warning is not None:
             print_message(f"meshwright: warning: {warning}")
     directory = RunDirectory(recipe.run_directory)
     patient = recipe.run.collective_timeout > LONGEST_SECONDS
-    if probe and start.rank == 0 and patient and share_this_host(start) and not is_emulated_rank():
+    if probe and start.rank == 0 and patient and ranks_share_one_host(start) and not is_emulated_rank():
         with suppress(UserError), directory:  # an error here is raised again, on this rank or all, after this block
             rendezvous.check_port_free(start.method)
-            measure_run(recipe, local_threads(recipe, start.ranks).count, print_message)
+            measure_run(recipe, choose_local_threads(recipe, start.ranks).count, print_message)
     return _run_as_rank(recipe, start, directory, None, options, lock=True)
 
 
@@ -134,7 +134,7 @@ def _run_as_rank(
         separate_compile_caches(start.rank if start.local_rank is None else start.local_rank)
     if start.ranks > 1 and not joined:
         store = store or rendezvous.connect_to_store(start, timeout)
-        rendezvous.initialise(start, store, device, timeout)
+        rendezvous.initialise_process_group(start, store, device, timeout)
     _set_threads(recipe, start, store if lock else None, threads, note=not device.startswith("cuda"))
     calls = None
     try:
@@ -169,15 +169,15 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
     size or, for a user's own module, the number that torch has now.
 
     store: key-value store by which ranks agree on the number, None if ranks need not agree. note: True to print the
-    reason for the choice."""
+    reason for the choice. start: rank and world size of this process."""
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]
-        found = resolve_threads(recipe, torch.get_num_threads(), resumed_state(recipe))
+        found = resolve_threads(recipe, torch.get_num_threads(), read_resumed_state(recipe))
     elif given is None and store is not None:
         found = agree_on_threads(recipe, start, store)
     elif given is None:
-        found = local_threads(recipe, 1)
+        found = choose_local_threads(recipe, 1)
     else:
         found = ThreadChoice(given)
     if note and found.note and start.rank == 0:
@@ -187,8 +187,8 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
 
 
 def _check_emulated(recipe: Recipe, has_programs: bool) -> None:
-    """Raise `UserError` if the recipe uses what emulated ranks, threads of one process, lack. has_programs: True if
-    collective programs replace the backend's calls."""
+    """Raise `UserError` if the recipe uses a feature that emulated ranks (threads of one process) do not support.
+    has_programs: True if collective programs replace the backend's calls."""
     if has_programs:
         raise UserError("[collectives] is not emulated: a rank runs collective programs on a thread of their own")
     if recipe.train.profile:
@@ -214,8 +214,8 @@ def _set_gloo_interface(start: Place, store: Any) -> None:
 
 
 def _lock_run_directory(directory: RunDirectory, start: Place, store: Any) -> None:
-    """Lock the run directory on rank 0; if that fails, every rank raises rank 0's `UserError`. store: key-value store
-    that all ranks share, None for one rank. Collective."""
+    """Lock the run directory on rank 0; if that fails, every rank raises rank 0's `UserError`. start: rank and world
+    size of this process. store: key-value store that all ranks share, None for one rank. Collective."""
     problem = ""
     if start.rank == 0:
         try:
@@ -231,8 +231,8 @@ def _lock_run_directory(directory: RunDirectory, start: Place, store: Any) -> No
 
 
 def _write_process_ids(directory: RunDirectory, start: Place, store: Any) -> None:
-    """Collect the process IDs of all ranks and write them to the run directory, on rank 0. store: key-value store
-    through which they are exchanged, None for one rank. Collective."""
+    """Collect the process IDs of all ranks and write them to the run directory, on rank 0. start: rank and world size
+    of this process. store: key-value store through which they are exchanged, None for one rank. Collective."""
     processes = [os.getpid()]
     if store is not None:
         store.set(f"meshwright/process/{start.rank}", str(os.getpid()))

@@ -14,11 +14,12 @@ from meshwright.spec.parameters import ParameterTable
 PREFIX = "base_model.model."
 
 
-def merge_adapter(
+def merge_adapter_weights(
     table: ParameterTable, adapter: AdapterConfig | None, leaves: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the base model's tensors with the adapter merged, in the shapes that the model stores, by the names of
-    their parameter entries; differentiable. leaves: value of every parameter entry, flattened, by name.
+    """Merge a LoRA or DoRA adapter into the base model's weights; return the merged tensors in their model shapes, by
+    parameter name; differentiable. leaves: value of every parameter (base and adapter), flattened, by name. table:
+    gives the shapes. adapter: kind, rank and alpha; None: no adapter.
 
     LoRA: W + s B A, s = alpha / rank (arXiv:2106.09685, eq. 3), or alpha / sqrt(rank) for rsLoRA (arXiv:2312.03732, eq.
     8). DoRA: m (W + s B A) / ||W + s B A||, norms of rows, constant in backward (arXiv:2402.09353, eq. 5 and 11)."""

@@ -81,7 +81,9 @@ class CaseBuilder:
         model."""
         config = self._scale_down(layers)
         sequence = choose_sequence_length(self.layout)
-        return self._check(Problem(config, self._choose_batch(), self.dtype, sequence, preference=self.preference))
+        return self._check_runnable(
+            Problem(config, self._choose_batch(), self.dtype, sequence, preference=self.preference)
+        )
 
     def make_updates(self, ranks: int = 1, layers: int = 5) -> Problem:
         """Return a problem of four optimizer steps with weight decay and gradient clipping. Step 1 (from 0) is
@@ -143,7 +145,7 @@ class CaseBuilder:
         sequence = choose_sequence_length(self.layout, tokens)
         window = None if config.sliding_window is None else TILE_QUERIES + 9
         config = dataclasses.replace(config, max_positions=2 * sequence, sliding_window=window)
-        return self._check(
+        return self._check_runnable(
             Problem(config, self._choose_batch(), self.dtype, sequence, 1, SGD, preference=self.preference)
         )
 
@@ -161,7 +163,7 @@ class CaseBuilder:
         share = self.layout.dp * self.layout.micro_batches
         return share * math.ceil(8 / share) if self.batch % share else self.batch
 
-    def _check(self, problem: Problem) -> Problem:
+    def _check_runnable(self, problem: Problem) -> Problem:
         """Return `problem` unchanged. Raises `UserError` if the layout cannot run its model, batch size or sequence
         length."""
         refuse(self.layout, problem.config, problem.batch, problem.sequence, self.layout.world_size)

@@ -306,6 +306,6 @@ def _find_unequal(copies: Sequence[ParameterValues]) -> str | None:
 
 
 def _bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if two tensors have equal values. Also return True if `a` contains non-finite values: another
+    """Return True if the tensors a and b have equal values. Also return True if `a` contains non-finite values: another
     comparison reports these."""
     return torch.equal(a, b) or not bool(a.isfinite().all())

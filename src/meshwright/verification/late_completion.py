@@ -26,10 +26,12 @@ Delivery = tuple[torch.Tensor, torch.Tensor]
 
 
 class LateCompletion:
-    """Late completion of the collective calls of this process. faults: a line for each buffer that was touched while
-    its call was in flight, and for each call that was not waited for."""
+    """Replacement of the functions of `comm/transport.py` in one process, by which every collective call completes as
+    late as possible: when it is waited for. faults: a line for each buffer that was touched while its call was in
+    flight, and for each call that was not waited for."""
 
     def __init__(self) -> None:
+        """Store the original functions; no call is in flight."""
         self.faults: list[str] = []
         self._in_flight: dict[int, str] = {}
         self._calls = 0
@@ -37,25 +39,28 @@ class LateCompletion:
         self._originals = {name: getattr(transport, name) for name in _REPLACED}
 
     def check_all_complete(self) -> None:
-        """Record the calls that are still in flight, where none should be."""
+        """Add a fault for each call that is still in flight, at a point where none should be."""
         self.faults += [f"{call}: never waited for" for call in self._in_flight.values()]
         self._in_flight.clear()
 
     # --- in place of the functions of `comm/transport.py`, with their arguments
 
     def all_reduce(self, tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
-        """Post an all-reduce that completes late."""
+        """Start an all-reduce on a copy of `tensor`; until the call is waited for, `tensor` holds NaN, which exposes
+        early reads. op: reduction, as in `comm/transport.py`."""
         copy = tensor.clone()
         return self._post(partial(self._originals["all_reduce"], copy, axis, op), [(tensor, copy)])
 
     def broadcast(self, tensor: torch.Tensor, source: int, axis: Axis) -> Posted:
-        """Post a broadcast that completes late."""
+        """Start a broadcast from rank `source` on a copy of `tensor`; on the receiving ranks `tensor` holds NaN until
+        the call is waited for."""
         copy = tensor.clone()
         post = partial(self._originals["broadcast"], copy, source, axis)
         return self._post(post, [], [tensor]) if axis.rank == source else self._post(post, [(tensor, copy)])
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-        """Post an all-gather that completes late. A source that is its slice of the output stays readable."""
+        """Start an all-gather into a copy; `output` holds NaN until the call is waited for, except this rank's own
+        slice if `source` is that slice."""
         copy = torch.empty_like(output)
         parts, copies = output.view(axis.size, -1), copy.view(axis.size, -1)
         own = parts[axis.rank].data_ptr() == source.data_ptr()
@@ -64,55 +69,59 @@ class LateCompletion:
         return self._post(post, arriving, [source])
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-        """Post a reduce-scatter that completes late; it overwrites the other ranks' slices of `source`, as collective
-        programs do."""
+        """Start a reduce-scatter on copies; `output` holds NaN until the call is waited for. The other ranks' slices of
+        `source` are overwritten, as collective programs do."""
         copy, sent, parts = torch.empty_like(output), source.clone(), source.view(axis.size, -1)
         others = [parts[at] for at in range(axis.size) if at != axis.rank]
         post = partial(self._originals["reduce_scatter"], copy, sent, axis)
         return self._post(post, [(output, copy)], others, overwritten=others)
 
     def reduce_scatter_rows(self, output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-        """Post an uneven reduce-scatter that completes late."""
+        """Start an uneven reduce-scatter (`sizes`: rows for each rank) on copies; `output` holds NaN until the call is
+        waited for."""
         copy, sent = torch.empty_like(output), source.clone()
         post = partial(self._originals["reduce_scatter_rows"], copy, sent, axis, sizes)
-        with self._immediate("all_to_all"):
+        with self._use_original("all_to_all"):
             return self._post(post, [(output, copy)], [source])
 
     def rotate(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-        """Post a ring shift that completes late."""
+        """Start a ring shift (each rank sends `source` to the next) on copies; `output` holds NaN until the call is
+        waited for."""
         copy, sent = torch.empty_like(output), source.clone()
-        with self._immediate("transfer"):
+        with self._use_original("transfer"):
             return self._post(partial(self._originals["rotate"], copy, sent, axis), [(output, copy)], [source])
 
     def all_to_all(
         self, output: torch.Tensor, source: torch.Tensor, axis: Axis, output_sizes: Any, source_sizes: Any
     ) -> Posted:
-        """Post an all-to-all that completes late."""
+        """Start an all-to-all on copies; `output` holds NaN until the call is waited for. output_sizes, source_sizes:
+        rows per rank, as in `comm/transport.py`."""
         copy, sent = torch.empty_like(output), source.clone()
         post = partial(self._originals["all_to_all"], copy, sent, axis, output_sizes, source_sizes)
         return self._post(post, [(output, copy)], [source])
 
     def transfer(self, messages: Sequence[Message], axis: Axis) -> list[Posted]:
-        """Post point-to-point messages, each of which completes late."""
-        copies = [torch.empty_like(m.tensor) if m.arrives else m.tensor.clone() for m in messages]
+        """Start point-to-point messages on copies, each of which completes at its own wait."""
+        copies = [torch.empty_like(m.tensor) if m.is_receive else m.tensor.clone() for m in messages]
         copied = [replace(m, tensor=copy) for m, copy in zip(messages, copies, strict=True)]
         posted = self._originals["transfer"](copied, axis)
         found = []
         for m, copy, one in zip(messages, copies, posted, strict=True):
-            results, sent = ([(m.tensor, copy)], []) if m.arrives else ([], [m.tensor])
+            results, sent = ([(m.tensor, copy)], []) if m.is_receive else ([], [m.tensor])
             found.append(
-                self._post(partial(_identity, one), results, sent, name=f"{m.site} ({m.name} over {axis.name})")
+                self._post(partial(_return_posted, one), results, sent, name=f"{m.site} ({m.name} over {axis.name})")
             )
         return found
 
     def note_call(self, original: Callable[..., Any], operation: str, axis: Axis, site: str, *rest: Any) -> Any:
-        """Remember operation and site of the call that is about to be posted, for the lines on faults. original:
+        """Store operation and call site of the call that starts next, for the texts of faults. original:
         `collectives._record_call`, which is then called."""
         self._site = f"{site} ({operation} over {axis.name})"
         return original(operation, axis, site, *rest)
 
-    def _immediate(self, name: str) -> Any:
-        """Return a context manager in which `transport`'s function `name` is the original one, for calls made of it."""
+    def _use_original(self, name: str) -> Any:
+        """Return a context manager that restores `transport`'s original function `name`, so that a call which another
+        call makes internally is not delayed a second time."""
         return mock.patch.object(transport, name, self._originals[name])
 
     # --- what a call in flight may not see
@@ -121,11 +130,12 @@ class LateCompletion:
         self, post: Callable[[], Posted], results: Sequence[Delivery], sent: Sequence[torch.Tensor] = (),
         overwritten: Sequence[torch.Tensor] = (), name: str | None = None,
     ) -> Posted:  # fmt: skip
-        """Post a call on copies of its buffers and poison its results. Return (work handles, function that checks the
-        buffers and delivers the results).
+        """Start a call on copies of its buffers and poison its result buffers. Return (work handles, function that
+        checks the buffers and delivers the results, called by the wait).
 
         results: the call's result buffers with their copies. sent: buffers that must not change in flight. overwritten:
-        those that hold nothing afterwards. name: of the call, for lines on faults (None: the noted one)."""
+        buffers whose content is undefined afterwards. name: of the call, for texts of faults (None: the one of
+        `note_call`)."""
         self._calls += 1
         number, call = self._calls, name or self._site
         before = [buffer.clone() for buffer in sent]
@@ -135,7 +145,8 @@ class LateCompletion:
         self._in_flight[number] = call
 
         def complete() -> None:
-            """Check that nobody touched the buffers, and deliver the results."""
+            """Record a fault for each buffer that was touched in flight, and copy the results into the result
+            buffers."""
             self._in_flight.pop(number, None)
             if finish is not None:
                 finish()
@@ -165,8 +176,8 @@ _REPLACED = (
 )  # fmt: skip
 
 
-def _identity(posted: Posted) -> Posted:
-    """Return what was posted already."""
+def _return_posted(posted: Posted) -> Posted:
+    """Return `posted` unchanged: stand-in for a call that has already been started."""
     return posted
 
 
@@ -185,31 +196,33 @@ def complete_late() -> Iterator[LateCompletion]:
 
 
 def _poison_value(dtype: torch.dtype) -> float | int | bool:
-    """Return the value that a result of this dtype holds while its call is in flight."""
+    """Return the value that marks result elements of this dtype as undefined while a call is in flight: NaN, or the
+    smallest integer."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _poison(buffer: torch.Tensor) -> None:
-    """Overwrite a buffer with a value that no result has."""
+    """Fill a buffer with the poison value of its dtype."""
     buffer.fill_(_poison_value(buffer.dtype))
 
 
 def _is_poisoned(buffer: torch.Tensor) -> bool:
-    """Return True if a buffer holds nothing but poison."""
+    """Return True if all elements of a buffer have the poison value."""
     value = _poison_value(buffer.dtype)
     return bool((buffer.isnan() if isinstance(value, float) else buffer == value).all())
 
 
 def _has_bits_of(buffer: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors of equal shape hold the same bits, NaN included."""
+    """Return True if two tensors of equal shape are bitwise equal, NaN included."""
     first, second = (each.contiguous().view(-1).view(torch.uint8) for each in (buffer, other))
     return torch.equal(first, second)
 
 
 def _is_freed(buffer: torch.Tensor) -> bool:
-    """Return True if a tensor's storage was made too small for it, as FSDP units do when they reshard."""
+    """Return True if a tensor's storage has been resized to less than its elements need, as FSDP units do when they
+    reshard."""
     if buffer.numel() == 0:
         return False
     last = sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

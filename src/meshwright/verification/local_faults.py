@@ -41,7 +41,7 @@ class FaultCounter:
         return bool(changed)
 
     def seen_before(self, thing: object) -> bool:
-        """Return True if an earlier call of this method got the same object (by identity)."""
+        """Return True if an earlier call of this method on this counter got the same object (by identity)."""
         met = any(each is thing for each in self._met)
         self._met.append(thing)
         return met
@@ -96,10 +96,12 @@ class LocalFault:
 # --- gradients and updates
 
 
-def _overwrite(counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int) -> Any:
+def _overwrite_gradient(
+    counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int
+) -> Any:
     """Buggy stand-in for `UnshardedGradient.view` (`original`): each micro-batch overwrites the gradient instead of
-    adding to it. `original` returns (view of the gradient with number `index`, True if backward shall overwrite the
-    view or False if it shall add to it); the stand-in always returns True. `counter` counts the changed flags."""
+    accumulating into it. `original` returns (view of the gradient with number `index`, True if backward shall overwrite
+    the view or False if it shall add to it); the stand-in always returns True. `counter` counts the changed flags."""
     view, stale = original(gradient, index)
     counter.record_if(not stale)
     return view, True
@@ -158,8 +160,8 @@ def _add_term(counter: FaultCounter, original: FaultyFunction, *arguments: Any) 
 
 
 def _never_skip_step(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Buggy stand-in for `Trainer._agree` (`original`): marks the outcome of a non-finite step as finite, so that the
-    step is not skipped. `counter` counts the changed outcomes."""
+    """Buggy stand-in for `Trainer._read_outcome` (`original`): marks the outcome of a non-finite step as finite, so
+    that the step is not skipped. `counter` counts the changed outcomes."""
     verdict = original(*arguments)
     verdict.finite = verdict.finite or counter.record_if(True)
     return verdict
@@ -307,15 +309,15 @@ def _see_next_token(
 ) -> Any:
     """Buggy stand-in for `tiles_of` (`original`), which splits attention into tiles and gives each its mask: the causal
     mask (`triangle`) lets each token attend to the next one. `counter` counts the calls in which the mask changes.
-    Other arguments are passed on."""
+    span, first_RS: passed on to `original`."""
     counter.record_if(len(triangle) > 1)
     return original(span, torch.triu(triangle, 2), first_RS)
 
 
 def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any) -> Any:
     """Buggy stand-in for `tiles_of` (`original`), which splits attention into tiles and gives each its mask: every tile
-    of queries except the first of the sequence lacks its first key. `counter` counts the changed tiles. Other arguments
-    are passed on."""
+    of queries except the first of the sequence lacks its first key. `counter` counts the changed tiles. span, triangle,
+    first_RS: passed on to `original`."""
     found = []
     for tile in original(span, triangle, first_RS):
         keys, mask = tile.keys, tile.mask
@@ -336,7 +338,9 @@ def _drop_kv_block(counter: FaultCounter, original: FaultyFunction, *arguments: 
 
 
 LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
-    "gradient accumulation overwrites instead of adding": LocalFaultSpec(UnshardedGradient, "view", _overwrite),
+    "gradient accumulation overwrites instead of adding": LocalFaultSpec(
+        UnshardedGradient, "view", _overwrite_gradient
+    ),
     "gradient clipping missing": LocalFaultSpec(Trainer, "_gradient_scale", _clip_wrongly(lambda *_: 1.0)),
     "gradient clipping applied twice": LocalFaultSpec(
         Trainer, "_gradient_scale", _clip_wrongly(lambda trainer, verdict, right: right**2)
@@ -347,7 +351,7 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     "weight decay applied to norms and biases": LocalFaultSpec(FsdpUnit, "__init__", _make_decay_fault(1 << 40)),
     "learning rate off by one step": LocalFaultSpec(trainer, "learning_rate", _use_next_learning_rate),
     "loss normalized by one target too many": LocalFaultSpec(LanguageModelTask, "count_terms", _add_term),
-    "non-finite step not skipped": LocalFaultSpec(Trainer, "_agree", _never_skip_step),
+    "non-finite step not skipped": LocalFaultSpec(Trainer, "_read_outcome", _never_skip_step),
     "AdamW without bias correction": LocalFaultSpec(optimizer, "adamw", _omit_bias_correction),
     "AdamW with betas swapped": LocalFaultSpec(
         optimizer, "adamw", _make_option_fault(lambda right: {"beta1": right["beta2"], "beta2": right["beta1"]})

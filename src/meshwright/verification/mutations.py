@@ -205,8 +205,8 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
 
 
 def _call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
-    """Return the calls that a rank made at one call site with one operation, as tuples (number of calls, payload
-    bytes). Ranks with equal signatures can be regrouped without leaving a call unmatched."""
+    """Return the calls that a rank (`result`: its results) made at one call site with one operation, as tuples (number
+    of calls, payload bytes). Ranks with equal signatures can be regrouped without leaving a call unmatched."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls

@@ -92,7 +92,8 @@ def sum_by_response(chosen_BS: torch.Tensor, batch: Batch) -> list[list[torch.Te
 
 
 def score_responses(config: ModelConfig, weights: Weights, batch: Batch) -> list[list[float]]:
-    """Return log p / p_ref in nats of each response of each sequence of a batch, without gradients."""
+    """Return log p / p_ref in nats of each response of each sequence of a batch, [B][responses], without gradients.
+    weights: float64 tensors by the training engine's names."""
     assert batch.reference is not None
     tokens_BS, targets_BS = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
     with torch.no_grad():
@@ -165,7 +166,7 @@ def _preference_loss(
 
 
 def cap(x: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """Return limit tanh(x / limit) for scores or logits `x`; `x` itself if the limit is None."""
+    """Apply a tanh softcap to scores or logits: limit tanh(x / limit); `x` itself if the limit is None."""
     return x if limit is None else limit * torch.tanh(x / limit)
 
 
@@ -208,8 +209,9 @@ class _Forward:
     def predict_later(
         self, x_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, head: torch.Tensor
     ) -> torch.Tensor:
-        """Return the summed loss of the module of multi-token prediction (arXiv:2412.19437, eqs. 21 to 24).
-        x_BSH: final hidden states; head: weight of the output head, [V, H]."""
+        """Return the summed loss of the multi-token prediction module (arXiv:2412.19437, eqs. 21 to 24), which predicts
+        the token after the next. x_BSH: final hidden states; head: weight of the output head, [V, H]. targets_BS:
+        target tokens, -100 where ignored."""
         name, length = "prediction", tokens_BS.shape[1]
         embedded = self.weights["embedding.weight"][tokens_BS[:, [*range(1, length), 0]]]
         parts = self.norm(embedded, f"{name}.embedding_norm"), self.norm(x_BSH, f"{name}.hidden_norm")
@@ -294,7 +296,8 @@ class _Forward:
         return self.linear(torch.einsum("bnqk,bknv->bqnv", p_BNSS, up_BSNO[..., plain:]).flatten(2), f"{name}.output")
 
     def scale_to_unit(self, x: torch.Tensor, epsilon: float = 1e-6) -> torch.Tensor:
-        """Divide `x` by its root mean square over the last dim."""
+        """Apply RMSNorm without weights: divide `x` by its root mean square over the last dim. epsilon: added to the
+        mean square."""
         return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
 
     def rotate(self, x_BSND: torch.Tensor, layer: int) -> torch.Tensor:
@@ -389,8 +392,8 @@ class _Forward:
         return y if bias is None else y + bias.chunk(self.config.experts)[expert]
 
     def keep_groups(self, ranking_BSE: torch.Tensor) -> torch.Tensor:
-        """Return the ranking of experts with -inf outside of the groups that a token may use (arXiv:2412.19437, section
-        2.1.2)."""
+        """Apply group-limited routing: return the router scores `ranking_BSE` with -inf for experts outside the
+        `groups_per_token` best groups of each token (arXiv:2412.19437, section 2.1.2)."""
         config = self.config
         groups_BSGE = ranking_BSE.unflatten(-1, (config.expert_groups, -1)).sort(dim=-1, descending=True).values
         score_BSG = groups_BSGE[..., : 2 if config.router == "sigmoid" else 1].sum(dim=-1)

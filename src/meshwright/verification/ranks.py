@@ -63,8 +63,7 @@ class RankResult:
     validation loss after the last step. counters: number of steps done -> checkpoint counters. not_restored: lines on
     differences between the state saved in a checkpoint and that of the trainer resumed from it. calls_first_step,
     calls: records of the collective calls of the first step and of all steps. struck: number of values that the planted
-    fault changed. refused: error message if the ranks detected a fault themselves; else None.
-    """
+    fault changed. refused: error message if the training itself detected the fault; else None."""
 
     steps: dict[int, StepResult] = field(default_factory=dict)
     optimizer: list[TensorSlice] = field(default_factory=list)
@@ -83,7 +82,7 @@ class RankResult:
 
 
 def _unpickle_result(data: bytes) -> RankResult:
-    """Rebuild a result from its pickled fields."""
+    """Rebuild a result from `data`, the pickle of its fields."""
     return RankResult(**pickle.loads(data))
 
 
@@ -151,10 +150,10 @@ class _RecordingTrainer(Trainer):
 
     gradients: list[TensorSlice]
 
-    def _agree(self, values: torch.Tensor) -> StepOutcome:
-        """Return the step's outcome as `Trainer._agree` does, and store a copy of the gradients, divided by the loss
-        scale, in `self.gradients`. values: all-reduced results of the step."""
-        verdict = super()._agree(values)
+    def _read_outcome(self, values: torch.Tensor) -> StepOutcome:
+        """Return the step's outcome as `Trainer._read_outcome` does, and store a copy of the gradients, divided by the
+        loss scale, in `self.gradients`. values: all-reduced results of the step."""
+        verdict = super()._read_outcome(values)
         unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
         self.gradients = self.parallel.slices_like("gradient", unscaled, owned=False)
         return verdict

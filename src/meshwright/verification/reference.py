@@ -14,7 +14,7 @@ import torch
 from meshwright.model.initialise import initial_value
 from meshwright.quantization.packing import Packing
 from meshwright.spec.parameters import ParameterTable, parameter_table
-from meshwright.verification.adapted_weights import merge_adapter
+from meshwright.verification.adapted_weights import merge_adapter_weights
 from meshwright.verification.plain_model import count_responses, run_batch, score_responses
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, TrainingSettings
 from meshwright.verification.samples import Batch, make_sequences
@@ -76,7 +76,7 @@ class Reference:
             self.norms.append(norm)
             self.gradients.append(gradients)
             if step != problem.nan_step:
-                weights = self._update(weights, gradients, norm, step)
+                weights = self._apply_update(weights, gradients, norm, step)
             self.weights.append(weights)
             # Micikevicius et al. 2018, arXiv:1710.03740, section 3.2: halved on overflow, doubled after finite steps.
             finite_in_a_row = 0 if step == problem.nan_step else finite_in_a_row + 1
@@ -209,9 +209,9 @@ class Reference:
         }
 
     def _engine_tensors(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Concatenate parameters into the tensors of the training engine, which fuses some of them (query, key and
-        value; gate and up), with the adapter merged into them. Return float64 tensors by engine name."""
-        merged = merge_adapter(self.table, self.problem.config.adapter, leaves)
+        """Concatenate the parameters `leaves` into the tensors of the training engine, which fuses some of them (query,
+        key and value; gate and up), with the adapter merged into them. Return float64 tensors by engine name."""
+        merged = merge_adapter_weights(self.table, self.problem.config.adapter, leaves)
         return {
             tensor.name: torch.cat([merged[entry.name] for entry in tensor.entries])
             for tensor in self.table.tensors
@@ -228,7 +228,9 @@ class Reference:
 
     # --- update
 
-    def _update(self, weights: ParameterValues, gradients: ParameterValues, norm: float, step: int) -> ParameterValues:
+    def _apply_update(
+        self, weights: ParameterValues, gradients: ParameterValues, norm: float, step: int
+    ) -> ParameterValues:
         """Apply one optimizer update; return the new master weights by parameter. Gradients are first clipped by their
         global norm, `norm` (as in `torch.nn.utils.clip_grad_norm_`). step: training step, from 0.
 
@@ -265,7 +267,7 @@ class Reference:
 
 def learning_rate(step: int, steps: int, training: TrainingSettings) -> float:
     """Return the learning rate of step `step` (from 0) in a run of `steps` steps. After a linear warm-up it is
-    constant, or decays linearly or along a cosine to the minimum."""
+    constant, or decays linearly or along a cosine to the minimum. training: rates and schedule."""
     peak, warmup = training.learning_rate, training.warmup
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
@@ -291,13 +293,13 @@ def sample_index_of(number: int, sequences: int, seed: int) -> int:
     while True:
         left, right = place >> half, place % 2**half
         for key in keys:
-            left, right = right, left ^ (_mix(right + key) % 2**half)
+            left, right = right, left ^ (_splitmix64(right + key) % 2**half)
         place = left * 2**half + right
         if place < sequences:
             return place
 
 
-def _mix(value: int) -> int:
+def _splitmix64(value: int) -> int:
     """Return a 64-bit hash of a 64-bit integer: the finalizer of SplitMix64."""
     value %= 2**64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64

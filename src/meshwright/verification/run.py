@@ -142,7 +142,7 @@ class _Verifier:
         begun = time.monotonic()
         layout = scale_down_layout(wanted)
         cases = []
-        for case in self._cases(wanted, layout, config):
+        for case in self._choose_cases(wanted, layout, config):
             started = time.monotonic()
             found = self.compare(case, layout)
             cases.append((case, found, time.monotonic() - started))
@@ -189,7 +189,8 @@ class _Verifier:
 
     def mutate(self, wanted: Layout, config: ModelConfig, planted: set[tuple[str, ...]]) -> dict[str, Any]:
         """Plant every fault (deliberate bug) that this layout can have, one at a time; return the report of
-        `plant_all_faults`. planted: keys of faults that were already planted with another model, which are skipped."""
+        `plant_all_faults`. wanted: the layout that the user named. planted: keys of faults that were already planted
+        with another model, which are skipped."""
         layout = scale_down_layout(wanted)
         ranks = self.ranks(layout.world_size)
         maker = CaseBuilder(layout, config, self.dtype, self.preference)
@@ -218,9 +219,9 @@ class _Verifier:
             before = run(layout, StepRange(0, last))
             return run(case.resume_layout, StepRange(last)) if before.passed else before
 
-    def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
-        """Return the cases to run. wanted: the layout that the user named; layout: the same layout scaled down to few
-        ranks; config: the model."""
+    def _choose_cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
+        """Choose the verification cases for a layout. wanted: the layout that the user named; layout: the same layout
+        scaled down to few ranks; config: the model."""
         # Over the grid, one batch size that suits most layouts, so that references are shared.
         maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8, self.compiled)
         if self.thorough:

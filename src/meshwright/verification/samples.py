@@ -27,9 +27,9 @@ MOST_PAIRS = 2  # preference pairs per sequence; twice as many single responses
 class Batch:
     """Batch of B sequences of S tokens. tokens, targets (-100: ignored) and document_ids (number, from 0, of the
     document that holds each token): int64 [B, S]. reference: for preference training, the reference policy's
-    log-probability of each response in nats, float64 [B, 2 x MOST_PAIRS]; else None. undesirable: of single
-    responses, whether each is undesirable, bool [B, 2 x MOST_PAIRS]. kl: KTO's estimate of the KL divergence in nats,
-    once it is computed from `mismatched`, sequences with as many other responses."""
+    log-probability of each response in nats, float64 [B, 2 x MOST_PAIRS]; else None. undesirable: for single labelled
+    responses (KTO), True where a response is undesirable, bool [B, 2 x MOST_PAIRS]. kl: KTO's estimate of the KL
+    divergence in nats, computed from `mismatched`, the same prompts with other responses; None before."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -50,8 +50,8 @@ class Batch:
 def make_sequences(problem: Problem, numbers: Sequence[int], mismatched: bool = False) -> Batch:
     """Generate the sequences with the given numbers as a batch. A sequence depends only on the problem's seed and its
     own number. The training split has the numbers from 0 on, the validation split those after them. problem: gives
-    seed, sequence length, vocabulary and loss. mismatched: other responses, as many in each sequence, from which KTO
-    estimates the KL divergence."""
+    seed, sequence length, vocabulary and loss. mismatched: True for other random responses, as many in each sequence,
+    from which KTO estimates the KL divergence."""
     if problem.preference is None:
         made = [_make_sequence(problem, number) for number in numbers]
     else:
@@ -93,7 +93,7 @@ def _make_pairs(problem: Problem, number: int, mismatched: bool = False) -> tupl
     """Generate sequence number `number` for preference training; return (tokens [S], targets [S], document numbers [S],
     reference log-probabilities in nats [2 x MOST_PAIRS]). It has zero to two pairs of a preferred and a rejected
     response (or twice as many single responses). Each response is a document that begins with a prompt. Prompt tokens,
-    the last token of a document and padding have target -100. mismatched: draw other ones."""
+    the last token of a document and padding have target -100. mismatched: True for other random responses (KTO)."""
     random = np.random.default_rng([problem.seed, number, *[1] * mismatched])
     sequence, pairs = problem.sequence, _count_pairs(number)
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
@@ -119,7 +119,8 @@ def _count_pairs(number: int) -> int:
 
 class SyntheticSplit:
     """Data split of generated sequences, with the interface of `PackedDataset`. first: number of its first sequence in
-    the problem's data. sequences: number of sequences. is_mismatched: its responses are other ones."""
+    the problem's data. sequences: number of sequences. is_mismatched: True for the split of mismatched responses, from
+    which KTO estimates the KL divergence."""
 
     def __init__(self, problem: Problem, first: int, sequences: int, is_mismatched: bool = False) -> None:
         """Define the split; sequences are generated when read. Arguments: see the class."""
@@ -128,7 +129,7 @@ class SyntheticSplit:
 
     @property
     def mismatched(self) -> SyntheticSplit:
-        """The same sequences with other responses."""
+        """The split with the same number of sequences and mismatched responses (KTO)."""
         return SyntheticSplit(self.problem, self.first, self.sequences, is_mismatched=True)
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:

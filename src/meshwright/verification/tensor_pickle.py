@@ -1,4 +1,4 @@
-"""Pickles of results that hold many tensors, which a rank sends to the process that compares them."""
+"""Pickle of results that hold many tensors, which a rank sends to the process that compares them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import torch
 def pickle_with_tensors(value: Any) -> bytes:
     """Return the pickle of any value, for `pickle.loads`. CPU tensors in it are pickled as NumPy arrays, which takes a
     seventh of the time of torch's own format; tensors that NumPy cannot represent (bfloat16) keep torch's format.
-
-    Tensors that shared memory no longer do after `pickle.loads`.
-    """
+    Tensors that share storage are separate after `pickle.loads`."""
     buffer = io.BytesIO()
     _TensorPickler(buffer, protocol=5).dump(value)
     return buffer.getvalue()
@@ -24,7 +22,8 @@ class _TensorPickler(pickle.Pickler):
     """Pickler that pickles CPU tensors as NumPy arrays."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how `pickle.loads` rebuilds a tensor: (function, arguments); NotImplemented: pickle it as usual."""
+        """Return the reduction of a tensor for pickle, (function, arguments); NotImplemented for other objects, which
+        are pickled as usual."""
         if type(value) is not torch.Tensor:
             return NotImplemented
         try:

@@ -34,7 +34,7 @@ class Pair:
         self.style = STYLES[style]
         self.directory = write_tokenizer(directory, self.style, kind)
         self.theirs = AutoTokenizer.from_pretrained(self.directory)
-        self.ours = ExampleEncoder.of_directory(self.directory)
+        self.ours = ExampleEncoder.from_directory(self.directory)
 
     def turns(self, turns=TURNS):
         return list(turns if self.style.system else turns[1:])
@@ -132,7 +132,7 @@ def test_special_token_partly_spelled_by_message_is_text(source: str, content: s
         "",
     )
     rendered = template.render_with_spans([Message("user", content)], prompt=True)
-    assert (rendered.text, rendered.own) == ("<|x|>", [])
+    assert (rendered.text, rendered.template_tokens) == ("<|x|>", [])
 
 
 def test_template_that_inspects_text_refuses_special_token_in_message():

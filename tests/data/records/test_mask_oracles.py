@@ -33,7 +33,7 @@ def find_trained(encoder: ExampleEncoder, record: dict, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("style", list(RECORDED["trained"]))
 def test_trained_text_is_that_of_trl_and_axolotl(style: str, tmp_path: Path):
-    encoder = ExampleEncoder.of_directory(write_tokenizer(tmp_path, STYLES[style], "byte-level"))
+    encoder = ExampleEncoder.from_directory(write_tokenizer(tmp_path, STYLES[style], "byte-level"))
     compared = set()
     for kind, by_peer in RECORDED["trained"][style].items():
         if "cut within words" in kind:  # depends on the vocabulary

@@ -13,7 +13,7 @@ from meshwright.data.records import conversation_turns, message_regions
 from meshwright.data.records.chat_template import ChatTemplate
 from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.examples import ExampleEncoder
-from meshwright.data.records.message_regions import is_kept
+from meshwright.data.records.message_regions import is_unmasked
 from meshwright.data.records.messages import Message
 from meshwright.data.records.parsed_example import Example
 from meshwright.data.records.template_rendering import TemplateError
@@ -108,7 +108,7 @@ def test_spans_have_the_answers_whatever_their_text(texts: list[str]):
     try:
         found = spans_of(template, turns)
     except TemplateError:
-        assert any(text.strip() and all(map(is_kept, text)) for text in texts)  # cannot be found
+        assert any(text.strip() and all(map(is_unmasked, text)) for text in texts)  # cannot be found
         return
     assert [
         re.sub(r"<\|(end|return)\|>$", "", span.removeprefix("<|channel|>final<|message|>")) for span in found
@@ -171,7 +171,7 @@ def test_template_that_only_takes_parts_gets_them():
 
 
 def test_marks_say_in_whose_turn_each_token_is(tmp_path):
-    encoder = ExampleEncoder.of_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
+    encoder = ExampleEncoder.from_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
     [[piece]] = encoder.encode_documents([Document("d", "", None, Example((), (tuple(TURNS[:2]),)))])
     decode = encoder.tokenizer.tokenizer.decode
     runs: list[tuple[str, bool, list[int]]] = []
@@ -188,7 +188,7 @@ def test_marks_say_in_whose_turn_each_token_is(tmp_path):
 
 
 def test_warnings_name_turns_without_an_end_and_system_messages_left_out(tmp_path):
-    encoder = ExampleEncoder.of_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
+    encoder = ExampleEncoder.from_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
     assert list(encoder.list_warnings()) == []
     source = LOOP + "{% if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endif %}" + END
     other = ExampleEncoder(encoder.tokenizer, ChatTemplate(source, {}, frozenset(), "it"))
@@ -250,7 +250,7 @@ def test_marks_of_generation_in_a_message_are_refused():
 
 
 def test_template_without_a_place_for_reasoning_is_a_warning(tmp_path):
-    encoder = ExampleEncoder.of_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
+    encoder = ExampleEncoder.from_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
     turns = (TURNS[0], Message("assistant", "A", fields={"reasoning_content": "Hm."}))
     list(encoder.encode_documents([Document("d", "", None, Example((), (turns,)))]))
     assert [warning.partition(" leaves out ")[2] for warning in encoder.list_warnings()] == [
@@ -269,7 +269,7 @@ def test_template_that_leaves_out_tools_or_names_is_a_warning(tmp_path, written:
         + "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>"
         + END
     )
-    chatml = ExampleEncoder.of_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
+    chatml = ExampleEncoder.from_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
     encoder = ExampleEncoder(chatml.tokenizer, ChatTemplate(source, {}, chatml.tokenizer.special, "it"))
     tools = ({"type": "function", "function": {"name": "search"}},)
     call = {"type": "function", "function": {"name": "search", "arguments": {}}}
@@ -347,7 +347,7 @@ def test_messages_with_more_letters_than_stand_ins_are_found_in_several_renderin
     monkeypatch.setattr(message_regions, "_LAST", 0xF0000 + 60)
     assert ChatTemplate(source, {}, frozenset(special), "it").render_with_spans(turns) == whole
     monkeypatch.setattr(message_regions, "_LAST", 0xF0000 + 5)  # not enough for one message
-    with pytest.raises(TemplateError, match="looks into the messages' text"):
+    with pytest.raises(TemplateError, match="inspects the messages' text"):
         ChatTemplate(source, {}, frozenset(special), "it").render_with_spans(TURNS * 2)
 
 
@@ -365,7 +365,7 @@ def test_parts_that_are_marked_as_context_are_not_trained_nor_are_tokens_across_
     style = STYLES["chatml"]._replace(
         template=STYLES["chatml"].template.replace("['content']", f"['content']{trim}", 2)
     )
-    encoder = ExampleEncoder.of_directory(write_tokenizer(tmp_path, style, "byte-level"))
+    encoder = ExampleEncoder.from_directory(write_tokenizer(tmp_path, style, "byte-level"))
 
     def find_trained(*parts: tuple[str, bool]) -> tuple[str, str]:
         content = [{"text": text, "train": trained} for text, trained in parts]
@@ -405,7 +405,7 @@ def test_variables_of_a_record_are_those_of_apply_chat_template(tmp_path):
         "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     )
     style = STYLES["chatml"]._replace(template=source)
-    encoder = ExampleEncoder.of_directory(write_tokenizer(tmp_path, style, "byte-level"))
+    encoder = ExampleEncoder.from_directory(write_tokenizer(tmp_path, style, "byte-level"))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
     for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True, "extra": {"a": [1, "b"]}}):

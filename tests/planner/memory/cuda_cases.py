@@ -398,7 +398,7 @@ if __name__ == "__main__":
             for at in range(len(ends_E)):
                 yield at, slice(at * rows // len(ends_E), (at + 1) * rows // len(ends_E))
 
-        find_lengths, list_pieces = varlen_attention._find_lengths, ring_spans.list_pieces
+        find_lengths, list_kernel_calls = varlen_attention._find_lengths, ring_spans.list_kernel_calls
 
         def lengths_of_case(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
             """The host reads real lengths: those of the case."""
@@ -411,7 +411,7 @@ if __name__ == "__main__":
 
         def pieces(*arguments: Any) -> Any:
             with unset_fake_temporarily():
-                return list(list_pieces(*arguments))
+                return list(list_kernel_calls(*arguments))
 
         def causal_call(q: torch.Tensor, *mask: Any) -> Any:
             """As with lengths that the host reads from its own memory."""
@@ -444,7 +444,7 @@ if __name__ == "__main__":
             enter(mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: _address(tensor)))
             enter(mock.patch.object(grouped_product, "_expert_slices", evenly))
             enter(mock.patch.object(expert, "read_on_host", read_on_host))
-            enter(mock.patch.object(ring_spans, "list_pieces", pieces))
+            enter(mock.patch.object(ring_spans, "list_kernel_calls", pieces))
             lengths = {"_find_lengths": lengths_of_case, "_causal_call": causal_call}
             enter(mock.patch.multiple(varlen_attention, **lengths))
             enter(mock.patch.object(Mesh, "create", mesh_of))

@@ -64,19 +64,20 @@ def load_spacy() -> Any:
 
 def split_words(text: str) -> list[str]:
     """Return the words of a text as datatrove does: spaCy's tokens that are not white space."""
-    with _parse(text) as parsed:
+    with _parse_with_spacy(text) as parsed:
         return [word for token in parsed if (word := token.text.strip())]
 
 
 def count_sentences(text: str) -> int:
     """Count the sentences of a text by spaCy's rules."""
-    with _parse(text) as parsed:
+    with _parse_with_spacy(text) as parsed:
         return sum(1 for _ in parsed.sents)
 
 
 @contextmanager
-def _parse(text: str) -> Iterator[Any]:
-    """Context manager for spaCy's `Doc` of a text, whose strings are forgotten at its end."""
+def _parse_with_spacy(text: str) -> Iterator[Any]:
+    """Context manager that yields spaCy's `Doc` of a text; the strings that spaCy interned for it are freed at the
+    end."""
     tokenizer = load_spacy()
     with tokenizer.memory_zone():
         tokenizer.max_length = len(text) + 10
@@ -134,7 +135,8 @@ def check_gopher_repetition(text: str) -> Finding | None:
 
 
 def _count_repeated_characters(words: Sequence[str], n: int) -> int:
-    """Count the characters of the n-grams that occurred before, after each of which the search goes on."""
+    """Count the characters of the word n-grams that occurred before, as datatrove does: after such an n-gram, the
+    search continues behind it, so that counted n-grams do not overlap. words: the text's words in order."""
     seen: set[str] = set()
     characters = at = 0
     while at < len(words) - n + 1:

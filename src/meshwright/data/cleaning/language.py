@@ -33,7 +33,8 @@ def choose_threshold(characters: int, minimum: float) -> float:
 
 
 def describe_thresholds(minimum: float) -> str:
-    """Return the thresholds by length as text, such as "0.25 below 20 characters, ..., else 0.65"."""
+    """Return the probability thresholds by text length as text, such as "0.25 below 20 characters, ..., else 0.65".
+    minimum: threshold of long texts."""
     below = [f"{min(minimum, threshold):.2f} below {longest}" for longest, threshold in SHORT_TEXTS]
     return f"{', '.join(below)} characters, else {minimum:.2f}"
 

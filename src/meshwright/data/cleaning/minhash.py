@@ -50,7 +50,7 @@ class MinHash:
         """Compute the MinHash signature, uint32 [bands * rows]: the minimum of each hash function over the hashes
         `shingles` [shingles].
         """
-        factors, terms = self._functions
+        factors, terms = self._hash_coefficients
         keys = (shingles >> np.uint64(32)).astype(np.uint32)
         signature = np.full(len(factors), 0xFFFFFFFF, np.uint32)
         step = max(1, _BLOCK // len(factors))
@@ -63,10 +63,10 @@ class MinHash:
     def hash_bands(self, signature: NDArray[np.uint32]) -> Hashes:
         """Hash each band of a signature [bands * rows] to one key, uint64 [bands]; equal bands have equal keys."""
         values = signature.astype(np.uint64).reshape(self.bands, self.rows) + np.uint64(1)
-        return mix_bits((values * self._weights).sum(axis=1, dtype=np.uint64))
+        return mix_bits((values * self._band_weights).sum(axis=1, dtype=np.uint64))
 
     @cached_property
-    def _functions(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    def _hash_coefficients(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
         """Coefficients of the hash functions x -> factor * x + term modulo 2^32: (factors, odd; terms), pseudorandom,
         uint32 [bands * rows] each.
         """
@@ -76,6 +76,6 @@ class MinHash:
         return drawn[:count] | np.uint32(1), drawn[count:]
 
     @cached_property
-    def _weights(self) -> Hashes:
+    def _band_weights(self) -> Hashes:
         """Random odd weights that combine the `rows` minima of a band into one key, uint64 [rows]."""
         return mix_bits(np.arange(1, self.rows + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)) | np.uint64(1)

@@ -82,7 +82,7 @@ def collect_key_fields(recipe: CleanRecipe, cache: Path, log: Callable[[str], No
 
 
 def _uses_spacy(recipe: CleanRecipe) -> bool:
-    """Return whether the `[data.clean]` table `recipe` enables rules that split texts by spaCy."""
+    """Return True if the `[data.clean]` table `recipe` enables rules that split texts by spaCy."""
     return bool(recipe.heuristics) and recipe.heuristics_like == "datatrove"
 
 
@@ -99,7 +99,7 @@ _RECORD = re.compile(r":(?:row )?\d+(?:[ #]|$)")
 
 
 def is_code_file(name: str) -> bool:
-    """Return whether a document is a source code or markup file, by the suffix of its name ("a/b.py"). The name of a
+    """Return True if a document is a source code or markup file, by the suffix of its name ("a/b.py"). The name of a
     record or page inside a file, such as "x.wet:17 https://example.org/a.html", gives False.
     """
     return _CODE.search(name) is not None and _RECORD.search(name) is None
@@ -111,9 +111,9 @@ class Verdict:
 
     rule: name of the rule that drops the document; None if it is kept. why: the measured value, such as "0.42 > 0.30".
     text: the text after masking and line filters. content: `text` in UTF-8. digest: SHA-256 of `content` without
-    surrounding white space, or of all that a record has (`Example.encode_content`). changes: number of masked items or
-    removed lines by kind ("email" ...). sentences: of a document that is kept, if its spans are to be compared.
-    """
+    surrounding white space, or of the whole record (`Example.encode_content`). changes: number of masked items or
+    removed lines by kind ("email" ...). sentences: sentences of the text, if the document is kept and sentence spans
+    are deduplicated."""
 
     rule: str | None
     why: str = ""
@@ -196,12 +196,11 @@ class Cleaner(Rewriter):
         problem: heuristics.Finding | None = None,
         example: Example | None = None,
     ) -> Verdict:
-        """Mask one document and apply the rules to it; returns the verdict (kept, or dropped by which rule and why).
+        """Mask one document and apply the rules to it; return the verdict (kept, or dropped by which rule and why).
 
-        text: the document's text, in which a byte that did not decode is a lone surrogate; None if the file is not
-        text. name: the document's name. problem: (rule that the reader found violated, reason); None if there is none.
-        example: the record of which `text` has the texts; None for plain text.
-        """
+        text: the document's text (undecodable bytes as lone surrogates); None if the file is not text. name: the
+        document's name. problem: (rule that the reader found violated, reason); None if there is none. example: the
+        record whose joined texts are `text`; None for plain text."""
         if problem is not None:
             return Verdict(*problem)
         try:

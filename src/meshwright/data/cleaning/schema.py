@@ -1,4 +1,4 @@
-"""Schema of records: required keys and the types of their values."""
+"""Validation of records against a schema: required keys and the types of their values."""
 
 from __future__ import annotations
 

@@ -72,6 +72,7 @@ class SegmentWriter:
         hash_spans: Callable[[Sequence[str]], bytes] | None,
         records: bool = False,
     ) -> None:
+        """Start without results; arguments: see the class."""
         self.records = records
         self.first, self.minhash, self.rewrites, self.hash_spans = first, minhash, rewrites, hash_spans
         self._spans, self._sizes = bytearray(), array("I")  # hashes; UTF-8 bytes of each sentence
@@ -216,7 +217,7 @@ class Segment:
             return json.loads(file.read(length)), len(_MAGIC) + 8 + length
 
     def __contains__(self, column: str) -> bool:
-        """Return whether the segment has the column named `column`, such as "code" or "after"."""
+        """Return True if the segment has the column named `column`, such as "code" or "after"."""
         return column in self._types
 
     def read_column(self, name: str) -> NDArray[Any]:
@@ -226,18 +227,18 @@ class Segment:
         return values if width == 1 and name == "code" else values.reshape(self.documents, width)
 
     def read_spans(self) -> NDArray[np.uint64]:
-        """Read the hashes of the spans of sentences of all documents, [spans, 2]."""
+        """Read the 128-bit hashes of the sentence spans of all documents, uint64 [spans, 2]."""
         return np.fromfile(self.path, "<u8", count=2 * self.spans, offset=self._end).reshape(-1, 2)
 
     def read_sentence_sizes(self) -> NDArray[np.uint32]:
-        """Read the UTF-8 bytes of the sentences of all documents, [sentences]."""
+        """Read the size in UTF-8 bytes of each sentence of all documents, uint32 [sentences]."""
         return np.fromfile(self.path, "<u4", count=self.sentences, offset=self._end + 16 * self.spans)
 
 
 def find_failed_pages(file: SourceFile, codes: NDArray[np.uint8], first: int) -> ReadBefore:
-    """Return what reading a file again must know: its documents so far, and those whose texts could not be extracted.
-    codes: uint8 [documents], of the file's first ones. first: the code of a document that the first of `RULES` dropped.
-    """
+    """Collect what a second reading of a source file needs to yield the same documents: their number, and the numbers
+    of those whose page text could not be extracted. codes: uint8 [documents], results of the file's first documents.
+    first: code that stands for the first rule in `RULES`."""
     failed = np.flatnonzero(codes == first + RULES.index("extraction")).tolist() if file.format == "warc" else ()
     return ReadBefore(len(codes), frozenset(failed))
 

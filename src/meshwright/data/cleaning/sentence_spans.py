@@ -46,17 +46,18 @@ class RemovedSentences:
     """
 
     def __init__(self, entries: NDArray[np.int64]) -> None:
+        """Store the sorted entries; see the class."""
         self.entries = entries
 
     @classmethod
     def find(cls, segments: Sequence[Segment], codes: NDArray[np.uint8], directory: Path) -> RemovedSentences:
-        """Compare the spans of all documents that no rule dropped. codes: uint8 [documents], 0 for those. directory:
-        folder for temporary files, on which the work is done: memory is that of sorting one of up to 512 partitions of
-        the spans, about 100 MB up to a billion of them, in proportion to their number above that.
+        """Find the repeated sentence spans of all documents that no rule dropped, by an external sort. segments:
+        results for runs of consecutive documents, with the hashes of their spans. codes: uint8 [documents], 0 for
+        documents that no rule dropped. directory: folder for temporary files. Memory: that of sorting one of up to 512
+        partitions of the spans, about 100 MB up to a billion spans, in proportion to their number above that.
 
         All sentences of a repeated span are removed, except those that are part of its first occurrence: of five equal
-        sentences three remain.
-        """
+        sentences three remain."""
         marks = _map_temporary(directory / f"{PARTIAL}sentences", np.uint8, sum(one.sentences for one in segments))
 
         def iterate_spans() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
@@ -91,14 +92,14 @@ class RemovedSentences:
 
     def find_numbers(self, document: int) -> set[int]:
         """Return the numbers of the removed sentences of a document."""
-        entries = self._select(document, document + 1)
+        entries = self._select_entries(document, document + 1)
         return {*(entries & ((1 << SENTENCE_BITS) - 1)).tolist()}
 
     def measure(self, segment: Segment) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Return for each document of a segment (number of its removed sentences; their UTF-8 bytes; True if no
         sentence is left), [documents] each.
         """
-        entries = self._select(segment.first, segment.first + segment.documents)
+        entries = self._select_entries(segment.first, segment.first + segment.documents)
         counts = segment.read_column("sentences")[:, 0].astype(np.int64)
         owner = (entries >> SENTENCE_BITS) - segment.first
         at = (np.cumsum(counts) - counts)[owner] + (entries & ((1 << SENTENCE_BITS) - 1))
@@ -106,7 +107,7 @@ class RemovedSentences:
         sizes = np.bincount(owner, segment.read_sentence_sizes()[at], len(counts)).astype(np.int64)
         return removed, sizes, (counts > 0) & (removed == counts)
 
-    def _select(self, begin: int, end: int) -> NDArray[np.int64]:
+    def _select_entries(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return the entries of the documents from `begin` to `end`, exclusive."""
         low, high = np.searchsorted(self.entries, [begin << SENTENCE_BITS, end << SENTENCE_BITS])
         return np.asarray(self.entries[low:high])

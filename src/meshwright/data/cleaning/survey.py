@@ -127,14 +127,14 @@ class Survey:
                     if document.text is None:
                         raise SourceChanged(file)
                     if self.rewriter.rewrites:
-                        document = self._rewrite(document)
+                        document = self._rewrite_document(document)
                     if numbers := self.removed.find_numbers(number):
                         document = document._replace(text=remove_sentences(document.text or "", numbers))
                     yield number, document
             if number + 1 != end:
                 raise SourceChanged(file)
 
-    def _rewrite(self, document: Document) -> Document:
+    def _rewrite_document(self, document: Document) -> Document:
         """Return a copy of the document with masks and line filters applied to its text, or to every text of its
         record.
         """

@@ -50,6 +50,7 @@ class Words:
         self.hashes = mix_bits((prefix[ends] - prefix[starts]) * inverses[starts])
 
     def __len__(self) -> int:
+        """Return the number of words."""
         return len(self.hashes)
 
     def hash_ngrams(self, n: int) -> Hashes:

@@ -90,7 +90,8 @@ class PackedExamples(PackedDataset):
         return MismatchedRows(self)
 
     def check_partners(self) -> None:
-        """Raise `UserError` if a data source has a single labelled example, whose prompt has no other response."""
+        """Raise `UserError` if a data source has only one labelled example: KTO needs a response of another example for
+        each prompt."""
         if (self.plan.partners == np.arange(len(self.plan.numbers))).any():
             raise UserError(
                 f"the {self.directory.name} split has a data source with a single labelled example, and KTO estimates "
@@ -104,7 +105,7 @@ class PackedExamples(PackedDataset):
 
     @property
     def rows_sha256(self) -> str:
-        """Hex SHA-256 of the packing plan, which determines the tokens at every position of every row."""
+        """Hex SHA-256 of the packing plan, which fixes the token at each position of every row."""
         digest = hashlib.sha256()
         plan = self.plan
         for part in (plan.numbers, plan.kept, plan.order, plan.bounds, plan.prompts, plan.partners):
@@ -234,7 +235,8 @@ class PackedExamples(PackedDataset):
         return self._make_batch(*self._read_rows(rows))
 
     def _make_batch(self, values: NDArray[np.int64], marks: NDArray[np.uint8], ids: NDArray[np.int32]) -> TokenBatch:
-        """Return rows, as `_read_rows` reads them, as a batch."""
+        """Build a `TokenBatch` from the rows that `_read_rows` returns: token IDs, marks and document IDs, [B, S + 1]
+        each."""
         targets = np.where(marks[:, 1:] & TRAINED_BIT, values[:, 1:], NO_TARGET)
         ids = ids[:, :-1] if self.document_mask else np.zeros_like(ids[:, :-1])
         undesirable = marks[:, 1:] & UNDESIRABLE_BIT != 0 if self.packing.labelled else None
@@ -359,6 +361,7 @@ class MismatchedRows:
     KTO estimates the KL divergence of policy and reference. examples: the rows with the own responses."""
 
     def __init__(self, examples: PackedExamples) -> None:
+        """Wrap the packed rows of labelled examples."""
         self._examples = examples
         self.sequences, self.rows = examples.sequences, examples.rows
 
@@ -369,7 +372,7 @@ class MismatchedRows:
 
     @property
     def rows_sha256(self) -> str:
-        """Hex SHA-256 of the packing plan."""
+        """Hex SHA-256 of the packing plan, the same as that of the original rows."""
         return self._examples.rows_sha256
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:

@@ -82,9 +82,9 @@ def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def truncate_lengths(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Return the token counts to which an example's documents are cut, so that they sum to at most `capacity`: all to
-    the same, so that neither response of a pair is cut more. lengths: token counts, [documents].
-    """
+    """Return the token counts to which an example's documents are truncated, so that they sum to at most `capacity`.
+    All documents get the same limit, so that neither response of a pair is cut more. lengths: token counts,
+    [documents]."""
     return np.full(len(lengths), min(int(lengths.min()), capacity // len(lengths)))
 
 

@@ -54,9 +54,8 @@ class Shard:
     files: dict[str, dict[str, Any]]
 
     def find_problem(self, directory: Path, contents: bool) -> str | None:
-        """Return what is wrong with the shard's files in `directory` (a path and "is missing" ...), or None. contents:
-        compare the SHA-256 of each file, not only its size.
-        """
+        """Check the shard's files in `directory`; return the first problem as text (a path and "is missing" ...), or
+        None. contents: compare the SHA-256 of each file, not only its size."""
         for name, recorded in self.files.items():
             if found := find_damage(directory / name, recorded, contents):
                 return f"{directory / name} {found}"
@@ -96,6 +95,7 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
+        """Store the tokenizer."""
         self.tokenizer = tokenizer
         self._start, self._end = (np.array([token], tokenizer.dtype) for token in (tokenizer.start, tokenizer.end))
 
@@ -127,6 +127,7 @@ class ShardWriter:
         shard_tokens: int,
         keep_text: bool,
     ) -> None:
+        """Store the arguments; no shard is written yet. See the class."""
         self.directory, self.documents, self.ends = directory, documents, tuple(ends)
         self.encoder, self.tokenizer_sha256 = encoder, tokenizer_sha256
         self.shard_tokens, self.keep_text = shard_tokens, keep_text

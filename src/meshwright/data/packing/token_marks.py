@@ -1,8 +1,8 @@
-"""Marks of the tokens of records, one byte each: whether the token is trained on, and in whose turn it is.
+"""Token marks of records, one byte per token: whether the token is a target of the loss, and the role of the turn that
+it is part of.
 
 Bit 0 is 1 for a target of the loss; bits 1 to 6 hold the index in `AUTHORS` of the turn's role; bit 7 is 1 for the
-tokens of an undesirable response (KTO).
-"""
+tokens of an undesirable response (KTO)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ AUTHORS = ("template", *ROLES)  # "template": text between turns, such as a defa
 
 
 def author_bits(role: str) -> int:
-    """Return the bits of a mark that say that a token is in a turn of `role`, such as "user"."""
+    """Return the bits of a token mark for a turn of `role`, such as "user": the role's index in `AUTHORS`, shifted by
+    one bit."""
     return AUTHORS.index(role) << 1
 
 
 def author_of(marks: Any) -> Any:
-    """Return the index in `AUTHORS` of the role that a mark, or an array of marks, holds."""
+    """Extract from a token mark, or an array of marks, the index in `AUTHORS` of the turn's role."""
     return (marks & _AUTHOR_BITS) >> 1
 
 
@@ -51,6 +52,7 @@ def count_marks(marks: NDArray[np.uint8], begins: NDArray[np.int64]) -> dict[str
     first_of_span = np.append(starts[:1], starts[1:] | ~trained[:-1]) & trained
 
     def count_by_author(which: NDArray[np.bool_]) -> dict[str, int]:
+        """Count the tokens selected by the mask `which` [tokens] by role."""
         counts = np.bincount(authors[which], minlength=len(AUTHORS)).tolist()
         return {author: count for author, count in zip(AUTHORS, counts, strict=True) if count}
 

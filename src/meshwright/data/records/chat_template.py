@@ -18,9 +18,9 @@ from meshwright.data.records.conversation_turns import ConversationTurns, locate
 from meshwright.data.records.message_regions import (
     PARTS,
     MessageRegions,
-    count_letters,
+    count_masked_characters,
     has_text,
-    list_unhidden,
+    list_unmasked_strings,
     locate_messages,
 )
 from meshwright.data.records.messages import THOUGHT, Message, list_strings
@@ -38,13 +38,13 @@ Variables: TypeAlias = Mapping[str, Any]
 
 
 class TemplateInputs(NamedTuple):
-    """What a template is given beside the messages. tools, variables: as in `ChatTemplate.render`."""
+    """Inputs of a chat template besides the messages. tools, variables: as in `ChatTemplate.render`."""
 
     tools: Tools = ()
     variables: Variables = {}
 
     def to_key(self) -> str:
-        """Return a text that is the same for the same inputs, by which text around turns is remembered."""
+        """Return a cache key: JSON text that is equal for inputs that give equal text around turns."""
         return json.dumps([bool(self.tools), self.variables], sort_keys=True)
 
 
@@ -52,17 +52,16 @@ class RenderedConversation(NamedTuple):
     """A conversation rendered to text by a chat template.
 
     text: the rendered conversation. responses: character ranges [begin, end) in `text` of the assistant's turns to be
-    trained on, end token included; a turn may have several. context: ranges within these that are not trained, nor is a
-    token that has a character of one. own: character ranges [begin, end) in `text` of the special
-    tokens that the template itself wrote; a special token spelled out in a message is ordinary text. turns: (begin,
-    end, role) of each message's text, in order; empty if the template looks into texts, so that they cannot be found.
-    left_out: what the template does not render beside texts and calls, "reasoning" of the last turn that has some, and
-    the "name" of a message.
-    """
+    trained on, end token included; a turn may have several. context: ranges within these that are not trained on; a
+    token with a character in one is not trained on either. template_tokens: character ranges [begin, end) in `text` of
+    the special tokens that the template itself wrote; a special token spelled out in a message is ordinary text. turns:
+    (begin, end, role) of each message's text, in order; empty if they cannot be found, because the template inspects
+    message text. left_out: message fields that the template does not render: "reasoning" (of the last turn that has
+    some) and "name"."""
 
     text: str
     responses: list[tuple[int, int]]
-    own: list[tuple[int, int]]
+    template_tokens: list[tuple[int, int]]
     turns: list[tuple[int, int, str]]
     left_out: frozenset[str] = frozenset()
     context: Sequence[tuple[int, int]] = ()
@@ -100,7 +99,8 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """True if the template renders the content of a message only as a list of parts, as multimodal ones may."""
+        """True if the template renders the content of a message only if it is a list of parts ({"type": "text", ...}),
+        as some multimodal templates do."""
         found = []
         for content in ("A?", [{"type": "text", "text": "A?"}]):
             try:
@@ -111,7 +111,8 @@ class ChatTemplate:
 
     @cached_property
     def leaves_out_system(self) -> bool:
-        """True if the template accepts a system message, but leaves it out of conversations that end with an answer."""
+        """True if the template accepts a system message but does not render it in conversations that end with an
+        answer."""
         turns = [Message(role, text) for role, text in (("system", "S1."), ("user", "A?"), ("assistant", "B."))]
         try:
             return "S1." not in self.render(turns)
@@ -150,13 +151,14 @@ class ChatTemplate:
             raise TemplateError(f"cannot render U+{ord(BEGIN):X} and U+{ord(END):X}: remove them from the record")
         text, marked = self._render_marked(seen, given, prompt)
         if prompt or trained_from >= len(messages):
-            return RenderedConversation(text, [], self._find_own_tokens(seen, given, text, None, prompt), [])
+            return RenderedConversation(text, [], self._find_template_tokens(seen, given, text, None, prompt), [])
 
         def render(some: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
+            """Render the messages `some` with the same tools and variables."""
             return self._render_marked(some, given, prompt)[0]
 
         regions = locate_messages(seen, text, render, self._literals)
-        own = self._find_own_tokens(seen, given, text, regions)
+        own = self._find_template_tokens(seen, given, text, regions)
         turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
         wanted = [number for number in turns if number >= trained_from and messages[number].trained is not False]
         wanted = [number for number in wanted if has_text(seen[number])]
@@ -166,7 +168,7 @@ class ChatTemplate:
             _check_contents_verbatim(seen, text)
         search = ConversationTurns(self._turn_finder, seen, text, render, self._literals, given.to_key())
         if regions is not None:
-            regions = search.end_turns(regions, turns)
+            regions = search.exclude_repeats(regions, turns)
         if self.marks_responses:
             spans = self._assign_marked(marked, turns, wanted, regions)
         else:
@@ -176,17 +178,17 @@ class ChatTemplate:
         left_out = frozenset() if regions is None else _list_left_out(seen, regions)
         return RenderedConversation(text, spans, own, found, left_out, context)
 
-    def list_lost_functions(
+    def list_unrendered_functions(
         self, messages: Sequence[Message], tools: Tools, variables: Variables | None = None, prompt: bool = False
     ) -> list[tuple[str, str]]:
         """Return ("tools" or "messages", name) of each function of `tools`, and of each call in `messages`, whose name
-        the template does not render. They are found by random names, as a text may have the name as a word. variables,
-        prompt: as in `render`, with its errors.
-        """
+        the template does not render. Names are replaced by random ones for this test, since a text may contain the name
+        as a word. variables, prompt: as in `render`, which also lists the errors."""
         names: dict[str, tuple[str, str]] = {}  # random name -> where the function is, and its name
 
         def rename(one: Mapping[str, Any], where: str) -> dict[str, Any]:
-            """Return a copy of a tool or a call with a random name."""
+            """Return a copy of the tool or call `one` with a random name, and note its old name and `where` ("tools" or
+            "messages")."""
             name = f"f{secrets.token_hex(8)}"
             names[name] = where, one["function"]["name"]
             return {**one, "function": {**one["function"], "name": name}}
@@ -205,8 +207,8 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], given: TemplateInputs, prompt: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation; returns (text, character ranges [begin, end) that {% generation %} marks). messages:
-        the template's variables for each message (`role`, `content` ...). prompt: as in `render`.
-        """
+        the template's variables for each message (`role`, `content` ...). given: tools and further variables. prompt:
+        as in `render`."""
         if self._takes_parts:
             messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
         try:
@@ -227,9 +229,9 @@ class ChatTemplate:
     def _assign_marked(
         self, marked: list[tuple[int, int]], turns: list[int], wanted: list[int], regions: MessageRegions | None
     ) -> list[tuple[int, int]]:
-        """Return the spans among `marked`, those of {% generation %}, that belong to the turns `wanted`. turns: indices
-        of the assistant's turns. Raises `TemplateError` if it cannot be determined whose they are.
-        """
+        """Return those of the spans `marked` by {% generation %} that belong to the turns `wanted`. turns: indices of
+        the assistant's turns. regions: positions of the messages, None if unknown. Raises `TemplateError` if a span
+        cannot be assigned to a turn."""
         trained = set(wanted)
         if regions is not None:
             return [span for turn, span in assign_marked_spans(marked, regions.ranges, turns) if turn in trained]
@@ -239,12 +241,12 @@ class ChatTemplate:
             return marked
         raise TemplateError(
             f"marks {len(marked)} parts with {{% generation %}}, but the assistant has {len(turns)} turns, and which "
-            "part is of which turn cannot be determined, as the template looks into the messages' text"
+            "part is of which turn cannot be determined, as the template inspects the messages' text"
         )
 
     @cached_property
     def _turn_finder(self) -> TurnFinder:
-        """Finder of the assistant's turns, with what the template writes around the turn of a simple conversation."""
+        """Finder of the assistant's turns in conversations rendered by this template."""
         return make_turn_finder(
             self._special_pattern,
             lambda some, prompt=False: self._render_marked(some, TemplateInputs(), prompt)[0],
@@ -253,7 +255,8 @@ class ChatTemplate:
 
     @cached_property
     def _literals(self) -> list[str]:
-        """Strings in the template's source that it may look for in messages, such as "</think>"; no special tokens."""
+        """String literals in the template's source that it may search for in messages, such as "</think>"; without
+        special tokens."""
         found = {match[1] if match[1] is not None else match[2] for match in _LITERAL.finditer(self.source)}
         return sorted(each for each in found if each.strip() and not self._may_spell(each))[:_MOST_LITERALS]
 
@@ -267,21 +270,20 @@ class ChatTemplate:
 
     @cached_property
     def _special_affixes(self) -> tuple[frozenset[str], frozenset[str], int]:
-        """Tuple (proper prefixes of the special tokens, their proper suffixes, characters in the longest special
-        token).
-        """
+        """Tuple (proper prefixes of the special tokens, their proper suffixes, length of the longest special token in
+        characters)."""
         beginnings = {token[:size] for token in self.special for size in range(1, len(token))}
         ends = {token[-size:] for token in self.special for size in range(1, len(token))}
         return frozenset(beginnings), frozenset(ends), max(map(len, self.special), default=0)
 
     def _may_border(self, text: str) -> bool:
-        """Return True if `text`, a key or a description of a tool, could form a special token with what is around."""
+        """Return True if `text`, a key or a description of a tool, could form a special token together with adjacent
+        text."""
         return not text.replace("_", "").replace("-", "").isalnum() and self._may_spell(text)
 
     def _may_spell(self, content: str) -> bool:
-        """Return True if `content`, the text of a message, contains a special token or could form one together with the
-        text around it.
-        """
+        """Return True if `content`, the text of a message, contains a special token or could form one together with
+        adjacent text."""
         if self._special_pattern.search(content):
             return True
         beginnings, ends, longest = self._special_affixes
@@ -293,7 +295,7 @@ class ChatTemplate:
                 return True
         return False
 
-    def _find_own_tokens(
+    def _find_template_tokens(
         self,
         messages: Sequence[Mapping[str, Any]],
         given: TemplateInputs,
@@ -303,20 +305,19 @@ class ChatTemplate:
     ) -> list[tuple[int, int]]:
         """Return the character ranges [begin, end) in the rendered `text` of the special tokens that the template
         itself wrote, not a message. messages: the template's variables for each message (`role`, `content` ...).
-        regions: where the messages are, if that was looked for. prompt: as in `render`.
+        regions: positions of the messages, None if unknown. prompt: as in `render`.
 
-        If a message contains anything like a special token, the template is rendered again with stand-ins for the
-        letters of all messages; the special tokens that remain are the template's own. Raises `TemplateError` if the
-        two kinds cannot be distinguished.
-        """
-        texts, unhidden = list_strings(list(messages)), list_unhidden(messages, given.tools, given.variables)
+        If a message contains anything like a special token, the template is rendered again with the messages masked by
+        placeholders; the special tokens that remain are the template's own. Raises `TemplateError` if the two kinds
+        cannot be distinguished."""
+        texts, unhidden = list_strings(list(messages)), list_unmasked_strings(messages, given.tools, given.variables)
         spelled = any(self._special_pattern.search(each) or self._may_border(each) for each in unhidden)
         if not spelled and not any(map(self._may_spell, texts)):
             return [match.span() for match in self._special_pattern.finditer(text)]
         if regions is None and not spelled:
             regions = locate_messages(messages, text, lambda some: self._render_marked(some, given, prompt)[0])
         if regions is not None and not spelled:
-            return [match.span() for match in self._special_pattern.finditer(regions.hidden)]
+            return [match.span() for match in self._special_pattern.finditer(regions.masked)]
         match = next(filter(None, map(self._special_pattern.search, texts + unhidden)), None)
         what = f"the special token {match[0]}" if match else "a part of a special token"
         raise TemplateError(
@@ -326,15 +327,14 @@ class ChatTemplate:
 
 
 def _check_all_rendered(messages: Sequence[Mapping[str, Any]], regions: MessageRegions) -> None:
-    """Raise `TemplateError` if the template left out text of a message; reasoning it may leave out. messages: the
-    template's variables for each message.
-    """
+    """Raise `TemplateError` if the template did not render all text of a message; it may leave out reasoning. messages:
+    the template's variables for each message. regions: positions of the messages in the rendered text."""
     for number, message in enumerate(messages):
         for part in ("content", "tool_calls"):
             place = PARTS.index(part)
-            given, shown = int(regions.given[number, place]), int(regions.letters[number, place])
+            given, shown = int(regions.source_counts[number, place]), int(regions.text_counts[number, place])
             if part == "content" and (thought := THOUGHT.match(message["content"])):  # templates may leave it out
-                given -= count_letters(thought[0])
+                given -= count_masked_characters(thought[0])
             if shown < given and message["role"] != "system":  # whose loss is a warning (see `leaves_out_system`)
                 name = part.replace("_", " ")
                 raise TemplateError(
@@ -344,9 +344,9 @@ def _check_all_rendered(messages: Sequence[Mapping[str, Any]], regions: MessageR
 
 
 def _check_contents_verbatim(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Raise `TemplateError` if the content of a message, white space and reasoning aside, is not in the rendered `text`
-    as it is. For templates that look into texts. messages: the template's variables for each message.
-    """
+    """Raise `TemplateError` if the content of a message, without surrounding white space and reasoning, does not occur
+    verbatim in the rendered `text`. For templates that inspect message text. messages: the template's variables for
+    each message."""
     at = 0
     for number, message in enumerate(messages):
         thought = THOUGHT.match(message["content"])
@@ -361,20 +361,20 @@ def _check_contents_verbatim(messages: Sequence[Mapping[str, Any]], text: str) -
 
 
 def _list_left_out(messages: Sequence[Mapping[str, Any]], regions: MessageRegions) -> frozenset[str]:
-    """Return what the template left out, as in `RenderedConversation.left_out`. messages: the template's variables for
-    each message.
-    """
+    """Return the message fields ("reasoning", "name") that the template did not render, for
+    `RenderedConversation.left_out`. messages: the template's variables for each message."""
     reasoning, other = PARTS.index("reasoning"), PARTS.index("other")
-    held = [number for number in range(len(messages)) if regions.given[number, reasoning]]
-    lost = {"reasoning"} if held and not regions.letters[held[-1], reasoning] else set[str]()
+    held = [number for number in range(len(messages)) if regions.source_counts[number, reasoning]]
+    lost = {"reasoning"} if held and not regions.text_counts[held[-1], reasoning] else set[str]()
     named = [number for number, message in enumerate(messages) if message.get("name")]
-    return frozenset(lost | {"name" for number in named if not regions.letters[number, other]})
+    return frozenset(lost | {"name" for number in named if not regions.text_counts[number, other]})
 
 
 def _list_turns(
     messages: Sequence[Message], regions: MessageRegions, spans: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, str]]:
-    """Return (begin, end, role) of each message in the text, in its order; an assistant's turn includes its spans."""
+    """Return (begin, end, role) of each message, ordered by position in the text. spans: trained ranges, by which the
+    ranges of assistant turns are extended."""
     turns, ordered = [], sorted(spans)
     stops = list(itertools.accumulate((end for _, end in ordered), max))
     for message, held in zip(messages, regions.ranges, strict=True):

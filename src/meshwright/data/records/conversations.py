@@ -98,7 +98,7 @@ class RecordFormat(NamedTuple):
         return Example(prompt, branches, tools, frozenset(unused), label, variables)
 
     def _list_used_keys(self, record: Mapping[str, Any]) -> list[str]:
-        """Return the standard keys that are used of a record, by the schema that it follows."""
+        """Return the standard keys that parsing a record uses, according to its schema; all others are unused."""
         keys = [*RECORD_KEYS[self.kind], *MORE_RECORD_KEYS[self.kind]]
         left: set[str] = set()
         if self.kind == "instruction":
@@ -116,11 +116,10 @@ class RecordFormat(NamedTuple):
         return [key for key in keys if key not in left]
 
     def find_schema(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the keys, as files name them, that records of the schema of `record` must have, such as ("messages",)
-        or ShareGPT's ("conversations",).
-        """
+        """Return the required keys, as files name them, of the schema that `record` follows, such as ("messages",) or
+        ShareGPT's ("conversations",)."""
         if self.kind == "instruction":
-            completes = self._completes(record)
+            completes = self._is_trl_instruction(record)
             return tuple(map(self.get_file_key, ("prompt", "completion") if completes else ("instruction", "output")))
         if self.kind == "unpaired":
             return tuple(map(self.get_file_key, self._find_unpaired_parts(record)))
@@ -146,16 +145,16 @@ class RecordFormat(NamedTuple):
         if added := next((key for key in self.find_schema(record) if key not in schema), None):
             raise MalformedRecord(f'has the key "{added}", which the records before it do not have; {advice}')
 
-    def _completes(self, record: Mapping[str, Any]) -> bool:
-        """Return True if an instruction record has TRL's keys (`prompt` and `completion`), not Alpaca's."""
+    def _is_trl_instruction(self, record: Mapping[str, Any]) -> bool:
+        """Return True if an instruction record has TRL's keys (`prompt` and `completion`) instead of Alpaca's."""
         return self.get_file_key("instruction") not in record and self.get_file_key("completion") in record
 
     def _find_unpaired_parts(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the standard keys that an unpaired record must have by its schema: TRL's, which may have the prompt in
-        its `completion`, or LLaMA-Factory's, which labels a conversation or Alpaca's keys by "kto_tag".
-        """
+        """Return the standard keys that an unpaired record must have in its schema: TRL's, in which the prompt may be
+        part of `completion`, or LLaMA-Factory's, in which "kto_tag" labels a conversation or an Alpaca record."""
 
         def has(part: str) -> bool:
+            """Return True if the record has the file's key for the standard key `part`."""
             return self.get_file_key(part) in record
 
         labels = "kto_tag" if has("kto_tag") and not has("label") else "label"
@@ -199,10 +198,9 @@ class RecordFormat(NamedTuple):
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
         """Parse an instruction record to (prompt, branches): Alpaca's `instruction`, `output`, `input` and `history`
-        (pairs of question and answer, which are trained on), or TRL's `prompt` and `completion`. Raises
-        `MalformedRecord` if a key is missing or has a value of a wrong type.
-        """
-        if self._completes(record):
+        (pairs of question and answer, which are trained on), or TRL's `prompt` and `completion`. unused: gets the keys
+        of messages that are not used. Raises `MalformedRecord` if a key is missing or has a value of a wrong type."""
+        if self._is_trl_instruction(record):
             return self._parse_completion(record, unused)
         instruction, output = (self._get_text(record, part) for part in ("instruction", "output"))
         given = self._get_optional_text(record, "input")
@@ -219,7 +217,8 @@ class RecordFormat(NamedTuple):
     def _parse_completion(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse TRL's `prompt` and `completion` to (prompt, branches). Raises as `_parse_instruction` does."""
+        """Parse TRL's `prompt` and `completion` to (prompt, branches). unused and errors: as in
+        `_parse_instruction`."""
         prompt = self._parse_side(record, "prompt", "user", unused)
         completion = self._parse_side(record, "completion", "assistant", unused)
         return separate_prompt(prompt, (completion,), [*map(self.get_file_key, ("prompt", "completion"))])
@@ -227,7 +226,8 @@ class RecordFormat(NamedTuple):
     def _parse_chat(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse a chat record to (prompt, branches). Raises `MalformedRecord` if it has no list of messages."""
+        """Parse a chat record to (prompt, branches). unused: as in `_parse_instruction`. Raises `MalformedRecord` if it
+        has no list of messages."""
         key = self._get_messages_key(record)
         if key not in record:
             raise self._missing_key_error(record, key, "messages")
@@ -300,9 +300,9 @@ class RecordFormat(NamedTuple):
     def _parse_side(
         self, record: dict[str, Any], part: str, role: str, unused: set[str], split: bool = False
     ) -> tuple[Message, ...]:
-        """Parse the value under the standard key `part`: a text, which is a message of `role`, one message, or a list
-        of them. split: a text may have several turns, "Human:" and "Assistant:". Raises `MalformedRecord` otherwise.
-        """
+        """Parse the value under the standard key `part`, one side of a record such as "prompt" or "chosen": a text,
+        which is a message of `role`; one message; or a list of them. split: True: a text may have several turns,
+        "Human:" and "Assistant:". Raises `MalformedRecord` for anything else."""
         key = self.get_file_key(part)
         if key not in record:
             raise self._missing_key_error(record, key, part)

@@ -53,7 +53,7 @@ class ExampleEncoder:
         template.check()
 
     @classmethod
-    def of_directory(cls, directory: Path, where: str | None = None) -> ExampleEncoder:
+    def from_directory(cls, directory: Path, where: str | None = None) -> ExampleEncoder:
         """Create an encoder from tokenizer and chat template in a Hugging Face model directory. where: name of the
         template in error messages (default: from the directory).
 
@@ -90,7 +90,7 @@ class ExampleEncoder:
             branches.append((len(of_it), (document.text or "").encode(), label is False))
             try:
                 if tools:
-                    lost = self.template.list_lost_functions((*prompt, *of_it[0]), tools, variables)
+                    lost = self.template.list_unrendered_functions((*prompt, *of_it[0]), tools, variables)
                     self._left_out["tools"] += any(where == "tools" for where, _ in lost)
                 rendered += [
                     self.template.render_with_spans((*prompt, *each), len(prompt), tools=tools, variables=variables)
@@ -99,7 +99,7 @@ class ExampleEncoder:
             except TemplateError as error:
                 raise UserError(f"{document.name}: {self.template.where} {error}") from None
         self._left_out.update(name for one in rendered for name in one.left_out)
-        encoded = iter(self._encode(rendered))
+        encoded = iter(self._tokenize(rendered))
         for count, text, undesirable in branches:
             pieces = [next(encoded) for _ in range(count)]
             for _, trained in pieces:
@@ -117,7 +117,7 @@ class ExampleEncoder:
         of the assistant's next turn. tools: JSON schemas of functions. variables: further variables of the template.
         Raises `UserError` if the template refuses the messages, or leaves out tools or calls.
         """
-        ((tokens, _),) = self._encode([self._render_prompt(messages, header, tools, variables)])
+        ((tokens, _),) = self._tokenize([self._render_prompt(messages, header, tools, variables)])
         return [int(token) for token in tokens]
 
     def render_prompt(
@@ -129,11 +129,11 @@ class ExampleEncoder:
     def _render_prompt(
         self, messages: Sequence[Message], header: bool, tools: Tools, variables: Variables | None
     ) -> RenderedConversation:
-        """Render a conversation as `encode_prompt` needs it."""
+        """Render a conversation for `encode_prompt` and check that the template renders all tools and calls."""
         given: dict[str, Any] = {"tools": tools, "variables": variables}
         try:
             rendered = self.template.render_with_spans(messages, len(messages), prompt=header, **given)
-            lost = self.template.list_lost_functions(messages, tools, variables, header)
+            lost = self.template.list_unrendered_functions(messages, tools, variables, header)
         except TemplateError as error:
             raise UserError(f"{self.template.where} {error}") from None
         for field, name in lost:
@@ -143,7 +143,8 @@ class ExampleEncoder:
         return rendered
 
     def list_warnings(self) -> Iterator[str]:
-        """Yield what a user should know about the template and the documents encoded so far."""
+        """Yield warnings for the user about the template and the documents encoded so far, such as text that the
+        template does not render."""
         if self.find_turn_end() is None:
             yield f"{self.template.where} ends the assistant's turns without a token: a model does not learn to stop"
         if self._system_messages and self.template.leaves_out_system:
@@ -163,7 +164,7 @@ class ExampleEncoder:
             rendered = self.template.render_with_spans([Message("user", "A?"), Message("assistant", "B.")])
         except TemplateError:
             return None
-        ((tokens, trained),) = self._encode([rendered])
+        ((tokens, trained),) = self._tokenize([rendered])
         for token in tokens[trained & TRAINED_BIT != 0][::-1].tolist():
             if self.tokenizer.tokenizer.id_to_token(token) in self.tokenizer.special:
                 return int(token)
@@ -171,11 +172,11 @@ class ExampleEncoder:
                 break
         return None
 
-    def _encode(self, rendered: Sequence[RenderedConversation]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
+    def _tokenize(self, rendered: Sequence[RenderedConversation]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
         """Tokenize rendered conversations; returns for each (token ids [tokens], their marks (see `token_marks`) uint8
         [tokens]).
         """
-        named = [_hide_own_tokens(one, self._names) for one in rendered]
+        named = [_rename_template_tokens(one, self._names) for one in rendered]
         with convert_library_errors("text cannot be tokenized"):
             encodings = self._encoder.encode_batch([text for text, _ in named], add_special_tokens=False)
         result = []
@@ -202,15 +203,16 @@ class ExampleEncoder:
         return result
 
 
-def _hide_own_tokens(rendered: RenderedConversation, names: Mapping[str, str]) -> tuple[str, Callable[[int], int]]:
+def _rename_template_tokens(
+    rendered: RenderedConversation, names: Mapping[str, str]
+) -> tuple[str, Callable[[int], int]]:
     """Replace the special tokens that the template wrote in the conversation `rendered` by random names that no message
-    can contain; returns (new text, function that converts a character position in the old text to one in the new).
-    names: {special token: its random name}.
-    """
+    can contain; return (new text, function that converts a character position in the old text to one in the new).
+    names: {special token: its random name}."""
     parts: list[str] = []
     moved: list[tuple[int, int]] = []  # (place in the text, by how much what follows it moves)
     at = shift = 0
-    for begin, end in rendered.own:
+    for begin, end in rendered.template_tokens:
         name = names[rendered.text[begin:end]]
         parts += [rendered.text[at:begin], name]
         shift += len(name) - (end - begin)
@@ -221,7 +223,7 @@ def _hide_own_tokens(rendered: RenderedConversation, names: Mapping[str, str]) -
     shifts = [0, *(by for _, by in moved)]
 
     def shift_position(position: int) -> int:
-        """Convert a character position."""
+        """Convert a character position in the old text to one in the new text."""
         return position + shifts[int(np.searchsorted(ends, position, side="right"))]
 
     return "".join(parts), shift_position

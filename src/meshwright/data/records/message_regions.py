@@ -1,9 +1,9 @@
-"""Positions of the messages in a rendered conversation, found without assumptions about the template.
+"""Character positions of the messages in a rendered conversation, found without assumptions about the chat template.
 
-Every character of the messages but white space and what JSON escapes is replaced by a private-use character that stands
-for one letter of one part of one message, and the template is rendered again. If the result, translated back, is the
-true text, the template copies texts without looking into them, and each private-use character says whose text it is.
-"""
+Every character of the messages, except white space and those that JSON escapes, is replaced by a placeholder, a
+private-use character that belongs to one part of one message, and the template is rendered again. If the result, with
+the placeholders replaced back, equals the original text, the template copies message text without inspecting it, and
+each placeholder tells which message its position belongs to."""
 
 from __future__ import annotations
 
@@ -25,64 +25,63 @@ _PART_OF_KEY = {
 _KEPT_KEYS = ("role", "id", "tool_call_id", "type")  # of messages and tool calls: templates compare them
 _KEPT = re.compile(r'[\s\x00-\x1f"\\]')
 _FIRST, _LAST = 0xF0000, 0x10FFEF  # private-use planes, without the marks of {% generation %} blocks
-STAND_INS = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]+")
+PLACEHOLDERS = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]+")
 _UNUSABLE = (0xFFFFE, 0xFFFFF)
 
 
-class TooManyLetters(Exception):
-    """Error: messages have more different letters than there are private-use characters."""
+class TooManyCharacters(Exception):
+    """Error: messages have more distinct characters than there are private-use characters for placeholders."""
 
 
 class MessageRegions(NamedTuple):
     """Positions of the messages in a rendered conversation.
 
-    hidden: the rendered text with private-use characters in place of the messages' letters. ranges: for each message
-    the characters [begin, end) from its first to its last letter in the text; None: it has none there. letters: for
-    each message and each of `PARTS` the number of its letters in the text, int64 [messages, parts]. given: the same of
-    the messages themselves. places: positions of all messages' letters in the text, ascending, int64 [letters].
-    owners: what each belongs to, (index of the message, index in `PARTS`), int64 [letters, 2].
-    """
+    masked: the rendered text with placeholders (private-use characters) in place of the messages' characters. ranges:
+    for each message the range [begin, end) from its first to its last masked character in the text; None: it has none
+    there. text_counts: for each message and each of `PARTS` (content, tool calls, reasoning, other) the number of its
+    masked characters in the text, int64 [messages, parts]. source_counts: the same counted in the messages themselves.
+    positions: positions of all masked characters in the text, ascending, int64 [characters]. owners: (index of the
+    message, index in `PARTS`) of each, int64 [characters, 2]."""
 
-    hidden: str
+    masked: str
     ranges: list[tuple[int, int] | None]
-    letters: NDArray[np.int64]
-    given: NDArray[np.int64]
-    places: NDArray[np.int64]
+    text_counts: NDArray[np.int64]
+    source_counts: NDArray[np.int64]
+    positions: NDArray[np.int64]
     owners: NDArray[np.int64]
 
     def is_repeated(self, number: int) -> bool:
-        """Return True if the text has more letters of the message `number` than the message itself."""
-        return bool(self.letters[number, :-1].sum() > self.given[number, :-1].sum())
+        """Return True if the text has more characters of the message with index `number` than the message itself."""
+        return bool(self.text_counts[number, :-1].sum() > self.source_counts[number, :-1].sum())
 
-    def list_places(self, number: int, part: int | None = None) -> NDArray[np.int64]:
-        """Return the positions of the letters of the message `number`, ascending. part: only of this one of `PARTS`."""
-        first, last = np.searchsorted(self.places, self.ranges[number] or (0, 0))
+    def list_positions(self, number: int, part: int | None = None) -> NDArray[np.int64]:
+        """Return the positions in the text of the characters of the message with index `number`, ascending. part: index
+        in `PARTS`, to return only those of this part."""
+        first, last = np.searchsorted(self.positions, self.ranges[number] or (0, 0))
         messages, parts = self.owners[first:last].T
         own = (messages == number) & ((parts == part) | (part is None))
-        places: NDArray[np.int64] = self.places[first:last][own]
+        places: NDArray[np.int64] = self.positions[first:last][own]
         return places
 
-    def list_surroundings(self) -> list[tuple[int, int] | None]:
-        """Return for each message (end of the message before it in the text, beginning of the one after it); None if it
-        is not in the text, or mixed with another one.
-        """
+    def list_neighbour_bounds(self) -> list[tuple[int, int] | None]:
+        """Return for each message (end of the previous message in the text, beginning of the next one); None if it is
+        not in the text, or interleaved with another message."""
         found: list[tuple[int, int] | None] = [None] * len(self.ranges)
         placed = sorted((held, number) for number, held in enumerate(self.ranges) if held is not None)
         before = 0
         for at, (held, number) in enumerate(placed):
-            after = placed[at + 1][0][0] if at + 1 < len(placed) else len(self.hidden)
+            after = placed[at + 1][0][0] if at + 1 < len(placed) else len(self.masked)
             if before <= held[0] and held[1] <= after:
                 found[number] = before, after
             before = max(before, held[1])
         return found
 
 
-def list_unhidden(
+def list_unmasked_strings(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> list[str]:
-    """Return the strings that a template may render and that have no stand-ins: keys inside messages, ids, and all that
-    tools and further variables have.
-    """
+    """Return the strings that a template may render and that are not masked by placeholders: keys and IDs inside
+    messages, and all keys and strings of tools and further variables."""
     found, waiting = list[str](), [*(value for message in messages for value in message.values())]
     found += [str(message[key]) for message in messages for key in _KEPT_KEYS if key in message]
     found += list_strings([*tools, variables])
@@ -96,13 +95,14 @@ def list_unhidden(
     return found
 
 
-def is_kept(letter: str) -> bool:
-    """Return True for a character that has no stand-in: white space, control characters, and what JSON escapes."""
+def is_unmasked(letter: str) -> bool:
+    """Return True for a character that is never replaced by a placeholder: white space, control characters, and those
+    that JSON escapes."""
     return _KEPT.match(letter) is not None
 
 
-def count_letters(text: str) -> int:
-    """Return the number of characters in `text` that get stand-ins."""
+def count_masked_characters(text: str) -> int:
+    """Return the number of characters in `text` that are replaced by placeholders."""
     return len(_KEPT.sub("", text))
 
 
@@ -116,88 +116,94 @@ def has_text(message: Mapping[str, Any]) -> bool:
     )
 
 
-class StandIns:
-    """Private-use characters that stand for the letters of messages, each for one letter of one part of a message."""
+class Placeholders:
+    """Table of placeholders: private-use characters, each of which stands for one character in one part of one
+    message."""
 
     def __init__(self) -> None:
+        """Start with an empty table."""
         self._letters: list[str] = []
         self._owners: list[tuple[int, int]] = []  # (index of the message, index in `PARTS`) of each character
 
-    def hide(
+    def mask(
         self, messages: Sequence[Mapping[str, Any]], first: int = 0, kept: re.Pattern[str] | None = None
     ) -> tuple[list[Mapping[str, Any]], int]:
-        """Return (messages, end): copies with stand-ins for the letters of messages [first, end), as many as there are
-        private-use characters for. kept: what stays unchanged in texts, with one group around all of it. Raises
-        `TooManyLetters` if they do not suffice for one message.
-        """
+        """Replace the characters of the messages by placeholders, from message `first` on, for as many messages as
+        there are private-use characters for. Return (copy of the messages, of which those from `first` to `end` - 1 are
+        masked; end).
+
+        kept: pattern of strings that stay unmasked, with one group around all of it. Raises `TooManyCharacters` if the
+        private-use characters do not suffice for one message."""
         shown = list(messages)
         for number in range(first, len(messages)):
-            tables = [_StandInTable(self, number, part) for part in range(len(PARTS))]
+            tables = [_PlaceholderTable(self, number, part) for part in range(len(PARTS))]
             try:
                 shown[number] = {
-                    key: value if key in _KEPT_KEYS else map_strings(value, _translator(tables, key, kept), _KEPT_KEYS)
+                    key: value if key in _KEPT_KEYS else map_strings(value, _make_masker(tables, key, kept), _KEPT_KEYS)
                     for key, value in messages[number].items()
                 }
-            except TooManyLetters:
+            except TooManyCharacters:
                 if number == first:
                     raise
                 return shown, number
         return shown, len(messages)
 
-    def show(self, text: str) -> str:
-        """Return `text` with the letters in place of their stand-ins."""
+    def unmask(self, text: str) -> str:
+        """Return `text` with each placeholder replaced by the character for which it stands."""
         return text.translate({_FIRST + number: letter for number, letter in enumerate(self._letters)})
 
     def locate(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (positions of the stand-ins in a hidden `text` [letters], their owners (index of the message, index in
-        `PARTS`) [letters, 2]), int64.
-        """
+        """Find the placeholders in a masked `text`: return (their positions [characters], their owners (index of the
+        message, index in `PARTS`) [characters, 2]), int64."""
         codes = _to_codes(text).astype(np.int64) - _FIRST
         places = np.flatnonzero((codes >= 0) & (codes < len(self._owners)))
         return places, np.array(self._owners, np.int64).reshape(-1, 2)[codes[places]]
 
     def add(self, letter: str, owner: tuple[int, int]) -> int:
-        """Return the code of a new stand-in for `letter`. owner: (index of the message, index in `PARTS`)."""
+        """Create a placeholder for the character `letter` and return its code point. owner: (index of the message,
+        index in `PARTS`)."""
         while _FIRST + len(self._letters) in _UNUSABLE:
             self._letters.append("")
             self._owners.append((0, len(PARTS) - 1))
         code = _FIRST + len(self._letters)
         if code > _LAST:
-            raise TooManyLetters
+            raise TooManyCharacters
         self._letters.append(letter)
         self._owners.append(owner)
         return code
 
 
-class _StandInTable(dict[int, int]):
-    """Table for `str.translate` that creates the stand-ins of one part of a message as letters occur."""
+class _PlaceholderTable(dict[int, int]):
+    """Translation table (`str.translate`) for one part of a message, which creates a placeholder when a character
+    occurs for the first time."""
 
-    def __init__(self, stand_ins: StandIns, message: int, part: int) -> None:
+    def __init__(self, placeholders: Placeholders, message: int, part: int) -> None:
+        """Start empty. placeholders: table to which new ones are added; message, part: their owner."""
         super().__init__()
-        self.hidden: dict[str, str] = {}  # texts that have been hidden
-        self._stand_ins, self._owner = stand_ins, (message, part)
+        self.masked: dict[str, str] = {}  # texts that have been hidden
+        self._placeholders, self._owner = placeholders, (message, part)
 
     def __missing__(self, code: int) -> int:
+        """Create and return the placeholder's code point for the character with code point `code`."""
         letter = chr(code)
-        self[code] = code if is_kept(letter) else self._stand_ins.add(letter, self._owner)
+        self[code] = code if is_unmasked(letter) else self._placeholders.add(letter, self._owner)
         return self[code]
 
 
-def _translator(tables: Sequence[_StandInTable], key: str, kept: re.Pattern[str] | None) -> Callable[[str], str]:
-    """Return the function that hides the strings under `key` of a message. tables: one for each of `PARTS`. kept: as in
-    `StandIns.hide`.
-    """
+def _make_masker(tables: Sequence[_PlaceholderTable], key: str, kept: re.Pattern[str] | None) -> Callable[[str], str]:
+    """Return the function that masks a string under `key` of a message by placeholders. tables: one for each of
+    `PARTS`. kept: as in `Placeholders.mask`."""
     table = tables[PARTS.index(_PART_OF_KEY.get(key, "other"))]
 
-    def hide(text: str) -> str:
-        """Return `text` with stand-ins; the same text of a part is hidden once."""
-        if text not in table.hidden:
+    def mask(text: str) -> str:
+        """Return `text` with placeholders, cached by text."""
+        if text not in table.masked:
             pieces = kept.split(text) if kept else [text]
             pieces[::2] = [piece.translate(table) for piece in pieces[::2]]
-            table.hidden[text] = "".join(pieces)
-        return table.hidden[text]
+            table.masked[text] = "".join(pieces)
+        return table.masked[text]
 
-    return hide
+    return mask
 
 
 def locate_messages(
@@ -206,23 +212,24 @@ def locate_messages(
     render: Callable[[Sequence[Mapping[str, Any]]], str],
     literals: Sequence[str] = (),
 ) -> MessageRegions | None:
-    """Find the messages in their rendered `text`; None if the template looks into texts, so that they cannot be found.
+    """Find the positions of the messages in their rendered `text`; None if the template inspects message text, so that
+    they cannot be found.
 
-    render: renders messages (the template's variables of each) to text. literals: strings that the template may look
-    for in texts, such as "</think>"; if the text does not come out else, they stay as they are.
-    """
+    render: renders messages (the template's variables of each) to text. literals: strings that the template may search
+    for in message text, such as "</think>"; if rendering with all characters masked gives another text, these strings
+    stay unmasked in a second attempt."""
     texts = list_strings(list(messages)) if literals else []
     found = sorted({each for each in literals if any(each in text for text in texts)}, key=len, reverse=True)
     for kept in ([], found) if found else ([],):
         pattern = re.compile(f"({'|'.join(map(re.escape, kept))})") if kept else None
         try:
-            hidden, places, owners = _find_letters(messages, text, render, pattern)
-        except (TooManyLetters, TemplateError):
+            hidden, places, owners = _find_characters(messages, text, render, pattern)
+        except (TooManyCharacters, TemplateError):
             continue
         begins, ends = np.full(len(messages), len(text)), np.zeros(len(messages), np.int64)
         np.minimum.at(begins, owners[:, 0], places)
         np.maximum.at(ends, owners[:, 0], places + 1)
-        given = np.array([_count_given(message, pattern) for message in messages], np.int64).reshape(-1, len(PARTS))
+        given = np.array([_count_by_part(message, pattern) for message in messages], np.int64).reshape(-1, len(PARTS))
         letters = np.zeros_like(given)
         np.add.at(letters, (owners[:, 0], owners[:, 1]), 1)
         ranges = [(begin, end) if end else None for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
@@ -230,25 +237,24 @@ def locate_messages(
     return None
 
 
-def _find_letters(
+def _find_characters(
     messages: Sequence[Mapping[str, Any]],
     text: str,
     render: Callable[[Sequence[Mapping[str, Any]]], str],
     kept: re.Pattern[str] | None,
 ) -> tuple[str, NDArray[np.int64], NDArray[np.int64]]:
-    """Return (text with private-use characters for the messages' letters, positions of these [letters], their owners
-    [letters, 2]). It is rendered once for as many messages as there are private-use characters for. render: as in
-    `locate_messages`. kept: as in `StandIns.hide`. Raises `TemplateError` if the template looks into texts.
-    """
+    """Return (text with placeholders for the messages' characters, positions of these [characters], their owners
+    [characters, 2]). It is rendered once for as many messages as there are private-use characters for. render: as in
+    `locate_messages`. kept: as in `Placeholders.mask`. Raises `TemplateError` if the template inspects message text."""
     whole, first = _to_codes(text).copy(), 0
     found: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     while first < len(messages) or not found:
-        stand_ins = StandIns()
-        shown, first = stand_ins.hide(messages, first, kept)
+        placeholders = Placeholders()
+        shown, first = placeholders.mask(messages, first, kept)
         hidden = render(shown)
-        if stand_ins.show(hidden) != text:
-            raise TemplateError("looks into texts")
-        places, owners = stand_ins.locate(hidden)
+        if placeholders.unmask(hidden) != text:
+            raise TemplateError("inspects message text")
+        places, owners = placeholders.locate(hidden)
         whole[places] = _to_codes(hidden)[places]
         found.append((places, owners))
     places, owners = (np.concatenate(each) for each in zip(*found, strict=True))
@@ -261,11 +267,11 @@ def _to_codes(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
-def _count_given(message: Mapping[str, Any], kept: re.Pattern[str] | None) -> list[int]:
-    """Return the number of letters in each of `PARTS` of a message. kept: as in `StandIns.hide`."""
+def _count_by_part(message: Mapping[str, Any], kept: re.Pattern[str] | None) -> list[int]:
+    """Return the number of maskable characters in each of `PARTS` of a message. kept: as in `Placeholders.mask`."""
     counts = [0] * len(PARTS)
     for key in ("content", "tool_calls", "reasoning_content"):  # others have the same texts again
         for text in list_strings(message.get(key), _KEPT_KEYS):
             pieces = kept.split(text)[::2] if kept else (text,)
-            counts[PARTS.index(_PART_OF_KEY[key])] += sum(map(count_letters, pieces))
+            counts[PARTS.index(_PART_OF_KEY[key])] += sum(map(count_masked_characters, pieces))
     return counts

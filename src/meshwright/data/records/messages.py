@@ -54,11 +54,10 @@ class MalformedRecord(Exception):
 
 class Message(NamedTuple):
     """One turn of a conversation. role: "system", "user", "assistant", "tool" or "developer". content: the message's
-    text. input: the text that an instruction applies to (Alpaca's `input`), or "". fields: what else the message has
-    under the names of OpenAI's schema and of chat templates (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`
-    ...), as JSON values. trained: whether an assistant turn is trained on; None: by its place in the example. context:
-    character ranges [begin, end) of the content that are not trained on, ascending.
-    """
+    text. input: the text that an instruction applies to (Alpaca's `input`), or "". fields: further fields under the
+    names of OpenAI's schema and of chat templates (`tool_calls`, `tool_call_id`, `name`, `reasoning_content` ...), as
+    JSON values. trained: True if an assistant turn is trained on, False if not; None: decided by its position in the
+    example. context: character ranges [begin, end) of the content that are not trained on, ascending."""
 
     role: str
     content: str
@@ -104,19 +103,17 @@ class Message(NamedTuple):
 
 
 class MessageFormat(NamedTuple):
-    """How files write messages. keys: {standard key ("role", "content"): key in the files}. roles: {role in the files:
-    standard role}.
-    """
+    """Field names and roles of the messages in a file. keys: {standard key ("role", "content"): key in the files}.
+    roles: {role in the files: standard role}."""
 
     keys: Mapping[str, str] = {}
     roles: Mapping[str, str] = {}
 
     def parse_all(self, turns: Any, where: str, unused: set[str], alternative: str = "") -> tuple[Message, ...]:
-        """Parse a list of messages. where: its key in the record, for errors. unused: gets the keys of messages that
-        are not used, such as "messages.id". alternative: other allowed types, such as "or a string", for the error.
-        Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or a tool's result without
-        a call.
-        """
+        """Parse `turns`, a list of messages. where: its key in the record, for errors. unused: gets the keys of
+        messages that are not used, such as "messages.id". alternative: other allowed types, such as "or a string", for
+        the error. Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or a tool's
+        result without a call."""
         if not isinstance(turns, list):
             problem = f'"{where}" is {describe_value(turns)}, not a list of messages {alternative}'
             raise MalformedRecord(problem.rstrip())
@@ -178,9 +175,8 @@ class MessageFormat(NamedTuple):
         )
 
     def _find_key(self, turn: Mapping[str, Any], part: str, where: str) -> str:
-        """Return the key of `turn` for the standard key `part`, if it has several that of the first value that is not
-        empty; if it has none, "" or, with `where`, raise `MalformedRecord`.
-        """
+        """Return the key that `turn` uses for the standard key `part`; of several, the first whose value is not empty.
+        If it has none, return "" or, with `where` (its position, for the error), raise `MalformedRecord`."""
         names = (self.keys[part],) if part in self.keys else _SYNONYMS[part]
         held = [name for name in names if name in turn]
         key = next((name for name in held if turn[name] not in _EMPTY), held[0] if held else "")
@@ -190,7 +186,8 @@ class MessageFormat(NamedTuple):
         return key
 
     def _parse_role(self, written: str, where: str) -> str:
-        """Return the standard role for a role in the files. Raises `MalformedRecord` for an unknown one."""
+        """Return the standard role for the role `written` in a file. where: position of the message, for errors. Raises
+        `MalformedRecord` for an unknown one."""
         if written == CALL_ROLE:
             return "assistant"
         role = self.roles.get(written) or OTHER_ROLES.get(written, written)
@@ -206,7 +203,8 @@ class MessageFormat(NamedTuple):
 
 
 def check_tool_results(messages: Sequence[Message], where: str) -> None:
-    """Raise `MalformedRecord` if a tool's result follows no call of it. where: key of the list of messages."""
+    """Raise `MalformedRecord` if a tool's result does not follow a call of that tool. where: key of the list of
+    messages."""
     open_calls: list[Any] | None = None  # ids of the calls that results may answer
     for number, message in enumerate(messages):
         if message.role != "tool":
@@ -226,9 +224,8 @@ def check_tool_results(messages: Sequence[Message], where: str) -> None:
 
 
 def map_strings(value: Any, change: Callable[[str], str], kept: Sequence[str] = ()) -> Any:
-    """Return a copy of a JSON value in which `change(text)` replaces every string that is no key. kept: keys whose
-    values stay unchanged.
-    """
+    """Return a copy of a JSON value in which `change(text)` replaces every string value (not the keys of objects).
+    kept: keys whose values stay unchanged."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -239,10 +236,12 @@ def map_strings(value: Any, change: Callable[[str], str], kept: Sequence[str] = 
 
 
 def list_strings(value: Any, kept: Sequence[str] = ()) -> list[str]:
-    """Return the strings in a JSON value that are no keys. kept: keys whose values are left out."""
+    """Return all string values in a JSON value (not the keys of objects), in order. kept: keys whose values are left
+    out."""
     found: list[str] = []
 
     def note(text: str) -> str:
+        """Append a string to the result and return it unchanged."""
         found.append(text)
         return text
 
@@ -252,8 +251,7 @@ def list_strings(value: Any, kept: Sequence[str] = ()) -> list[str]:
 
 def _parse_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Return a message's tool calls as {"type": "function", "function": {"name", "arguments": object}}, with "id" if
-    given. Raises `MalformedRecord` for one of another form.
-    """
+    given. where: position of the message, for errors. Raises `MalformedRecord` for a call in another form."""
     calls = turn.get("tool_calls")
     if calls in _EMPTY and turn.get("function_call") not in _EMPTY:  # OpenAI's older form
         calls = [turn["function_call"]]
@@ -265,7 +263,8 @@ def _parse_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _parse_call(call: Any, where: str) -> dict[str, Any]:
-    """Parse one tool call, {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments may be JSON text."""
+    """Parse one tool call, {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments may be JSON text.
+    where: its position, for errors."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise MalformedRecord(f'{where} is {describe_value(call)}, not {{"name": "...", "arguments": {{...}}}}')
@@ -280,7 +279,8 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _parse_call_text(text: str, where: str) -> list[dict[str, Any]]:
-    """Parse the text of a ShareGPT turn `function_call`: one call, or a list of calls, as JSON."""
+    """Parse the text of a ShareGPT turn `function_call`: one call, or a list of calls, as JSON. where: its position,
+    for errors."""
     value = load_json(text, where)
     if value == []:
         raise MalformedRecord(f"{where} is an empty list of calls")
@@ -288,10 +288,9 @@ def _parse_call_text(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int, int], ...] | None]:
-    """Return (text, reasoning, ranges of the text that are not trained on) of a message's content: a string or a list
-    of parts, which may have marks (`train`, `weight`) and be without `type`, as in axolotl; the ranges are None if no
-    part has a mark. Raises `MalformedRecord` for anything else, such as an image.
-    """
+    """Parse a message's content, a string or a list of parts; return (text, reasoning, ranges of the text that are not
+    trained on). Parts may have marks (`train`, `weight`) and lack `type`, as in axolotl; the ranges are None if no part
+    has a mark. Raises `MalformedRecord` for anything else, such as an image."""
     if isinstance(content, str):
         return content, "", None
     if not isinstance(content, list) or not content:
@@ -325,9 +324,9 @@ def parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int, 
 
 
 def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
-    """Return whether a message, or a part of one, is trained on by its own mark: `train` (axolotl) or `weight`, 0 or 1
-    (OpenAI); None: it has none. Raises `MalformedRecord` for another value, or two that contradict each other.
-    """
+    """Parse the mark of a message or a part of one that says if it is trained on: `train` (axolotl), or `weight` 0 or 1
+    (OpenAI). Return None if it has no mark. Raises `MalformedRecord` for another value, or two that contradict each
+    other."""
     marks = {key: turn[key] for key in _SYNONYMS["trained"] if turn.get(key) is not None}
     for key, value in marks.items():
         if value not in (0, 1):
@@ -339,14 +338,16 @@ def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
 
 
 def _get_string(values: Mapping[str, Any], key: str, where: str) -> str:
-    """Return the string under `key`. Raises `MalformedRecord` if it is none."""
+    """Return the string under `key` of a JSON object. where: its position, for errors. Raises `MalformedRecord` if the
+    value is not a string."""
     if not isinstance(values[key], str):
         raise MalformedRecord(f"{where}.{key} is {describe_value(values[key])}, not a string")
     return str(values[key])
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Raise `MalformedRecord` if a JSON value is nested deeper than `_DEEPEST` levels."""
+    """Raise `MalformedRecord` if a JSON value is nested deeper than `_DEEPEST` levels. where: its position, for the
+    error."""
     level, depth = [value], 0
     while level := [
         one
@@ -360,7 +361,7 @@ def check_depth(value: Any, where: str) -> None:
 
 
 def load_json(text: str, where: str) -> Any:
-    """Parse JSON text. Raises `MalformedRecord` if it is not JSON."""
+    """Parse JSON text. where: its position, for errors. Raises `MalformedRecord` if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -27,9 +27,9 @@ class Example(NamedTuple):
     variables: Mapping[str, Any] = {}
 
     def encode_content(self) -> bytes:
-        """Return all that is trained or given to the template, in JSON: equal for records that differ at most in white
-        space around their texts. Raises UnicodeEncodeError if a string has a lone surrogate.
-        """
+        """Serialize all texts and template inputs of the example to JSON for duplicate detection; results are equal for
+        records that differ only in white space around their texts. Raises UnicodeEncodeError if a string has a lone
+        surrogate."""
         held = [self.prompt, self.branches, self.tools, self.label, self.variables]
         text = json.dumps(map_strings(held, str.strip), sort_keys=True, ensure_ascii=False, default=str)
         return text.encode()
@@ -43,7 +43,7 @@ class Example(NamedTuple):
         return self.change_messages(lambda message: message.rewrite_texts(rewrite))
 
     def change_messages(self, change: Callable[[Message], Message]) -> Example:
-        """Return a copy in which `change(message)` replaces every message."""
+        """Return a copy in which each message is replaced by `change(message)`."""
         prompt, *branches = (tuple(map(change, messages)) for messages in (self.prompt, *self.branches))
         return self._replace(prompt=prompt, branches=tuple(branches))
 

@@ -1,4 +1,4 @@
-"""Preferences as OpenAI and Anthropic publish them, brought to the form that others have."""
+"""Conversion of OpenAI's and Anthropic's preference records to the common schema."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")  # Anthropic's helpful and ha
 
 
 def is_openai_preference(record: Mapping[str, Any]) -> bool:
-    """Return True for a record {"input": {"messages", "tools"}, "preferred_output", "non_preferred_output"}."""
+    """Return True for a preference record in OpenAI's schema: {"input": {"messages", "tools"}, "preferred_output",
+    "non_preferred_output"}."""
     return "chosen" not in record and any(key in record for key in OPENAI_PREFERENCE_COLUMNS[1:])
 
 
 def flatten_openai_preference(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an OpenAI preference with the values of `input` under their paths, such as "input.messages". Raises
-    `MalformedRecord` if `input` is no object.
-    """
+    """Return an OpenAI preference with the values of `input` as keys of their own, such as "input.messages". Raises
+    `MalformedRecord` if `input` is no object."""
     given = record.get("input")
     if not isinstance(given, dict):
         held = "no key" if given is None else f"{describe_value(given)} under the key"
@@ -35,9 +35,8 @@ def flatten_openai_preference(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_turns(text: str, is_prompt: bool) -> tuple[Message, ...]:
-    """Return the messages of a text with several turns "Human:" and "Assistant:" (Anthropic); () if it is none. A last
-    turn without text is left out of a prompt; after one, it is an empty answer.
-    """
+    """Split a text with turns "Human:" and "Assistant:" (Anthropic) into messages; return () if it has no such turns. A
+    last turn without text is left out of a prompt (`is_prompt`); otherwise it is an empty answer."""
     turns = _HH_TURN.split(text)
     if len(turns) <= 2 or turns[0].strip():
         return ()

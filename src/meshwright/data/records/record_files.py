@@ -248,9 +248,8 @@ def count_unread_columns(file: SourceFile, stream: Stream, columns: Sequence[str
 
 
 def _select_columns(held: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Return those of the columns `held` that contain the keys `wanted`, once each; "a.b" is in column a if there is no
-    column of this name.
-    """
+    """Return those of the file's columns `held` that contain the keys `wanted`, once each; the key "a.b" is in column a
+    unless a column has this name."""
     there = (name if name in held else name.partition(".")[0] for name in wanted)
     return [name for name in dict.fromkeys(there) if name in held]
 

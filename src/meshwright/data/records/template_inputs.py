@@ -1,4 +1,4 @@
-"""What a record or a request gives its chat template beside the messages: tools and further variables."""
+"""Inputs of a chat template besides the messages: tools and further variables, as records and requests give them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _RESERVED = {
 
 
 def parse_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Return JSON schemas of functions as chat templates expect them, {"type": "function", "function": {...}}. value: a
-    list of them, or of the functions alone, or either as JSON text. Raises `MalformedRecord` otherwise.
-    """
+    """Parse the tools of a record or request to JSON schemas as chat templates expect them, {"type": "function",
+    "function": {...}}. value: a list of them, or of the functions alone, or either as JSON text. Raises
+    `MalformedRecord` otherwise."""
     if value is None or value == "":
         return ()
     value = load_json(value, where) if isinstance(value, str) else value
@@ -48,10 +48,9 @@ def parse_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
 
 
 def parse_variables(value: Any, where: str) -> dict[str, Any]:
-    """Return the variables of a chat template that a record or a request gives as `chat_template_kwargs` (TRL, vLLM),
-    such as {"enable_thinking": false}, or as JSON text; a null variable is left out. Raises `MalformedRecord` if it is
-    no object, or has a name that is no variable of its own.
-    """
+    """Parse `chat_template_kwargs` (TRL, vLLM), such as {"enable_thinking": false}, a JSON object or JSON text, to
+    variables of a chat template; null variables are left out. Raises `MalformedRecord` if it is no object, or sets a
+    variable that the template gets from elsewhere, such as "messages"."""
     value = load_json(value or "{}", where) if isinstance(value, str) else value
     if value is None:
         return {}
@@ -65,9 +64,8 @@ def parse_variables(value: Any, where: str) -> dict[str, Any]:
 
 
 class Conversation(NamedTuple):
-    """A conversation that the assistant is to continue, as a chat template is given it. tools, variables: as in
-    `ChatTemplate.render`.
-    """
+    """A conversation that the assistant is to continue, with all inputs of the chat template. tools, variables: as in
+    `ChatTemplate.render`."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()

@@ -20,12 +20,11 @@ from meshwright.data.records.template_rendering import (
 
 
 class RenderProcess(LimitedProcess):
-    """Chat template that is rendered in a sandboxed subprocess with limits on CPU time and memory. It has the same
-    methods as `Renderer`.
+    """Chat template from an untrusted source, rendered in a sandboxed subprocess with limits on CPU time and memory. It
+    has the same methods as `Renderer`.
 
     source: Jinja source. named: special tokens by the variable that stands for them in templates, such as {"bos_token":
-    "<s>"}.
-    """
+    "<s>"}."""
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
         """Start the subprocess, which compiles the template. Raises `NotATemplate` if `source` is no valid Jinja,

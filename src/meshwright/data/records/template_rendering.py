@@ -27,6 +27,7 @@ class NotATemplate(Exception):
     """
 
     def __init__(self, reason: str, line: int | None = None) -> None:
+        """Create the error; arguments: see the class."""
         super().__init__(reason)
         self.line = line
 
@@ -120,12 +121,15 @@ def create_environment() -> Any:
             return f"{BEGIN}{caller()}{END}"
 
     def raise_exception(message: str) -> None:
+        """Raise `TemplateError` with `message`; the function `raise_exception` of templates."""
         raise JinjaError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        """Serialize a value to JSON; the filter `tojson` of templates, which, unlike Jinja's, does not escape HTML."""
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     def strftime_now(format: str) -> str:
+        """Format the present time; the function `strftime_now` of templates."""
         return datetime.datetime.now().strftime(format)
 
     environment = ImmutableSandboxedEnvironment(

@@ -1,9 +1,8 @@
 """Trees of messages, as OpenAssistant publishes them, flattened to conversations.
 
-A tree has a prompt and replies to it, replies to these, and so on; each way from the prompt to a leaf is a conversation
-(Köpf et al. 2023, arXiv:2304.07327, section 3). Ways share their beginning: an assistant turn is trained on in the
-first conversation that has it, and is context in the others.
-"""
+A tree has a prompt and replies to it, replies to these, and so on; each path from the prompt to a leaf is a
+conversation (Köpf et al. 2023, arXiv:2304.07327, section 3). Paths share their first messages: an assistant turn is
+trained on in the first conversation that has it, and is context in the others."""
 
 from __future__ import annotations
 
@@ -25,10 +24,9 @@ def is_tree(record: Mapping[str, Any]) -> bool:
 def list_conversations(
     record: Mapping[str, Any], messages: MessageFormat, unused: set[str]
 ) -> list[tuple[Message, ...]]:
-    """Return the conversations of a tree that end with an assistant turn; a tree may have none. Deleted messages, and
-    those that reviewers rejected, end a way before them. messages: how messages are written. unused: gets keys that are
-    not used. Raises `MalformedRecord` for a malformed message, or more than 10,000 messages.
-    """
+    """Flatten a tree to its conversations that end with an assistant turn; a tree may have none. A path ends before a
+    message that was deleted or that reviewers rejected. messages: how messages are written. unused: gets keys that are
+    not used. Raises `MalformedRecord` for a malformed message, or more than 10,000 messages."""
     found: list[tuple[Message, ...]] = []
     seen: set[int] = set()  # assistant turns that are trained on
     waiting: list[tuple[dict[str, Any], tuple[Message, ...], tuple[int, ...], str]] = []
@@ -77,10 +75,9 @@ def _get_rank(reply: Any) -> float:
 
 
 def group_rows(records: Iterable[ParsedRecord]) -> Iterator[ParsedRecord]:
-    """Yield records unchanged, but for the rows of a table of messages ("message_id", "parent_id"): consecutive rows of
-    one "message_tree_id" become one tree, at the position of the first. A row without its parent, a cycle, or two rows
-    of one id make the tree's problem.
-    """
+    """Group the rows of a table of messages ("message_id", "parent_id") to trees: consecutive rows of one
+    "message_tree_id" become one record, at the position of the first. Other records are yielded unchanged. A row
+    without its parent, a cycle, or two rows of one ID are reported as the tree's problem."""
     rows: list[dict[str, Any]] = []
     place = ""
     for position, value, problem in records:
@@ -107,7 +104,8 @@ def _continues_tree(first: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 
 
 def _build_tree(rows: list[dict[str, Any]], place: str) -> ParsedRecord:
-    """Return the tree of some rows as a record at the position `place`, or what is wrong with them."""
+    """Build the tree of `rows` (messages with IDs of their parents) as a record (position `place`, tree, None), or
+    (position, None, problem) if the rows form no tree."""
     if len(rows) > MOST_MESSAGES:
         return place, None, f"begins a tree of more than {MOST_MESSAGES:,} messages"
     nodes = {row["message_id"]: {**row, "replies": []} for row in rows if isinstance(row["message_id"], str | int)}

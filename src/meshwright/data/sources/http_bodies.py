@@ -81,7 +81,7 @@ def decode_body(body: bytes, fields: Mapping[str, str]) -> bytes | None:
 
 
 def _is_text(body: bytes) -> bool:
-    """Return whether a body begins as a page or text does, and not as compressed data."""
+    """Return True if a body begins as a page or text does, and not as compressed data."""
     return (
         body.startswith(tuple(_MARKS)) or _TAG.match(body) is not None or _BINARY.search(body[:_HEADER_BYTES]) is None
     )
@@ -128,10 +128,9 @@ def _join_chunks(body: bytes) -> bytes | None:
 
 
 def decode_text(body: bytes, content_type: str, html: bool) -> str:
-    """Decode a page by its byte order mark, the charset of its Content-Type or, if it is `html`, of its <meta> or XML
-    declaration, else as UTF-8, else as Windows-1252: the order of the HTML standard (WHATWG, 13.2.3.2). Invalid bytes
-    become U+FFFD.
-    """
+    """Decode the body of a page by its byte order mark, the charset of its Content-Type or, if it is `html`, of its
+    <meta> or XML declaration, else as UTF-8, else as Windows-1252: the order of the HTML standard (WHATWG, 13.2.3.2).
+    Invalid bytes become U+FFFD."""
     for mark, name in _MARKS.items():
         if body.startswith(mark):
             return body.decode(name, "replace")

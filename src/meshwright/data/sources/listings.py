@@ -1,4 +1,4 @@
-"""Listings of stores, remembered in the cache: prepared data stay usable while their store is unreachable."""
+"""File listings of remote stores, cached so that prepared data stay usable while their store is unreachable."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class _UnreachableFilesystem:
     problem: StoreUnreached
 
     def __getattr__(self, name: str) -> NoReturn:
+        """Raise the error `problem` for any attribute."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise self.problem

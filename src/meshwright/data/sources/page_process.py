@@ -38,7 +38,8 @@ class PageExtractor:
         self._process = self._make_process()
 
     def extract_text(self, html: str) -> Extraction:
-        """Extract the main text of a page; the reason why there is none may be "takes more than 10 s of CPU time"."""
+        """Extract the main text of a page. The result has the text, or the reason why there is none, such as "takes
+        more than 10 s of CPU time"."""
         if self._pages == _PAGES:
             self._process, self._pages = self._make_process(), 0
         answer = self._process.ask({"html": html})
@@ -64,16 +65,15 @@ class PageExtractor:
 
 @cache
 def get_page_extractor(library: str, again: bool = False) -> PageExtractor:
-    """Return this process's extractor with a library, one of `names.EXTRACTORS`. again: True for pages that were
-    extracted before, which get more time. Raises `UserError` if it is not installed.
-    """
+    """Return this process's page extractor with `library`, one of `names.EXTRACTORS`; it is created once. again: True
+    for a second extraction of the same pages, which gets a higher time limit. Raises `UserError` if the library is not
+    installed."""
     return PageExtractor(library, EXTRACT_SECONDS * (_PATIENCE if again else 1))
 
 
 def find_extractor(library: str) -> str:
-    """Return a library of `names.EXTRACTORS` with its installed version, on which the extracted texts depend, such as
-    "trafilatura 2.3.1". Raises `UserError` if it is not installed.
-    """
+    """Return the name and installed version of an extraction library, such as "trafilatura 2.3.1", on which the
+    extracted texts depend. library: one of `names.EXTRACTORS`. Raises `UserError` if it is not installed."""
     try:
         return f"{library} {metadata.version(library)}"
     except metadata.PackageNotFoundError:

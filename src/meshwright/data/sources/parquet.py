@@ -119,13 +119,13 @@ def _decode_column(column: Any, encoding: str, arrow: Any) -> list[str]:
 
 
 def _is_bytes(kind: Any, arrow: Any) -> bool:
-    """Return whether `kind` is an Arrow type of binary data. arrow: the pyarrow module."""
+    """Return True if `kind` is an Arrow type of binary data. arrow: the pyarrow module."""
     types = arrow.types
     return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
 
 
 def _is_text(kind: Any, arrow: Any) -> bool:
-    """Return whether `kind` is an Arrow type of strings or binary data, dictionary-encoded or not. arrow: the pyarrow
+    """Return True if `kind` is an Arrow type of strings or binary data, dictionary-encoded or not. arrow: the pyarrow
     module.
     """
     types = arrow.types

@@ -57,11 +57,10 @@ class Document(NamedTuple):
 
 
 class ReadBefore(NamedTuple):
-    """What is known of a file's documents from an earlier reading, so that it yields the same ones again.
+    """Results of an earlier reading of a source file that a second reading needs to yield the same documents.
 
     documents: number of documents, from the first on, that were read. failed: numbers, from 0, of the pages among them
-    whose texts could not be extracted; these are not tried again, and the others get more time.
-    """
+    whose texts could not be extracted; these are not tried again, and the others get more time."""
 
     documents: int = 0
     failed: Collection[int] = ()
@@ -87,9 +86,8 @@ class Reader:
     extractor: str = "trafilatura"
 
     def read_documents(self, file: SourceFile, before: ReadBefore | None = None) -> Iterator[Document]:
-        """Yield the documents of `file` in order. before: what is known from an earlier reading; None: nothing. Raises
-        `UserError` that names the file (and line) that cannot be read.
-        """
+        """Yield the documents of `file` in order. before: results of an earlier reading, so that the same documents are
+        yielded; None: first reading. Raises `UserError` that names the file (and line) that cannot be read."""
         before = before or ReadBefore()
         with open_source(file) as stream:
             if file.named and not stream.peek(1):
@@ -160,7 +158,7 @@ class Reader:
         number = 0  # of the next document
 
         def extract(html: str) -> Extraction:
-            """Extract the main text of the page that is the next document, or begins with it."""
+            """Extract the main text of the page at the present position of the file."""
             if number in before.failed:
                 return FAILED
             return get_page_extractor(self.extractor, again=number < before.documents).extract_text(html)

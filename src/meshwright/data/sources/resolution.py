@@ -53,6 +53,7 @@ class SourceChanged(UserError):
     """Error: a source file changed while it was being prepared."""
 
     def __init__(self, file: SourceFile) -> None:
+        """Create the error for a source file that changed."""
         super().__init__(f"{file.path} changed while it was being prepared; run the command again when it is finished")
 
 
@@ -246,10 +247,9 @@ def _iterate_glob(pattern: Path, root: Path) -> Iterator[Path]:
 
 
 def _iterate_matches(parts: tuple[str, ...]) -> Iterator[Path]:
-    """Yield the paths that match a glob, given as its parts; "**" stands for directories at any depth, none included.
-    Python's own `glob` follows cycles of links under "**" until the kernel refuses their paths: after 2^40 of them, if
-    a directory has two links.
-    """
+    """Yield the paths that match a glob, given as its parts; "**" matches any number of directories. Unlike Python's
+    own `glob`, it does not follow cycles of symbolic links under "**": with two links in a directory that would give
+    2^40 paths."""
     if "**" not in parts:
         yield from map(Path, glob.glob(os.path.join(*parts)))
         return

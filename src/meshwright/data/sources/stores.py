@@ -55,6 +55,7 @@ class StoredFile:
     filesystem: Any = field(compare=False, repr=False)
 
     def __str__(self) -> str:
+        """Return the URL."""
         return self.url
 
     @property
@@ -105,11 +106,12 @@ class _BlockReader(io.RawIOBase):
     """Raw stream over a file in a remote store that fetches blocks of 8 MiB and keeps only the last one."""
 
     def __init__(self, file: StoredFile) -> None:
+        """Start at position 0; no block is fetched yet."""
         assert file.size is not None
         self._file, self._size = file, file.size
         self._place, self._number, self._block = 0, -1, memoryview(b"")
         if self._size:
-            self._load(0)
+            self._fetch_block(0)
 
     def readable(self) -> bool:
         """Return True: the stream supports reading."""
@@ -139,13 +141,13 @@ class _BlockReader(io.RawIOBase):
             return 0
         number, begin = divmod(self._place, BLOCK)
         if number != self._number:
-            self._load(number)
+            self._fetch_block(number)
         part = self._block[begin : begin + len(buffer)]
         buffer[: len(part)] = part
         self._place += len(part)
         return len(part)
 
-    def _load(self, number: int) -> None:
+    def _fetch_block(self, number: int) -> None:
         """Fetch the block with index `number` from the store; it replaces the previous one."""
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self._size)
 
@@ -201,7 +203,7 @@ def retry(url: str, ask: Callable[[], Result], where: str = "") -> Result:
 
 
 def is_url(source: str) -> bool:
-    """Return whether `source` is a URL (or a chain of URLs, as fsspec writes it), not a path."""
+    """Return True if `source` is a URL (or a chain of URLs, as fsspec writes it), not a path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", source) is not None
 
 
@@ -271,7 +273,7 @@ def _make_stored_file(url: str, place: str, entry: dict[str, Any], filesystem: A
 
 
 def _is_file(entry: dict[str, Any]) -> bool:
-    """Return whether an entry of an fsspec listing ({"type", "name" ...}) is a file, not a directory or a directory's
+    """Return True if an entry of an fsspec listing ({"type", "name" ...}) is a file, not a directory or a directory's
     marker.
     """
     return entry["type"] == "file" and not entry["name"].endswith("/")
@@ -370,7 +372,7 @@ def _format_reason(error: Exception) -> str:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Return whether an error means that the store denies this process access."""
+    """Return True if an error means that the store denies this process access."""
     named = isinstance(error, PermissionError) or type(error).__name__ in _REFUSED_BY_OBSTORE
     return named or _NO_CREDENTIALS in str(error) or _find_status(error) in (401, 403)
 

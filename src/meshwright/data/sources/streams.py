@@ -49,6 +49,7 @@ class _Gzip(gzip.GzipFile):
     """Gzip stream that decompresses the open file `fileobj` and, when closed, also closes this file."""
 
     def __init__(self, fileobj: io.BufferedReader[Any]) -> None:
+        """Wrap the open file `fileobj`."""
         super().__init__(fileobj=fileobj, mode="rb")
         self.myfileobj: Any = fileobj  # GzipFile closes this file
 
@@ -70,6 +71,7 @@ def _open_zstd(raw: io.BufferedReader[Any], file: SourceFile) -> Any:
         """Zstandard stream that, when closed, also closes the file it reads from."""
 
         def close(self) -> None:
+            """Close the stream and the underlying file."""
             super().close()
             raw.close()
 

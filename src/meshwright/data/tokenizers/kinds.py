@@ -1,8 +1,7 @@
-"""Kinds of tokenizers made here: bytes, and five that the `tokenizers` library trains on the corpus.
+"""Kinds of tokenizers that Meshwright creates: bytes, and five that the `tokenizers` library trains on the corpus.
 
-No text can spell a special token of these: BPE, word and Unigram pre-tokenize as GPT-2 does, WordPiece as BERT does,
-both of which separate `<|` from `endoftext`; the character kind never joins two characters.
-"""
+Text cannot spell a special token of these: BPE, word and Unigram pre-tokenize as GPT-2 does, WordPiece as BERT does,
+both of which separate `<|` from `endoftext`; the character kind never joins two characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bounds around the `tokenizers` library for files that may be damaged or hostile: its errors become `UserError`."""
+"""Wrappers around the `tokenizers` library for files that may be damaged or hostile: its errors and panics become
+`UserError`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a tokenizer: bytes per token, how often tokens occur, the longest and the unused ones."""
+"""HTML page about a tokenizer: bytes per token, token frequencies, longest and unused tokens."""
 
 from __future__ import annotations
 

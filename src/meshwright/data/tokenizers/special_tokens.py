@@ -1,9 +1,8 @@
-"""Special tokens that text cannot spell: tokenizers that never encode text as one of them.
+"""Encoding of text so that it is never tokenized as a special token, whatever it spells.
 
-`encode_special_tokens` of the `tokenizers` library does not suffice if the model's own vocabulary contains them:
-Unigram accepts `</s>` as any subword, WordLevel as a word; and an end-of-text token may have been added as an ordinary
-one.
-"""
+The option `encode_special_tokens` of the `tokenizers` library does not suffice if the model's own vocabulary contains
+special tokens: Unigram accepts `</s>` as any subword, WordLevel as a word; and an end-of-text token may have been added
+as an ordinary one."""
 
 from __future__ import annotations
 
@@ -124,9 +123,8 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
 
 
 def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
-    """Find out if plain text can be encoded as one of the tokens `hidden` although `encode_special_tokens` is set. If
-    so, return the parsed tokenizer.json, for the caller to rename these tokens in it; else None.
-    """
+    """Return the parsed tokenizer.json if plain text can be encoded as one of the tokens `hidden` although
+    `encode_special_tokens` is set, so that the caller must rename these tokens in it; else None."""
     added = tokenizer.get_added_tokens_decoder().values()
     spelled = any(token.content in hidden for token in added if not token.special)
     if not spelled and all(tokenizer.model.token_to_id(token) is None for token in hidden):

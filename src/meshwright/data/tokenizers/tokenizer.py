@@ -244,7 +244,7 @@ def _count_vocabulary(tokenizer: Tokenizer) -> int:
 
 
 def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
-    """Return whether a tokenizer is the one of `create_byte_tokenizer`, which encodes text as its UTF-8 bytes."""
+    """Return True if a tokenizer is the one of `create_byte_tokenizer`, which encodes text as its UTF-8 bytes."""
     reference = create_byte_tokenizer()
     return tokenizer.get_vocab() == reference.get_vocab() and bool(
         json.loads(tokenizer.to_str()) == json.loads(reference.to_str())

@@ -121,7 +121,7 @@ def load_tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
 
 
 def _is_tracker(made: object) -> bool:
-    """Return True if `made` is a class whose instances have the methods of `Tracker`."""
+    """Return True if `made`, loaded from a tracker's path, is a class with the methods of `Tracker`."""
     if not isinstance(made, type):
         return False
     for name, arguments in (("start", 2), ("log", 2), ("finish", 1)):

@@ -26,6 +26,7 @@ class MLflowTracker:
     packages = ("mlflow", "sqlalchemy", "alembic")
 
     def __init__(self, uri: str | None = None, experiment: str = "meshwright", run_name: str | None = None) -> None:
+        """Store the options; MLflow is contacted in `start`. Arguments: see the class."""
         # Failed requests are retried by the caller; MLflow itself would retry for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")

@@ -18,6 +18,7 @@ class TensorBoardTracker:
     packages = ("tensorboard",)
 
     def __init__(self, directory: str | None = None) -> None:
+        """Store the option `directory`; see the class."""
         from torch.utils.tensorboard import SummaryWriter  # here, so that the import does not slow down the first steps
 
         self._directory, self._make = directory, SummaryWriter

@@ -65,12 +65,12 @@ def describe_module(
     table = module_table(parameters)
     kept = tuple(
         KeptValue(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
-        for name, value in kept_values(module, saved=True).items()
+        for name, value in list_untrained_tensors(module, saved=True).items()
     )
     return ModuleDescription(table, {name: unit for name, unit in units.items() if name in table.units}, kept)
 
 
-def kept_values(module: nn.Module, *, saved: bool) -> dict[str, torch.Tensor]:
+def list_untrained_tensors(module: nn.Module, *, saved: bool) -> dict[str, torch.Tensor]:
     """Return the tensors of a module that are not trained (frozen parameters and buffers), by name. `saved`: True for
     only those that a checkpoint stores (neither non-persistent buffers nor empty tensors); False for all."""
     frozen = {name: each.detach() for name, each in module.named_parameters() if not each.requires_grad}
@@ -82,9 +82,9 @@ def kept_values(module: nn.Module, *, saved: bool) -> dict[str, torch.Tensor]:
     return {name: each for name, each in (frozen | buffers).items() if each.numel() or not saved}
 
 
-def check_values(module: nn.Module) -> None:
-    """Raise UserError for the first parameter or buffer of `module` that cannot be trained or saved: a lazy one that is
-    not initialised, one on the meta device, complex or not strided, or a trained parameter without elements."""
+def check_trainable(module: nn.Module) -> None:
+    """Raise UserError for the first parameter or buffer of `module` that cannot be trained or saved: an uninitialised
+    lazy one, one on the meta device, complex or not strided, or a trained parameter without elements."""
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(value, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
             raise UserError(f"{name} is not initialised yet (a lazy module): run the module once where it is built")

@@ -25,6 +25,7 @@ class AnswerFormatter:
     """
 
     def __init__(self, body: GenerationBody, prompts: Prompts, names: Mapping[str, Any]) -> None:
+        """Store the arguments; see the class."""
         self._body: Any = body  # the form's own kind
         self._prompts, self._names = prompts, names
 
@@ -51,10 +52,11 @@ class AnswerFormatter:
     def describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
         """Return {"token": text, "logprob", "bytes"} of a token ID with its log-probability."""
         data = list(self._prompts.token_bytes(token))
-        return {"token": self.show_token(token), "logprob": _finite(logprob), "bytes": data}
+        return {"token": self.show_token(token), "logprob": _clamp_logprob(logprob), "bytes": data}
 
     def describe_result(self, result: TokenResult, count: int) -> dict[str, Any]:
-        """Return `describe_token` of a token, with the same of the `count` most likely ones as `top_logprobs`."""
+        """Return the object of `describe_token` for a token (`result`), extended by `top_logprobs`, the objects of the
+        `count` most likely tokens."""
         top = [self.describe_token(token, logprob) for token, logprob in result.top[:count]]
         return {**self.describe_token(result.token, result.logprob), "top_logprobs": top}
 
@@ -73,6 +75,7 @@ class OpenAIFormatter(AnswerFormatter):
     kind = chunk_kind = ""  # `object` of a whole response and of an event
 
     def __init__(self, body: GenerationBody, prompts: Prompts, names: Mapping[str, Any]) -> None:
+        """Store the arguments and the common fields of the response; see the class."""
         super().__init__(body, prompts, names)
         self._alternatives, options = body.alternatives, self._body.stream_options
         self._continuous = options.continuous_usage_stats
@@ -123,7 +126,7 @@ class OpenAIFormatter(AnswerFormatter):
         top, text = result.top[:count], self._prompts.token_text
         ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
         return {
-            str(token): {"logprob": _finite(logprob), "rank": ranks.get(token), "decoded_token": text(token)}
+            str(token): {"logprob": _clamp_logprob(logprob), "rank": ranks.get(token), "decoded_token": text(token)}
             for token, logprob in {result.token: result.logprob, **dict(top)}.items()
         }
 
@@ -169,7 +172,7 @@ class CompletionFormatter(OpenAIFormatter):
         `text_offset`) with one entry per token. count: number of most likely alternatives per token."""
         return {
             "text_offset": [token.offset for token in tokens],
-            "token_logprobs": [_finite(token.result.logprob) for token in tokens],
+            "token_logprobs": [_clamp_logprob(token.result.logprob) for token in tokens],
             "tokens": [self.show_token(token.result.token) for token in tokens],
             "top_logprobs": [self._describe_top(token.result, count) for token in tokens],
         }
@@ -182,7 +185,7 @@ class CompletionFormatter(OpenAIFormatter):
             return None
         described: dict[str, float | None] = {}
         for token, logprob in (*result.top[:count], (result.token, result.logprob)):
-            described.setdefault(self.show_token(token), _finite(logprob))
+            described.setdefault(self.show_token(token), _clamp_logprob(logprob))
         return described
 
 
@@ -221,7 +224,7 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _finite(logprob: float | None) -> float | None:
+def _clamp_logprob(logprob: float | None) -> float | None:
     """Return the log-probability `logprob`, but at least `LEAST_LOGPROB` (-9999), as JSON has no infinity; None stays
     None."""
     return None if logprob is None else max(logprob, LEAST_LOGPROB)

@@ -56,9 +56,8 @@ class Body(BaseModel):
     """Base class of JSON request bodies and of objects in them. A field that is null has its default; unknown fields
     are ignored.
 
-    `unsupported`: {name of an unsupported field: values that are accepted, as they change nothing}; other values are an
-    error, unless the body declares the field.
-    """
+    `unsupported`: {name of an unsupported field: values without effect, which are accepted}; other values are an error,
+    unless the body declares the field."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, json_schema_extra=_allow_null)
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -77,7 +76,8 @@ class Body(BaseModel):
 
 
 class EndpointBody(Body):
-    """Base class of all endpoints' bodies, which refuse the fields in `UNSUPPORTED` unless these change nothing."""
+    """Base class of the bodies of all endpoints. They reject the fields in `UNSUPPORTED`, except with values that have
+    no effect."""
 
     unsupported = UNSUPPORTED
 

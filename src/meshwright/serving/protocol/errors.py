@@ -39,6 +39,7 @@ class ApiError(Exception):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
+        """Create the error; arguments: see the class."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers

@@ -1,4 +1,4 @@
-"""From a request body to requests for the engine and the form of the response. Free of torch."""
+"""Conversion of a request body to a job: requests for the engine, and the formatter of the response. Free of torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
     ends = prompts.chat_ends if isinstance(body, ChatBody) else prompts.ends
     sampling = body.to_sampling(ends, max_tokens, score_prompt=inputs[0][1] is not None)
     sampling.check_vocabulary(prompts.vocabulary)
-    stop = StopRule.of(body.stop, body.include_stop_str_in_output)
+    stop = StopRule.parse(body.stop, body.include_stop_str_in_output)
     deadline = None if body.timeout is None else time.time() + body.timeout
     choices: list[Choice] = []
     for tokens, echo in inputs:

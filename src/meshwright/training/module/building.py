@@ -9,7 +9,7 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.parallel.module.table import ModuleDescription, check_values, describe_module
+from meshwright.parallel.module.table import ModuleDescription, check_trainable, describe_module
 from meshwright.training.module.data import derive_seed, seed_generators
 from meshwright.training.module.module_task import ModuleTask, parameter_dtype
 from meshwright.training.module.recipe import ModuleRecipe
@@ -42,7 +42,7 @@ def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.dev
     module = spec.build()
     if not isinstance(module, nn.Module):
         raise UserError(f"build returned a {type(module).__name__}; it must return a torch.nn.Module")
-    check_values(module)
+    check_trainable(module)
     module.to(device)
     if not module.training:  # from_pretrained returns modules in eval mode
         module.train()

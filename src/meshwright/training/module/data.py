@@ -81,7 +81,8 @@ def move_to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BatchShare:
-    """Part of a step's samples that one data-parallel (dp) rank reads: consecutive, and of equal size on all dp ranks.
+    """Slice of every global batch that one data-parallel (dp) rank reads: consecutive samples, equally many on all dp
+    ranks.
 
     batch: number of samples of a step over all dp ranks. ranks: number of dp ranks. rank: this dp rank, from 0.
     micro_batches: number of micro-batches into which this rank's samples are split."""
@@ -97,8 +98,8 @@ class BatchShare:
         return self.batch // self.ranks
 
     def sample_numbers(self, step: int) -> NDArray[np.int64]:
-        """Return the numbers of the samples that this rank reads in a step, counted over all samples of all steps of
-        the run, ascending: int64 [size]."""
+        """Return the global numbers of the samples that this rank reads in a step, ascending: int64 [size]. Samples are
+        numbered from 0 over all steps of the run. step: index of the step, from 0."""
         return step * self.batch + self.rank * self.size + np.arange(self.size)
 
 
@@ -169,8 +170,8 @@ class _SeededSamples:
         self._data, self._seed = data, seed
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
-        """Return the sample of the key (global sample number, index in the data set); its random draws depend on the
-        global number alone."""
+        """Return the sample of the key `place` = (global sample number, index in the data set); its random draws depend
+        on the global number alone."""
         number, sample = place
         seed_generators(derive_seed(self._seed, "sample", number), torch.device("cpu"))
         return self._data[sample]

@@ -25,14 +25,14 @@ from meshwright.training.module.data import BatchShare, TrainingSamples, derive_
 from meshwright.training.module.passes import Batch, ModulePasses
 from meshwright.training.module.recipe import ModuleRecipe
 from meshwright.training.module.spec import ModuleSpec
-from meshwright.training.module.values import KeptValues
+from meshwright.training.module.values import UntrainedTensors
 from meshwright.training.precision import PARAMETER_DTYPES, set_matmul_precision
 from meshwright.training.task import RunStart
 
 
 class _ModuleEngine(ZeroEngine):
-    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module, whose parameters hooks on its
-    submodules all-gather before use."""
+    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module. Hooks on its submodules
+    all-gather parameters before use, as in torch's FSDP."""
 
     prefetcher_class = ModulePrefetcher
 
@@ -71,7 +71,7 @@ class ModuleTask:
             partition=ModulePartition.whole(derived.table),
         )
         train, seed = recipe.train, recipe.run.seed
-        self.values = KeptValues(module, mesh)
+        self.values = UntrainedTensors(module, mesh)
         self.passes = ModulePasses(module, spec, self.parallel, seed)
         named = dict(module.named_parameters())
         unit_of = {id(named[entry.name]): entry.unit for entry in derived.table.entries}

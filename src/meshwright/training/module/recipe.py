@@ -35,8 +35,8 @@ class ModuleRecipe(Recipe):
 
     @property
     def objective(self) -> str:
-        """Name of the objective, always "next-token": code that asks for it finds that there are no preference pairs.
-        The script defines the loss."""
+        """Name of the training objective, always "next-token", so that code shared with language models applies no
+        preference loss. The script defines the real loss."""
         return "next-token"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.checkpoint import Checkpointer, newest
+from meshwright.checkpoint import Checkpointer, find_newest
 from meshwright.checkpoint.checkpointer import CheckpointContents
 from meshwright.checkpoint.files import to_json_bytes
 from meshwright.comm.mesh import Mesh
@@ -80,7 +80,7 @@ class ModuleRun(Run):
 def check_module_resume(recipe: ModuleRecipe, samples: int) -> None:
     """Raise `UserError` if the recipe cannot resume the newest checkpoint in its run directory: a recipe key that must
     not change, or the number of samples, differs. samples: number of training samples now."""
-    checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
+    checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None:
         return
     state = checkpoint.state()
@@ -121,7 +121,8 @@ def _make_config_json(module: nn.Module) -> bytes:
 
 
 def check_spec(spec: ModuleSpec, recipe: ModuleRecipe) -> None:
-    """Raise `UserError` for arguments of `fit` that are wrong or do not fit the recipe, before the module is built."""
+    """Validate the arguments of `fit` by themselves and against the recipe, before the module is built. `UserError` for
+    the first that is wrong."""
     check_samples(spec.data, "data")
     if spec.validation is not None:
         check_samples(spec.validation, "validation")

@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.comm.collectives import all_reduce, broadcast
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.flat_buffers import TensorSlice
-from meshwright.parallel.module.table import kept_values
+from meshwright.parallel.module.table import list_untrained_tensors
 
 START_SITE = "module.start"
 CHANGED_SITE = "module.buffers.changed"
@@ -20,7 +20,7 @@ BUFFER_SITE = "module.buffers"
 
 
 def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
-    """Broadcast rank 0's parameters and buffers to every rank, in place. Collective."""
+    """Broadcast rank 0's parameters and buffers of `module` to every rank of the mesh, in place. Collective."""
     with torch.no_grad():
         for value in [*module.parameters(), *module.buffers()]:
             if value.numel():
@@ -29,12 +29,13 @@ def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
                 value.copy_(whole)
 
 
-class KeptValues:
+class UntrainedTensors:
     """Buffers and frozen parameters of a user's module on this rank, which the optimizer does not update. Buffers that
-    steps change (running statistics) are synchronized over the ranks."""
+    training steps change (batch-norm statistics) are synchronized over ranks after each step. Lives as long as the
+    run."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        """Start with no buffer known to change."""
+        """Register the module's buffers and frozen parameters; no buffer is known to change yet."""
         self._module, self._mesh = module, mesh
         self._before: dict[str, torch.Tensor] = {}
         self.changing: set[str] = set()
@@ -87,7 +88,7 @@ class KeptValues:
 
     def nbytes(self) -> int:
         """Return the size of all buffers and frozen parameters in bytes."""
-        return sum(value.nbytes for value in kept_values(self._module, saved=False).values())
+        return sum(value.nbytes for value in list_untrained_tensors(self._module, saved=False).values())
 
     def slices(self, owned: bool) -> list[TensorSlice]:
         """Return all buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank
@@ -95,7 +96,7 @@ class KeptValues:
         if owned and self._mesh.rank:
             return []
         slices = []
-        for name, value in kept_values(self._module, saved=True).items():
+        for name, value in list_untrained_tensors(self._module, saved=True).items():
             assert value.is_contiguous(), name
             slices.append(TensorSlice("master", name, 0, value.numel(), value.detach().reshape(-1)))
         return slices
@@ -106,8 +107,7 @@ class KeptValues:
 
     def _synchronize(self, values: list[torch.Tensor], real: bool) -> None:
         """Make the buffers `values` equal on all data-parallel ranks, in place. real: True for floating-point buffers,
-        which are replaced by their mean over ranks; False for integer buffers, which get rank 0's values.
-        Collective."""
+        which are averaged over ranks; False for integer buffers, which rank 0 broadcasts. Collective."""
         data = self._mesh.data
         if not values or data.size == 1:
             return

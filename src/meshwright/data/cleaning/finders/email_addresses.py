@@ -55,7 +55,8 @@ def find_email_addresses(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _find_local_start(text: str, at: int) -> int | None:
-    """Return where the local part that ends at index `at` of `text`, the "@", begins; None if there is none."""
+    """Return the index in `text` at which the local part of an e-mail address begins, which ends before the "@" at
+    index `at`; None if there is none."""
     before = text[max(0, at - _LONGEST_LOCAL_PART - 1) : at]
     match = _LOCAL_PART_REVERSED.match(before[::-1])
     if match is None or match.end() > _LONGEST_LOCAL_PART:
@@ -65,9 +66,8 @@ def _find_local_start(text: str, at: int) -> int | None:
 
 
 def _find_domain_end(text: str, domain: re.Match[str]) -> int | None:
-    """Return where the domain name that `domain` matches in `text` ends: after its last top-level domain that exists.
-    None if there is none.
-    """
+    """Return the index in `text` after the domain name that `domain` matches, which ends with its last existing
+    top-level domain; None if it has none."""
     end = domain.end()
     labels = domain[0].split(".")
     while len(labels) > 1:
@@ -83,7 +83,7 @@ def _find_domain_end(text: str, domain: re.Match[str]) -> int | None:
 
 
 def _measure_top_level_domain(label: str) -> int:
-    """Return how many of the characters with which `label` begins are a top-level domain; 0: none."""
+    """Return the length of the top-level domain at the beginning of `label`; 0 if it begins with none."""
     name = label.lower()
     if name in _UNITS:
         return 0
@@ -97,7 +97,8 @@ def _measure_top_level_domain(label: str) -> int:
 
 
 def _is_address(text: str, start: int, at: int, end: int) -> bool:
-    """Return whether `text[start:end]`, whose form is that of an e-mail address with its "@" at index `at`, is one."""
+    """Return True if `text[start:end]`, which has the form of an e-mail address with its "@" at index `at`, is one, and
+    not a package version, a systemd unit, code or the like."""
     labels = text[at + 1 : end].split(".")
     if _SCALE.fullmatch(labels[0]) or labels[0] in _OWN_FIELDS:
         return False

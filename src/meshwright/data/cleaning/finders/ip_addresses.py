@@ -60,11 +60,11 @@ _EARLY, _LATE = 20, 40
 def find_ip_addresses(text: str) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of the public IPv4 and IPv6 addresses in `text`.
 
-    Public: global unicast. Private, local, multicast and documentation addresses (IANA's special-purpose registries,
-    as in Python's `ipaddress`) identify nobody. A dotted quad that follows a word such as "version" or "section", or is
-    part of a name, is no address. One beside network words, a port, a prefix length or in a URL is. Without such
-    evidence it counts as an address if its first part is at least 40, or at least 20 with other parts as in no version.
-    """
+    Public: global unicast. Private, local, multicast and documentation addresses (IANA's special-purpose registries, as
+    in Python's `ipaddress`) identify nobody and are skipped. A dotted quad after a word such as "version" or "section",
+    or inside a name, is not an address. One next to network words, a port or a prefix length, or in a URL, is. Without
+    such context it counts as an address if its first number is at least 40, or at least 20 with other numbers that are
+    unusual in versions."""
     yield from _find_ipv4(text)
     if "::" in text or text.count(":") > 6:
         yield from _find_ipv6(text)
@@ -83,11 +83,10 @@ def _find_ipv4(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _is_network_address(text: str, match: re.Match[str], before: str, neighbour: bool | None) -> bool:
-    """Return whether the dotted quad that `match` found in `text` is an IP address by its context.
+    """Return True if the dotted quad that `match` found in `text` is an IP address, judged by its context.
 
-    before: the text before it, of its line and after the quad before. neighbour: the result for the quad before in the
-    same list; None: no list.
-    """
+    before: the text between the previous quad of the line (else the start of the line) and this one. neighbour: the
+    result for the previous quad of the same list; None: no list."""
     if _ATTACHED_BEFORE.search(before) or _ATTACHED_AFTER.match(text, match.end()) or _VERSION_BEFORE.search(before):
         return False
     if _NETWORK_AFTER.match(text, match.end()) or _NETWORK_BEFORE.search(before):
@@ -113,7 +112,7 @@ def _find_ipv6(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _is_public(address: str) -> bool:
-    """Return whether `address` is written as RFC 4291 or RFC 791 have it, and is global unicast."""
+    """Return True if `address` is a well-formed IPv4 (RFC 791) or IPv6 (RFC 4291) address and global unicast."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

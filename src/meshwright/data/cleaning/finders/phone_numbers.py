@@ -80,12 +80,11 @@ _LIST = re.compile(r"\s{0,2}(?:[,;/|]|or|and|und|oder|ou|et|o|y|e)?\s{0,2}")
 def find_phone_numbers(text: str) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of the telephone numbers in `text`.
 
-    International numbers ("+", a calling code, as many digits as its plan has) and the national forms of some
-    countries, such as (415) 555-2671, 415-555-2671 or 8 (495) 123-45-67, count everywhere. Other groups of 7 to 13
-    digits count after a word such as "Tel." or "call". A number after "ISBN", "order no." and the like is none. The
-    matcher of libphonenumber needs a region, which web pages do not name, finds fewer and takes several times as long
-    (`bench/personal_data.py`): only its table of calling codes is used.
-    """
+    International numbers ("+", a calling code, as many digits as its numbering plan has) and the national forms of some
+    countries, such as (415) 555-2671, 415-555-2671 or 8 (495) 123-45-67, are found everywhere; other groups of 7 to 13
+    digits only after a word such as "Tel." or "call". A number after "ISBN", "order no." and the like is skipped.
+    libphonenumber's matcher is not used, only its table of calling codes: it needs a region, which web pages do not
+    name, finds fewer numbers and takes several times as long (`bench/personal_data.py`)."""
     last = 0  # where the number before ends
     for run in _RUN.finditer(text):
         start, stop = run.span()
@@ -106,9 +105,9 @@ def find_phone_numbers(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _match_number(text: str, start: int, last: int, is_first: bool) -> int | None:
-    """Return where the telephone number that begins at index `start` of `text` ends; None if there is none. last: where
-    the number before ends; 0: none. is_first: words or a telephone number stand before, rather than other digits.
-    """
+    """Return the end index of the telephone number that begins at index `start` of `text`; None if there is none. last:
+    end index of the previous number; 0: none. is_first: True if words or a telephone number, not other digits, precede
+    it."""
     before = text[max(last, start - _CONTEXT) : start].rpartition("\n")[2]
     if _BEFORE.search(before):
         return None
@@ -124,14 +123,14 @@ def _match_number(text: str, start: int, last: int, is_first: bool) -> int | Non
 
 
 def _check_after(text: str, end: int | None) -> int | None:
-    """Return `end`, where a number in `text` ends, or None if what follows makes it another number."""
+    """Return `end`, the end index of a number in `text`; None if the text after it shows that it is no telephone
+    number."""
     return None if end is None or _AFTER.match(text, end) else end
 
 
 def _list_group_ends(text: str, start: int, end: int) -> list[tuple[int, int]]:
-    """Return (end, number of digits since `start`) of the groups of digits in `text[start:end]`, the last group first,
-    without a group that goes on after `end`.
-    """
+    """Return (end index, number of digits since `start`) of each group of digits in `text[start:end]`, the last group
+    first; a group that continues after `end` is left out."""
     ends, digits = [], 0
     for group in _DIGITS.finditer(text[start:end]):
         digits += len(group[0])
@@ -140,9 +139,8 @@ def _list_group_ends(text: str, start: int, end: int) -> list[tuple[int, int]]:
 
 
 def _match_international(text: str, start: int) -> int | None:
-    """Return where the international number that begins with the "+" at index `start` of `text` ends; None if it has no
-    calling code, or not as many digits as its plan.
-    """
+    """Return the end index of the international number that begins with the "+" at index `start` of `text`; None if it
+    has no valid calling code, or not as many digits as the numbering plan."""
     match = _INTERNATIONAL.match(text, start)
     if match is None:
         return None
@@ -158,7 +156,8 @@ def _match_international(text: str, start: int) -> int | None:
 
 
 def _announces_number(before: str) -> bool:
-    """Return whether `before`, the text of a line before a number, ends with a word such as "Tel." and few others."""
+    """Return True if `before`, the text of the line before a number, ends with a word such as "Tel." and at most a few
+    other words."""
     announcement = max((match.span() for match in _WORDS.finditer(before)), default=None)
     if announcement is None or _SENTENCE_END.search(before, announcement[0]):
         return False
@@ -167,9 +166,8 @@ def _announces_number(before: str) -> bool:
 
 
 def _match_after_word(text: str, start: int) -> int | None:
-    """Return where the number ends that begins at index `start` of `text`, after a word that announces a telephone
-    number; None if it is written as other numbers are.
-    """
+    """Return the end index of the telephone number that begins at index `start` of `text`, after a word such as "Tel.";
+    None if its form is not that of a telephone number."""
     match = _AFTER_WORD.match(text, start)
     most = 15 if text.startswith("00", start) else 13
     for end, digits in _list_group_ends(text, start, match.end()) if match else []:
@@ -179,9 +177,8 @@ def _match_after_word(text: str, start: int) -> int | None:
 
 
 def _is_grouped_as_phone(written: str) -> bool:
-    """Return whether the digits of `written` are grouped as in telephone numbers, rather than dates, amounts, years,
-    sizes or IP addresses.
-    """
+    """Return True if the digits of `written` are grouped as in telephone numbers, and not as in dates, amounts, years,
+    sizes or IP addresses."""
     groups = _DIGITS.findall(written)
     if len(groups) == 1:
         return len(groups[0]) >= 8 and _DATE.fullmatch(written) is None

@@ -13,7 +13,7 @@ from meshwright.flight_recorder.call_ring import CallWriter
 
 
 @dataclass(slots=True)
-class WatchedCall:
+class TimedCall:
     """Times of one collective call, in nanoseconds since 1970 on this host's clock.
 
     site: label of the call. operation: such as "all_reduce". axis: name of the mesh axis. payload_bytes: bytes of the
@@ -29,14 +29,14 @@ class WatchedCall:
     done: int | None = None
 
 
-class WatchedCalls:
+class CallTimer:
     """Call recorder that also stores the times of each collective call; it forwards all calls to the recorder `calls`.
-    Attribute `seen`: the calls so far, in posting order."""
+    Attribute `timed`: the calls so far with their times, in posting order."""
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls
-        self._numbers: dict[int, WatchedCall] = {}
-        self.seen: list[WatchedCall] = []
+        self._numbers: dict[int, TimedCall] = {}
+        self.timed: list[TimedCall] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._calls, name)
@@ -48,8 +48,8 @@ class WatchedCalls:
         "all_reduce". axis: name of the mesh axis. payload_bytes: bytes of the whole vector. dtype, shape: those of the
         tensor."""
         number = self._calls.post(group, site, operation, axis, payload_bytes, dtype, shape)
-        call = self._numbers[number] = WatchedCall(site, operation, axis, payload_bytes, time.time_ns())
-        self.seen.append(call)
+        call = self._numbers[number] = TimedCall(site, operation, axis, payload_bytes, time.time_ns())
+        self.timed.append(call)
         return number
 
     def wait(self, number: int) -> None:
@@ -66,16 +66,16 @@ class WatchedCalls:
 
 
 @contextmanager
-def watch_calls(communicator: Communicator) -> Iterator[list[WatchedCall]]:
+def time_calls(communicator: Communicator) -> Iterator[list[TimedCall]]:
     """Context manager that yields a list, to which each collective call of the communicator is appended with its times
     while the context is active.
 
     On exit it waits for calls in flight, unless an error occurred."""
     calls = communicator.calls
-    watched = WatchedCalls(calls)
-    communicator.calls = watched  # type: ignore[assignment]
+    timer = CallTimer(calls)
+    communicator.calls = timer  # type: ignore[assignment]
     try:
-        yield watched.seen
+        yield timer.timed
         settle_calls(communicator)
     finally:
         communicator.calls = calls
