@@ -186,7 +186,7 @@ def _compute_ring_attention(
     for source, block in _kv_blocks(k_BKCD, v_BKCD, axis, SITE):
         for span in ring_spans.list_spans(axis.rank, source, axis.size, block.shape[3]):
             for at, *more in attend_span(q, block, span):
-                ring_spans.merge(out[at], log_sum[at], *more)
+                ring_spans.merge_attention(out[at], log_sum[at], *more)
     if sinks is not None:
         add_sinks(out, log_sum, sinks.view(*q.shape[1:3], 1))
     return empty_bsnd(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
