@@ -211,7 +211,9 @@ def _core(at: MicroBatch, window: int | None) -> Operator:
     # A decoder's kernel skips what is hidden, an encoder's goes through all keys with a mask.
     seen = at.whole if config.encoder else max(1, round(at.whole / at.documents))
     keys_seen = keys_per_token(seen, window, causal=not config.encoder)
-    flops = 4.0 * keys_seen * at.heads * size * at.all_tokens
+    # The engine `meshwright` pads the values of latent attention to the size of queries.
+    columns = 2 * size if at.engine.name == "meshwright" else size + config.value_dim
+    flops = 2.0 * keys_seen * at.heads * columns * at.all_tokens
     moved = at.itemsize * at.all_tokens * (at.qkv_width + at.heads * size)
     name = "attention.core.ring" if at.ring else "attention.core"
     shape = at.whole / (2 * at.cp) if at.ring else at.whole, keys_seen, size  # a rank has pieces of each sequence

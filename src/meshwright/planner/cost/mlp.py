@@ -152,15 +152,15 @@ def _dispatch(at: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operat
     the copies' order by expert."""
     config, hidden = at.config, at.config.hidden
     full, repeated = at.layout.recompute == "full", at.layout.recompute != "none"
-    rows = at.copies * hidden * at.itemsize
+    rows, sent = _copied_bytes(at)
     saved = tuple(
         SavedTensor(f"mlp.experts.{name}", (load.computed,), "index") for name in ("order_here", "inverse_here")
     )
     kept = (SavedTensor("mlp.experts.dispatched", (load.arrived, hidden), "x"),) if at.layout.ep > 1 else ()
     counts = 8 * (config.experts // at.ep + 1), 8 * (config.experts + 1)
     calls = [
-        *_both("ep", "all-to-all", "experts.dispatch", rows, full),
-        *_both("etp", "all-gather", "experts.gather", rows * at.etp, full),
+        *_both("ep", "all-to-all", "experts.dispatch", (sent, rows), full),
+        *_both("etp", "all-gather", "experts.gather", (rows * at.etp,) * 2, full),
         # The time model leaves out what selective recompute gathers again.
         *([_untimed("etp", "experts.gather", rows, at.etp - 1)] if repeated and not full else []),
         _untimed("ep", "experts.counts", counts[0], at.ep - 1),
@@ -178,7 +178,7 @@ def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
     reduce-scatter over etp and an all-to-all over ep where experts are expert-parallel."""
     config, layout, hidden = at.config, at.layout, at.config.hidden
     full, repeated = layout.recompute == "full", layout.recompute != "none"
-    rows = at.copies * hidden * at.itemsize
+    rows, sent = _copied_bytes(at)
     saved = (
         SavedTensor("mlp.experts.inverse", (at.copies,), "index"),
         SavedTensor("mlp.experts.order", (at.copies,), "index"),
@@ -190,8 +190,8 @@ def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
     if layout.etp > 1:
         kept.append(SavedTensor("mlp.experts.sum", (load.arrived, hidden), "x"))
     if at.spread:
-        calls += _both("etp", "reduce-scatter", "experts.sum", rows * at.etp, full)
-        calls += _both("ep", "all-to-all", "experts.combine", rows, full)
+        calls += _both("etp", "reduce-scatter", "experts.sum", (rows * at.etp,) * 2, full)
+        calls += _both("ep", "all-to-all", "experts.combine", (rows, sent), full)
         if not layout.tensor_sequence_parallel and layout.tp > 1:
             size = hidden_bytes(at)
             calls.append(CollectiveCall("expert", "tp", "all-gather", (("experts.output", size),)))
@@ -200,13 +200,23 @@ def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
     yield Operator("mlp.combine", (), saved, tuple(kept), tuple(calls))
 
 
-def _both(axis: str, operation: str, site: str, size: Number, again: bool) -> list[CollectiveCall]:
-    """Return the collective of a call site in the forward and its counterpart in the backward. size: bytes of the full
-    vector; again: it is recomputed."""
+def _copied_bytes(at: MicroBatch) -> tuple[Number, Number]:
+    """Return the bytes of all token copies in the activations' type, and in the type in which they are sent to
+    experts."""
+    elements = at.copies * at.config.hidden
+    eight_bit = at.eight_bit and at.engine.eight_bit_activations
+    return elements * at.itemsize, elements * (1 if eight_bit else at.itemsize)
+
+
+def _both(
+    axis: str, operation: str, site: str, sizes: tuple[Number, Number], again: bool
+) -> list[CollectiveCall]:
+    """Return the collective of a call site in the forward and its counterpart in the backward. sizes: bytes of the full
+    vector of each; again: it is recomputed."""
     opposite = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(operation, operation)
     return [
-        CollectiveCall("expert", axis, operation, ((site, size),), "forward", 1, again),  # type: ignore[arg-type]
-        CollectiveCall("expert", axis, opposite, ((f"{site}.backward", size),), "input"),  # type: ignore[arg-type]
+        CollectiveCall("expert", axis, operation, ((site, sizes[0]),), "forward", 1, again),  # type: ignore[arg-type]
+        CollectiveCall("expert", axis, opposite, ((f"{site}.backward", sizes[1]),), "input"),  # type: ignore[arg-type]
     ]
 
 
