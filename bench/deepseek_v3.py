@@ -3,11 +3,11 @@
     python bench/deepseek_v3.py
 
 The model with its module of multi-token prediction, the layout of section 3.2 (16 pipeline ranks under DualPipe, 64
-ranks of experts on 8 nodes, ZeRO-1, fp8), 14.8 trillion tokens in sequences of 4,096, and the batch of section 4.2: 3,072
-sequences growing to 15,360 over the first 469 billion tokens, priced at five sizes from 4,096 on, the smallest that fills
-DualPipe. No constant of the planner is fitted to this run;
-what the engine `hai-llm` assumes beyond the report, `planner/cost/engines.py` says. Context extension and post-training
-(124 thousand GPU hours) have no published layout: they are added as published.
+ranks of experts on 8 nodes, ZeRO-1, fp8), 14.8 trillion tokens in sequences of 4,096, and the batch of section 4.2:
+3,072 sequences growing to 15,360 over the first 469 billion tokens, priced at five sizes from 4,096 on, the smallest
+that fills DualPipe. No constant of the planner is fitted to this run; what the engine `hai-llm` assumes beyond the
+report, `planner/cost/engines.py` says. Context extension and post-training (124 thousand GPU hours) have no published
+layout: they are added as published.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ from meshwright.spec.presets import preset
 DEVICES, SEQUENCE, BATCH = 2048, 4096, 15360
 LAYOUT = "dp128 zero1 ep64 pp16:dualpipe mb{} ac:selective fp8"
 TOKENS, RAMP_TOKENS, RAMP = 14.8e12, 469e9, (4096, 6144, 9216, 12288, 15360)
-PUBLISHED = {"thousand_gpu_hours_per_trillion": 180.0, "million_gpu_hours_pretraining": 2.664, "million_gpu_hours": 2.788}
+PUBLISHED = {
+    "thousand_gpu_hours_per_trillion": 180.0,
+    "million_gpu_hours_pretraining": 2.664,
+    "million_gpu_hours": 2.788,
+}
 REST = 0.124  # million GPU hours of context extension and post-training
 CONFIG = replace(preset("deepseek-v3"), prediction_layers=1)
 
@@ -57,9 +61,8 @@ def predict(engine: Engine) -> dict[str, Any]:
         pretraining = (per_trillion * (TOKENS - RAMP_TOKENS) + first * RAMP_TOKENS) / 1e15
         values = (per_trillion, pretraining, pretraining + REST)
         for what, value in zip(PUBLISHED, values, strict=True):
-            figures.setdefault(what, {"published": PUBLISHED[what]})["predicted" if name == "seconds" else name] = round(
-                value, 3
-            )
+            entry = figures.setdefault(what, {"published": PUBLISHED[what]})
+            entry["predicted" if name == "seconds" else name] = round(value, 3)
     figures["step_seconds"] = round(found.seconds, 2)
     figures["published_step_seconds"] = round(180e3 * 3600 / DEVICES * BATCH * SEQUENCE / 1e12, 2)
     figures["breakdown_seconds"] = {part: round(value, 3) for part, value in found.breakdown.items()}

@@ -155,7 +155,7 @@ def test_gpt2_intermediate_defaults_to_four_times_hidden():
         (without(LLAMA, "model_type"), '"model_type" is missing'),
         (
             {**LLAMA, "model_type": "mamba"},
-            "olmo3, smollm3, gemma2, gemma3_text, phi3, glm4, glm4_moe, gpt_oss, gpt2, bert, bloom, nemotron",
+            "glm4, glm4_moe, gpt_oss, llama4_text, gpt2, bert, bloom, nemotron",
         ),
         (without(LLAMA, "hidden_size"), '"hidden_size" is missing'),
         (

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import AttentionCache
-from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
+from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear, normalise
 from meshwright.model.rope import rotate
 from meshwright.model.scaled_dot_product import Visible
 from meshwright.model.tiled_attention import Scores
@@ -47,6 +47,7 @@ class Attention(nn.Module):
             self.query_norm, self.key_norm = (
                 RMSNorm(size, config.norm_epsilon, centre, tensor, **options) for size in sizes
             )
+        self.rotated_norm = config.norm_epsilon if config.rotated_norm else None
         self.sinks = nn.Parameter(torch.empty(self.heads, **options)) if config.attention_sinks else None
         self.output = RowParallelLinear(
             self.heads * self.size, config.hidden, config.output_bias, axes.tensor, "attention.output", **options
@@ -55,7 +56,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x_BSH: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        rotation: tuple[torch.Tensor, torch.Tensor | None] | None,
         visible: Visible,
         cache: AttentionCache | None = None,
         layer: int = 0,
@@ -77,7 +78,13 @@ class Attention(nn.Module):
                 q, k = self.query_norm(q), self.key_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if rotation is not None:
-            q, k = rotate(q, *rotation, self.interleaved), rotate(k, *rotation, self.interleaved)
+            cosine, sine = rotation
+            if sine is None:
+                q = (q * cosine).to(q.dtype)
+            else:
+                q, k = rotate(q, cosine, sine, self.interleaved), rotate(k, cosine, sine, self.interleaved)
+                if self.rotated_norm is not None:
+                    q, k = normalise(q, self.rotated_norm), normalise(k, self.rotated_norm)
         if cache is not None:
             assert self.context.size == 1, "a KV cache needs unsharded sequences"
             out_BNSD = cache.attend(layer, q, k, v, self.sinks)

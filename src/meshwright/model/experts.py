@@ -201,19 +201,22 @@ class Experts(nn.Module):
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
         """Return for each of T tokens the weighted sum of the outputs of its K experts, [T, H]. `x_TH`: hidden states;
-        `weights_TK`: factors on the experts' outputs; `chosen_TK`: indices of the experts."""
+        `weights_TK`: factors on the experts' outputs, or on their inputs if the model is so configured; `chosen_TK`:
+        indices of the experts."""
         tokens, chosen = chosen_TK.shape
         _, order_N, ends_E = sort_copies(chosen_TK, self.experts)
         inverse_N = invert_permutation(order_N)
 
         sorted_NH = Permuted.apply(x_TH, order_N, inverse_N, chosen)
+        if self.config.routed_input:
+            sorted_NH = sorted_NH * Permuted.apply(weights_TK.view(-1, 1), order_N, inverse_N, None)
         if self.dispatcher is None:
             y_NH = self._apply_experts(sorted_NH, ends_E)
         else:
             received_RH, ends_L, routes = self.dispatcher.dispatch(sorted_NH, ends_E)
             y_NH = self.dispatcher.combine(self._apply_experts(received_RH, ends_L), routes)
         y_TKH = Permuted.apply(y_NH, inverse_N, order_N, None).view(tokens, chosen, -1)
-        return (y_TKH * weights_TK[..., None]).sum(dim=1)
+        return y_TKH.sum(dim=1) if self.config.routed_input else (y_TKH * weights_TK[..., None]).sum(dim=1)
 
     def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return the outputs [N, H] of this rank's expert MLPs for N token copies `x_NH` (one for each of a token's

@@ -74,6 +74,7 @@ class PagedCache:
         self.pairs = [torch.empty(shape, dtype=dtype) for _ in range(depth)]  # keys, values
         self._layers, self._scale, self._softcap = tables.layers, config.score_scale, config.attention_softcap
         self._windows = {layer: config.layer_window(layer) for layer in layers}
+        self._chunks = config.window_chunks
         self._segments: list[tuple[int, torch.Tensor]] = []  # of each selected token: row, slots [W, C] of its context
         self._slots_WT = torch.zeros(len(tables.windows), 0, dtype=torch.long)
 
@@ -120,7 +121,8 @@ class PagedCache:
         the layer with index `layer`, computed in float32 or float64. sinks: those of the query heads."""
         window = self._windows[layer]
         if window is not None:  # blocks before the window may have been freed
-            slots_C = slots_C[max(0, len(slots_C) - window) :]
+            tokens = len(slots_C)
+            slots_C = slots_C[(tokens - 1) // window * window if self._chunks else max(0, tokens - window) :]
         wide = at_least_float32(q_ND.dtype)
         k_KCD, *values = (each[slots_C].transpose(0, 1).to(wide) for each in self.pairs[self._layers[layer][1]])
         v_KCD = values[0] if values else k_KCD

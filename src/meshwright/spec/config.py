@@ -18,7 +18,7 @@ from meshwright.names import unknown
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.families import FAMILIES, OPTIONS, Experts
 from meshwright.spec.latent_attention import LatentAttention
-from meshwright.spec.rope_scaling import RopeScaling, Rotation
+from meshwright.spec.rope_scaling import RopeScaling, Rotation, Temperature
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -51,6 +51,12 @@ class ModelConfig:
     ``embedding_scale`` (None: sqrt(hidden)), the output of each sublayer by ``residual_scale``; logits are divided by
     ``logit_divisor``. ``attention_softcap`` and ``logit_softcap``: a cap c turns scores or logits x into c tanh(x / c).
     ``attention_sinks``: each query head has a learned score that is one more term of the softmax's denominator.
+
+    ``window_chunks``: windows are chunks: a token attends to tokens of its chunk of ``sliding_window`` positions, cut
+    from the start of the document. ``rotated_norm``: rotated queries and keys are divided by their root mean square.
+    ``temperature_tuning``: queries of layers without rotary positions are multiplied by 1 + ``temperature_scale`` *
+    log(1 + floor((position + 1) / ``temperature_floor``)). ``routed_input``: an expert's weight multiplies its input
+    (Llama 4).
 
     ``mlp_bias``: linear layers of MLPs have biases, experts and their router included. ``swiglu_limit``: a gated MLP
     computes gate * sigmoid(``swiglu_alpha`` * gate) * (up + 1), with the gate limited to at most this number and up to
@@ -106,6 +112,12 @@ class ModelConfig:
     attention_sinks: bool = False
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.0
+    window_chunks: bool = False
+    rotated_norm: bool = False
+    temperature_tuning: bool = False
+    temperature_scale: float = 0.0
+    temperature_floor: int = 1
+    routed_input: bool = False
     embedding_scale: float | None = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
@@ -204,7 +216,7 @@ class ModelConfig:
         of the options that it lacks. Rotary options that `_rotation_problem` checks are left out."""
         family = FAMILIES[self.family]
         kept = {*family.settings, *(("rotary_fraction",) if family.partial_rotation else ())}
-        kept |= {"unrotated_layers"} if family.windows is not None and family.windows.layers == "unrotated" else set()
+        kept |= {"unrotated_layers"} if family.windows is not None and family.windows.unrotated else set()
         defaults = {each.name: each.default for each in dataclasses.fields(self) if each.name in OPTIONS}
         return {name: value for name, value in defaults.items() if name not in kept} | dict(family.fixed)
 
@@ -270,6 +282,8 @@ class ModelConfig:
             return f"{family} has one width: intermediate {self.intermediate} is expert_intermediate"
         if not keys.groups and (self.expert_groups, self.groups_per_token) != (1, 1):
             return f"{family} has no expert groups"
+        if keys.shared == "" and self.shared_intermediate != self.expert_intermediate:
+            return f"{family} has a shared expert as wide as the others: shared_intermediate is expert_intermediate"
         if not keys.shared_copies:
             return None
         if self.dense_layers != tuple(range(len(self.dense_layers))):
@@ -373,6 +387,12 @@ class ModelConfig:
         if self.window_rope_theta is not None and self.layer_window(layer) is not None:
             return Rotation(self.rotary_dim, self.window_rope_theta)
         return Rotation(self.rotary_dim, self.rope_theta, self.rope_scaling)
+
+    def layer_temperature(self, layer: int) -> Temperature | None:
+        """Return the factors on the queries of the layer with index `layer` by position; None if there are none."""
+        if not self.temperature_tuning or layer not in self.unrotated_layers:
+            return None
+        return Temperature(self.temperature_scale, self.temperature_floor)
 
     def rotations(self, layers: Iterable[int]) -> tuple[Rotation, ...]:
         """Return the different rotary positions of the `layers` (indices), in order of first use."""

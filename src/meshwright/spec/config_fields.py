@@ -160,6 +160,9 @@ _READ: dict[str, str] = {
     "gemma3_text": _GEMMA.replace(_SCALED_FROM, "") + "rope_local_base_freq sliding_window_pattern",
     "granite": _LLAMA
     + "attention_bias mlp_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling",
+    "granitemoe": _LLAMA
+    + _MIXTURE
+    + "num_local_experts attention_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling",
     "olmo2": _LLAMA + "attention_bias",
     "olmo3": _LLAMA.replace(_SCALED_FROM, "") + "attention_bias sliding_window layer_types",
     "smollm3": _LLAMA + _WINDOWS + "attention_bias mlp_bias no_rope_layers no_rope_layer_interval",
@@ -169,6 +172,10 @@ _READ: dict[str, str] = {
     "gpt_oss": _LLAMA
     + _MIXTURE
     + "num_local_experts sliding_window layer_types attention_bias swiglu_limit swiglu_alpha",
+    "llama4_text": _LLAMA
+    + "num_experts_per_tok num_local_experts intermediate_size_mlp moe_layers interleave_moe_layer_step use_qk_norm "
+    "attention_bias attention_chunk_size layer_types no_rope_layers no_rope_layer_interval attn_temperature_tuning "
+    "attn_scale floor_scale",
     "nemotron": _DECODER + "hidden_act norm_eps attention_bias mlp_bias",
 }
 
@@ -191,6 +198,8 @@ _OWN_IGNORED: dict[str, str] = {
     # The training code's loss settings; transformers computes no load-balancing loss in these families.
     "deepseek_v2": "ep_size aux_loss_alpha seq_aux",
     "deepseek_v3": "ep_size aux_loss_alpha seq_aux num_nextn_predict_layers num_mtp_layers",
+    # transformers computes no load-balancing loss.
+    "llama4_text": "router_aux_loss_coef for_llm_compressor",
     "gpt_oss": "initial_context_length",  # transformers does not read it
     "qwen3_moe": "max_window_layers",  # every layer has a window or none has
 }

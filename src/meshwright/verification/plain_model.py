@@ -257,11 +257,19 @@ class _Forward:
             q, k = self.norm(q, f"{name}.query_norm"), self.norm(k, f"{name}.key_norm")
         if config.positions == "rope" and layer not in config.unrotated_layers:
             q, k = self.rotate(q, layer), self.rotate(k, layer)
+            if config.rotated_norm:
+                q, k = (x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() for x in (q, k))
+        elif config.temperature_tuning:
+            steps_BS = torch.floor((self.positions_BS.double() + 1) / config.temperature_floor)
+            q = q * (1 + config.temperature_scale * torch.log(1 + steps_BS))[..., None, None]
         k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
         scale = size**-0.5 if config.attention_scale is None else config.attention_scale
         scores_BNSS = cap(scale * torch.einsum("bqnd,bknd->bnqk", q, k), config.attention_softcap)
         visible_BSS, window = self.visible_BSS, config.layer_window(layer)
-        if window is not None:
+        if window is not None and config.window_chunks:
+            chunk_BS = self.positions_BS // window
+            visible_BSS = visible_BSS & (chunk_BS[:, :, None] == chunk_BS[:, None, :])
+        elif window is not None:
             visible_BSS = visible_BSS & (self.distance_SS < window)
         scores_BNSS = scores_BNSS.masked_fill(~visible_BSS[:, None], float("-inf"))
         if config.attention_sinks:  # one more key, whose value is zero
@@ -361,7 +369,9 @@ class _Forward:
         weights_BSE = weights_BSE * config.routed_scale
         y_BSH = torch.zeros_like(x_BSH)
         for expert in range(config.experts):
-            both_BSX = self.expert_product(x_BSH, f"{name}.experts.up", expert)
+            weight_BS1 = weights_BSE[..., expert, None]
+            input_BSH = weight_BS1 * x_BSH if config.routed_input else x_BSH
+            both_BSX = self.expert_product(input_BSH, f"{name}.experts.up", expert)
             interleaved = config.experts_interleaved
             gate, up = (both_BSX[..., ::2], both_BSX[..., 1::2]) if interleaved else both_BSX.chunk(2, dim=-1)
             if config.swiglu_limit is not None:
@@ -371,7 +381,7 @@ class _Forward:
             else:
                 inner_BSF = self.activate(gate) * up
             result_BSH = self.expert_product(inner_BSF, f"{name}.experts.down", expert)
-            y_BSH = y_BSH + weights_BSE[..., expert, None] * result_BSH
+            y_BSH = y_BSH + (result_BSH if config.routed_input else weight_BS1 * result_BSH)
         load_BE = chosen_BSE.sum(dim=1)
         # Fedus et al. 2021, arXiv:2101.03961, eq. 4, per sequence.
         self.balance_losses.append(config.experts * (load_BE / x_BSH.shape[1] * scores_BSE.mean(dim=1)).sum(dim=1))

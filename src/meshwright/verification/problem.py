@@ -207,6 +207,8 @@ def scale_down_config(
         attention_softcap=None if config.attention_softcap is None else 1.5,
         logit_softcap=None if config.logit_softcap is None else 2.0,
         swiglu_limit=None if config.swiglu_limit is None else 0.7,
+        temperature_scale=0.7 if config.temperature_scale else 0.0,
+        temperature_floor=3 if config.temperature_tuning else 1,
         sliding_window=None if config.sliding_window is None else 7,
         windowed_layers=windowed,
         bos_token=None,

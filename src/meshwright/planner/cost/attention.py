@@ -57,6 +57,13 @@ def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
         )  # fmt: skip
     if kind.rotates:
         yield Operator("attention.rotary", pointwise(at, "attention.rotary", elements, elementwise.rotary(fusion)))
+        if config.rotated_norm:
+            of = elementwise.norm("rmsnorm", fusion)
+            saved = tuple(_rotated_norms(at, size))
+            yield Operator("attention.rotated_norms", pointwise(at, "attention.rotated_norms", elements, of), saved)
+    elif kind.tempered:
+        queries = at.all_tokens * at.heads * size
+        yield Operator("attention.temper", pointwise(at, "attention.temper", queries, elementwise.SCALED))
     if at.ulysses:
         yield from _all_to_all(at)
     elif rotated:
@@ -114,6 +121,14 @@ def _query_key_norms(at: MicroBatch) -> Iterator[SavedTensor]:
         if at.narrow:
             yield SavedTensor(f"{name}.input", shape, "wide")
         yield from scaled(name, shape, at.config.zero_centred_norms)
+
+
+def _rotated_norms(at: MicroBatch, size: int) -> Iterator[SavedTensor]:
+    """Yield the tensors that the norms of rotated queries and keys, of heads of `size`, save."""
+    for name, heads in (("attention.query_rotated", at.heads), ("attention.key_rotated", at.kv_heads)):
+        shape = at.rows, heads, at.tokens
+        yield SavedTensor(f"{name}.input", (*shape, size), "wide")
+        yield SavedTensor(f"{name}.scale", (*shape, 1), "wide")
 
 
 def _mean_squares(at: MicroBatch) -> tuple[SavedTensor, ...]:
@@ -210,7 +225,7 @@ def _core(at: MicroBatch, window: int | None) -> Operator:
     config, size = at.config, at.config.head_dim
     # A decoder's kernel skips what is hidden, an encoder's goes through all keys with a mask.
     seen = at.whole if config.encoder else max(1, round(at.whole / at.documents))
-    keys_seen = keys_per_token(seen, window, causal=not config.encoder)
+    keys_seen = keys_per_token(seen, window, not config.encoder, config.window_chunks)
     # The engine `meshwright` pads the values of latent attention to the size of queries.
     columns = 2 * size if at.engine.name == "meshwright" else size + config.value_dim
     flops = 2.0 * keys_seen * at.heads * columns * at.all_tokens

@@ -182,8 +182,9 @@ ENGINES: dict[str, Engine] = {
         Engine(
             "hai-llm",
             "DeepSeek-V3's (arXiv:2412.19437): DualPipe, in which dispatch and combine overlap the computation of the "
-            "opposite direction's micro-batch on 20 of 132 multiprocessors (sections 3.2.1, 3.2.2); tokens sent once to "
-            "each node, in fp8 (3.2.2, 3.3.3); recomputation (3.2.3). Not published, and assumed: fused kernels, flash-3 on Hopper",
+            "opposite direction's micro-batch on 20 of 132 multiprocessors (sections 3.2.1, 3.2.2); tokens sent once "
+            "to each node, in fp8 (3.2.2, 3.3.3); recomputation (3.2.3). Not published, and assumed: fused kernels, "
+            "flash-3 on Hopper",
             fusion="kernels",
             hopper_attention="flash-3",
             selective="up-projections",

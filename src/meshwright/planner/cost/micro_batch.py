@@ -31,17 +31,20 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 class LayerKind(NamedTuple):
     """What layers with equal operators have in common. window: most tokens that a query attends to, None for all;
-    mixed: True for a mixture of experts; rotates: True if queries and keys have rotary positions."""
+    mixed: True for a mixture of experts; rotates: True if queries and keys have rotary positions; tempered: True if
+    queries are multiplied by factors that depend on the position."""
 
     window: int | None
     mixed: bool
     rotates: bool
+    tempered: bool = False
 
 
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
     """Return the kind of the layer with index `layer`."""
     rotates = config.layer_rotation(layer) is not None
-    return LayerKind(config.layer_window(layer), config.has_experts(layer), rotates)
+    tempered = config.layer_temperature(layer) is not None
+    return LayerKind(config.layer_window(layer), config.has_experts(layer), rotates, tempered)
 
 
 class Routed(NamedTuple):

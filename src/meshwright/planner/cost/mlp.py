@@ -60,7 +60,8 @@ def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
     if meets:
         yield Operator("mlp.input", collectives=tuple(enter(at, "mlp.input")))
     yield from _router(at)
-    yield Operator("mlp.copies", pointwise(at, "mlp.copies", at.copies * hidden, elementwise.COPIES))
+    copied = (SavedTensor("mlp.experts.unweighted", (at.copies, hidden), "x"),) if config.routed_input else ()
+    yield Operator("mlp.copies", pointwise(at, "mlp.copies", at.copies * hidden, elementwise.COPIES), copied)
     if at.spread:
         yield from _dispatch(at, load, arriving)
     biased, slices = config.mlp_bias, at.etp if at.spread else at.tp  # a rank adds its slice of the second bias
@@ -182,8 +183,9 @@ def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
     saved = (
         SavedTensor("mlp.experts.inverse", (at.copies,), "index"),
         SavedTensor("mlp.experts.order", (at.copies,), "index"),
-        SavedTensor("mlp.experts.output", (at.routed_tokens, config.experts_per_token, hidden), "x"),
     )
+    if not config.routed_input:  # else the weights multiply the inputs
+        saved += (SavedTensor("mlp.experts.output", (at.routed_tokens, config.experts_per_token, hidden), "x"),)
     kept, calls = [], []
     if layout.ep > 1:
         kept.append(SavedTensor("mlp.experts.combined", (at.copies, hidden), "x"))
@@ -208,9 +210,7 @@ def _copied_bytes(at: MicroBatch) -> tuple[Number, Number]:
     return elements * at.itemsize, elements * (1 if eight_bit else at.itemsize)
 
 
-def _both(
-    axis: str, operation: str, site: str, sizes: tuple[Number, Number], again: bool
-) -> list[CollectiveCall]:
+def _both(axis: str, operation: str, site: str, sizes: tuple[Number, Number], again: bool) -> list[CollectiveCall]:
     """Return the collective of a call site in the forward and its counterpart in the backward. sizes: bytes of the full
     vector of each; again: it is recomputed."""
     opposite = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(operation, operation)

@@ -138,6 +138,8 @@ def _shared_by_layers(at: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
             for part in ("cosine", "sine"):
                 name = f"rotation.{part}{number or ''}"
                 yield SavedTensor(name, (rows, 1, at.tokens, rotation.size // 2), "wide")
+    if any(layer_kind(config, layer).tempered for layer in stage.layers):
+        yield SavedTensor("temperatures", (rows, 1, at.tokens, 1), "wide")
     if config.encoder:
         if at.masked:
             yield SavedTensor("attention.added", (at.rows, 1, at.tokens, at.tokens), "x")
