@@ -23,10 +23,10 @@ FAMILIES = (
     *("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny"),
     *("mixtral-tiny", "qwen2-moe-tiny", "qwen3-moe-tiny", "dots1-tiny"),
     *("granite-tiny", "olmo2-tiny", "olmo3-tiny", "smollm3-tiny", "gemma2-tiny", "gemma3-tiny"),
-    *("phi3-tiny", "glm4-tiny", "glm4-moe-tiny"),
+    *("phi3-tiny", "glm4-tiny", "glm4-moe-tiny", "granitemoe-tiny"),
 )
 
-IN_TORCH = ("deepseek-v2-tiny", "deepseek-v3-tiny", "gpt-oss-tiny")
+IN_TORCH = ("deepseek-v2-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "llama4-tiny")
 """Families for which there are no kernels of a CPU, which plain torch serves."""
 
 
@@ -35,9 +35,11 @@ def small_config(name: str, **changes: Any) -> ModelConfig:
     config = preset(name)
     if config.family in ("mistral", "mixtral", "qwen2", "olmo3", "gemma2", "gemma3_text", "gpt_oss"):
         changes.setdefault("sliding_window", 7)
+    if config.family == "llama4_text":
+        changes |= {"sliding_window": 7, "temperature_floor": 3}
     if config.family == "qwen2":
         changes.setdefault("windowed_layers", (False, True, True))
-    if config.family in ("granite", "gemma2", "gemma3_text"):  # tied, a scaled embedding repeats its token
+    if config.family in ("granite", "granitemoe", "gemma2", "gemma3_text"):  # tied, a scaled embedding repeats its token
         changes.setdefault("tied", False)
     changes = {"layers": 3, "vocabulary": 257, "max_positions": 64, "bos_token": None, "eos_token": 256, **changes}
     return dataclasses.replace(config, **changes)

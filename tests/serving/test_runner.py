@@ -36,7 +36,7 @@ PROMPTS = [[7, 9, 250, 3], [100], [int(token) for token in np.random.default_rng
 KINDS = ["torch", pytest.param("kernels", marks=NEEDS_COMPILER)]
 INVARIANT = [
     *(("torch", name, "float32") for name in ("mistral-tiny", "gpt2-tiny")),
-    *(("torch", name, "bfloat16") for name in ("qwen3-moe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny")),
+    *(("torch", name, "bfloat16") for name in ("qwen3-moe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "llama4-tiny")),
     *(pytest.param("kernels", name, dtype, marks=NEEDS_COMPILER) for name in FAMILIES for dtype in KERNEL_DTYPES),
 ]
 LOADED = [

@@ -250,10 +250,11 @@ def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str
     if not config.experts:
         return {}
     cut = tp if ep == etp == 1 else etp
+    copies = 1 if config.experts_keys is not None and config.experts_keys.shared == "" else 2
     width = next(
         width
         for width in itertools.count(37 if config.intermediate == config.expert_intermediate else 11)
-        if width % cut == 0 and (2 * width % tp == 0 or not config.shared_intermediate)
+        if width % cut == 0 and (copies * width % tp == 0 or not config.shared_intermediate)
     )
     experts, step, groups = min(5, config.experts), ep, {}
     if config.expert_groups > 1:  # three groups of at least two
@@ -263,7 +264,7 @@ def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str
         "experts": -(-experts // step) * step,
         "experts_per_token": min(3, config.experts_per_token, 2 * groups.get("groups_per_token", 2)),
         "expert_intermediate": width,
-        "shared_intermediate": 2 * width if config.shared_intermediate else 0,
+        "shared_intermediate": copies * width if config.shared_intermediate else 0,
         "dense_layers": (0,) if config.dense_layers else (),
         "router_loss": 0.1 if config.router_loss else 0.0,  # large enough to affect the gradients visibly
     }
