@@ -39,7 +39,7 @@ def small_config(name: str, **changes: Any) -> ModelConfig:
         changes |= {"sliding_window": 7, "temperature_floor": 3}
     if config.family == "qwen2":
         changes.setdefault("windowed_layers", (False, True, True))
-    if config.family in ("granite", "granitemoe", "gemma2", "gemma3_text"):  # tied, a scaled embedding repeats its token
+    if config.embedding_factor != 1:  # tied, a scaled embedding repeats its token
         changes.setdefault("tied", False)
     changes = {"layers": 3, "vocabulary": 257, "max_positions": 64, "bos_token": None, "eos_token": 256, **changes}
     return dataclasses.replace(config, **changes)

@@ -82,7 +82,7 @@ class Documents:
         """Return the boundaries of the chunks of `size` tokens of each document, within which layers with chunked
         attention attend. `rows`, `sequence`: number of unsharded sequences, and of their tokens; `device`: of the
         boundaries."""
-        if self.starts_BS is None and sequence <= size:
+        if sequence <= size:
             return self
 
         def chunks(starts_BS: torch.Tensor | None, where: torch.device) -> torch.Tensor:

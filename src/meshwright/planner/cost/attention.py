@@ -63,7 +63,8 @@ def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
             yield Operator("attention.rotated_norms", pointwise(at, "attention.rotated_norms", elements, of), saved)
     elif kind.tempered:
         queries = at.all_tokens * at.heads * size
-        yield Operator("attention.temper", pointwise(at, "attention.temper", queries, elementwise.SCALED))
+        saved = () if at.ulysses else (SavedTensor("attention.query", (at.rows, at.heads, at.tokens, size), "x"),)
+        yield Operator("attention.temper", pointwise(at, "attention.temper", queries, elementwise.SCALED), saved)
     if at.ulysses:
         yield from _all_to_all(at)
     elif rotated:

@@ -162,7 +162,8 @@ def _shared_by_layers(at: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
             if layout.recompute != "none":  # else layers keep what they make of it
                 yield SavedTensor(f"attention.visible.{window or 'all'}", (rows, 1, length, length), "bool")
         elif limited or (at.masked and at.ring):
-            yield SavedTensor(f"attention.first_visible.{window or 'all'}", (rows, length), "index")
+            cut = rows if not (limited and config.window_chunks) else at.rows
+            yield SavedTensor(f"attention.first_visible.{window or 'all'}", (cut, length), "index")
     if _mixtures(at, stage) and (config.router_loss or layout.recompute != "none"):
         yield SavedTensor("router.targets", (at.rows,), "index")
 
