@@ -16,6 +16,7 @@ from meshwright.errors import UserError
 from meshwright.limits import LIMITS, limit_error
 from meshwright.names import unknown
 from meshwright.spec.adapter_config import AdapterConfig
+from meshwright.spec.config_problems import find_experts_problem
 from meshwright.spec.families import FAMILIES, OPTIONS, Experts
 from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.rope_scaling import RopeScaling, Rotation, Temperature
@@ -173,7 +174,7 @@ class ModelConfig:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
         family = FAMILIES[self.family]
         of_encoder = family.find_encoder_problem(self.head, self.token_types, self.labels)
-        if problem := self._size_problem() or self._experts_problem() or of_encoder:
+        if problem := self._size_problem() or find_experts_problem(self) or of_encoder:
             return problem
         if self.heads % self.kv_heads:
             return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
@@ -250,62 +251,6 @@ class ModelConfig:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in LIMITS}
         values |= {"labels": len(self.labels), "all_experts": self.layers * self.experts}
         return next(filter(None, (limit_error(name, value) for name, value in values.items())), None)
-
-    def _experts_problem(self) -> str | None:
-        """Return an error message for the first invalid or contradictory mixture-of-experts field; None if there is
-        none."""
-        if self.experts_keys is None:
-            given = [name for name in ("experts", "experts_per_token", "expert_intermediate") if getattr(self, name)]
-            return f"family {self.family} has no experts: leave {given[0]} out" if given else None
-        for name in ("experts", "experts_per_token", "expert_intermediate"):
-            if getattr(self, name) < 1:
-                return f"{name} must be at least 1 in family {self.family}, not {getattr(self, name)}"
-        if self.experts_per_token > self.experts:
-            return f"experts_per_token {self.experts_per_token} is more than the model's {self.experts} experts"
-        if self.shared_intermediate < 0 or self.router_loss < 0:
-            return "shared_intermediate and router_loss must be at least 0"
-        if self.shared_gate and not self.shared_intermediate:
-            return f"shared_intermediate must be at least 1 in family {self.family}"
-        wrong = [layer for layer in self.dense_layers if not 0 <= layer < self.layers]
-        if wrong or sorted(set(self.dense_layers)) != list(self.dense_layers):
-            return f"dense_layers must be numbers of layers from 0 to {self.layers - 1}, each once and in order"
-        if len(self.dense_layers) == self.layers:
-            return "dense_layers leaves no layer to the experts"
-        return self._family_experts_problem()
-
-    def _family_experts_problem(self) -> str | None:
-        """Return an error message if this family's ``config.json`` format has no keys for the mixture-of-experts fields
-        of this configuration; None if it has."""
-        keys, family = self.experts_keys, f"family {self.family}"
-        assert keys is not None
-        if keys.width is None and self.intermediate != self.expert_intermediate:
-            return f"{family} has one width: intermediate {self.intermediate} is expert_intermediate"
-        if not keys.groups and (self.expert_groups, self.groups_per_token) != (1, 1):
-            return f"{family} has no expert groups"
-        if keys.shared == "" and self.shared_intermediate != self.expert_intermediate:
-            return f"{family} has a shared expert as wide as the others: shared_intermediate is expert_intermediate"
-        if not keys.shared_copies:
-            return None
-        if self.dense_layers != tuple(range(len(self.dense_layers))):
-            return f"{family} has its dense_layers at the beginning"
-        if not self.shared_intermediate or self.shared_intermediate % self.expert_intermediate:
-            return (
-                f"{family} has shared experts as wide as the others: shared_intermediate must be a multiple "
-                f"of expert_intermediate {self.expert_intermediate}, not {self.shared_intermediate}"
-            )
-        return self._groups_problem()
-
-    def _groups_problem(self) -> str | None:
-        """Return an error message if the experts do not form groups of which a token can use some; None if they do."""
-        groups, used = self.expert_groups, self.groups_per_token
-        if not 1 <= used <= groups or self.experts % groups:
-            return f"experts {self.experts} must be a multiple of expert_groups {groups}, of which a token uses {used}"
-        size = self.experts // groups
-        if self.router == "sigmoid" and size < 2:  # a group is chosen by its two highest scores
-            return f"family {self.family} has at least 2 experts" + (" in a group" if groups > 1 else "")
-        if self.experts_per_token > used * size:
-            return f"experts_per_token {self.experts_per_token} is more than the {used * size} experts of {used} groups"
-        return None
 
     def has_experts(self, layer: int) -> bool:
         """Return True if the MLP of the layer with index `layer` is a mixture of experts."""

@@ -321,14 +321,7 @@ FAMILIES: dict[str, Family] = {
             | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
             {"swiglu_limit": Setting("swiglu_limit"), "swiglu_alpha": Setting("swiglu_alpha")},
             windows=Windows("periodic", period=2),
-            experts=Experts(
-                ("num_local_experts",),
-                None,
-                None,
-                stacked=True,
-                transposed=True,
-                interleaved=True,
-            ),
+            experts=Experts(("num_local_experts",), None, None, stacked=True, transposed=True, interleaved=True),
         ),
         Family(
             "llama4_text",

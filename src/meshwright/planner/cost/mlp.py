@@ -180,7 +180,7 @@ def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
     config, layout, hidden = at.config, at.layout, at.config.hidden
     full, repeated = layout.recompute == "full", layout.recompute != "none"
     rows, sent = _copied_bytes(at)
-    saved = (
+    saved: tuple[SavedTensor, ...] = (
         SavedTensor("mlp.experts.inverse", (at.copies,), "index"),
         SavedTensor("mlp.experts.order", (at.copies,), "index"),
     )
