@@ -3,9 +3,10 @@ forward and backward, in one process, in turns.
 
     python bench/latent_attention.py [--turns 40] [--sequence 512]
 
-Head sizes and proportions are those of DeepSeek-V3, with a sixteenth of its heads and a fourteenth of its width. transformers
-attends by `eager` (all scores in memory) and by PyTorch's `sdpa`, its default. Before timing, results and gradients are
-compared. Writes bench/results/latent_attention.json: the median of the paired ratios to the faster of them, and to each.
+Head sizes and proportions are those of DeepSeek-V3, with a sixteenth of its heads and a fourteenth of its width.
+transformers attends by `eager` (all scores in memory) and by PyTorch's `sdpa`, its default. Before timing, results and
+gradients are compared. Writes bench/results/latent_attention.json: the median of the paired ratios to the faster of
+them, and to each.
 """
 
 from __future__ import annotations
