@@ -310,6 +310,24 @@ def test_language_model_of_a_multimodal_directory_loads_alone(prefix: str, head:
         torch.testing.assert_close(ours.logits(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
 
 
+def test_language_model_of_a_llama4_directory_loads_alone(tmp_path: Path):
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14, "vision_output_dim": 16, "projector_input_dim": 16,
+        "projector_output_dim": 16,
+    }  # fmt: skip
+    config = transformers.Llama4Config(text_config={**WIDE, **LLAMA4}, vision_config=vision)
+    torch.manual_seed(0)
+    theirs = transformers.Llama4ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    with pytest.warns(ModelWarning, match="only the language model of this llama4 model"):
+        ours, read = load_huggingface(tmp_path)
+    assert (read.family, read.tied) == ("llama4_text", False)
+    tokens = torch.randint(1, 499, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(tokens), theirs.language_model(tokens).logits, atol=1e-6, rtol=0)
+
+
 def test_a_server_chooses_longrope_factors_by_its_longest_sequence():
     config = preset("phi-4-mini")
     rotation = config.layer_rotation(0)

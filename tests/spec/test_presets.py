@@ -33,6 +33,7 @@ def test_preset_data_match_figures_of_model_pages():
         "deepseek-v3": 671_026_419_200,
         "bloom-176b": 176_247_271_424,
         "gemma-2-27b": 27_227_128_320,
+        "granite-3.0-1b-a400m": 1_334_628_352,
         "gpt-oss-20b": 20_914_757_184,
         "gpt-oss-120b": 116_829_156_672,
     }.items():
@@ -56,6 +57,8 @@ def test_table_matches_published_parameter_counts(name: str):
         ("dots-llm1", 14),
         ("deepseek-v2", 21),
         ("deepseek-v3", 37),
+        ("llama-4-scout", 17),
+        ("llama-4-maverick", 17),
     ],
 )
 def test_active_parameters_match_published_counts(name: str, billions: float):
