@@ -85,6 +85,7 @@ ALGORITHM_ALIASES: dict[str, dict[str, str]] = {
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "dots1", "deepseek_v2",
     "deepseek_v3", "granite", "olmo2", "olmo3", "smollm3", "gemma2", "gemma3_text", "phi3", "glm4", "glm4_moe",
+    "gpt_oss", "granitemoe", "llama4_text",
 )  # fmt: skip
 ENCODER_FAMILIES = ("bert",)  # trained by `fit` in the user's own loop; supported by the planner
 ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope")

@@ -130,7 +130,7 @@ def weights() -> Inputs:
 def read_tensors(directory: Path, path: Path) -> None:
     """Read as `inspect` does and as a model loader does."""
     from meshwright.inspection.report import inspect_model
-    from meshwright.model.huggingface import CheckpointFiles
+    from meshwright.model.checkpoint_files import CheckpointFiles
 
     refused: UserError | None = None
     try:

@@ -29,11 +29,13 @@ class KeyValueCache:
         ] = {}  # of the current call, by window and number of new tokens
 
     def attend(
-        self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Append the keys and values of S new tokens to the cache of layer number `layer`; return the causal attention
         [B, N, S, D] of their queries over the cached tokens and themselves."""
         assert k_BKSD.shape[0] == self._rows, (k_BKSD.shape, self._rows)
+        assert sinks is None, "which serving's cache computes"
         sequence, window = k_BKSD.shape[2], self._windows[layer]
         length = self.length + sequence
         buffer = _grow_buffer(self._buffers[layer], k_BKSD, self.length, length, self._capacity)

@@ -36,10 +36,15 @@ def allowed(ids_BS: torch.Tensor, window: int | None) -> torch.Tensor:
     return same & (distance >= 0) & (distance < (window or len(places)))
 
 
-def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed_BSS: torch.Tensor) -> torch.Tensor:
+def by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed_BSS: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~allowed_BSS[:, None], float("-inf"))
+    if sinks is not None:
+        one_more = sinks[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.softmax(torch.cat([scores, one_more], dim=-1), dim=-1)[..., :-1] @ v
     return torch.softmax(scores, dim=-1) @ v
 
 
@@ -62,6 +67,20 @@ def test_attention_and_gradients_match_their_definition(shape: tuple[int, ...], 
     direction = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
     for mine, theirs in zip(*(torch.autograd.grad(x, (q, k, v), direction) for x in (out, want)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tile", [1 << 10, 1 << 30])
+def test_attention_with_sinks_matches_its_definition(tile: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiles, "TILE_SCORES", tile)
+    q, k, v = heads((3, 70, 6, 3, 8))
+    sinks = torch.tensor([9.0, -2.0, 0.0, 1.0, 3.0, -50.0], dtype=torch.float64, requires_grad=True)
+    visible = visibility(Documents.from_ids(packed(3, 70)), 70, 17, CPU)
+    out = attend(q, k, v, visible, tiles.Scores(8**-0.5, 0.0, sinks))
+    want = by_definition(q, k, v, allowed(packed(3, 70), 17), sinks)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+    of_all = q, k, v, sinks
+    for mine, theirs in zip(*(torch.autograd.grad(x.cos().sum(), of_all) for x in (out, want)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
@@ -99,11 +118,13 @@ def test_custom_operators_match_their_declarations():
     q, k, v = heads((2, 70, 4, 2, 8))
     first = Documents.from_ids(packed(2, 70)).starts_BS
     operators, declarations = torch.ops.meshwright, ("test_schema", "test_faketensor")
-    torch.library.opcheck(operators.tiled_attention.default, (q, k, v, first, 0.3, 0.7))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(operators.tiled_attention.default, (q, k, v, first, 0.3, 0.7, sinks))
     q, k, v = q.detach(), k.detach(), v.detach()
-    torch.library.opcheck(operators.tiled_attention.default, (q, k, v, None, 0.3, 0.0), test_utils=declarations)
-    arguments = (q, [q, k, v], first, 0.3, 0.7)
-    torch.library.opcheck(operators.tiled_attention_backward.default, arguments, test_utils=declarations)
+    torch.library.opcheck(operators.tiled_attention.default, (q, k, v, None, 0.3, 0.0, None), test_utils=declarations)
+    for each in (None, sinks.detach()):
+        arguments = (q, [q, k, v], first, 0.3, 0.7, each)
+        torch.library.opcheck(operators.tiled_attention_backward.default, arguments, test_utils=declarations)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -132,8 +132,10 @@ def test_every_runnable_preset_has_same_parameter_count_in_transformers(tmp_path
     for name, entry in PRESETS.items():
         if entry.config.planning_only or entry.config.encoder:  # encoders: test_encoder.py
             continue
-        layers = max(2, len(entry.config.dense_layers) + 1)
-        config = dataclasses.replace(entry.config, layers=layers, windowed_layers=None, unrotated_layers=())
+        layers = max(2, 1 + next(layer for layer in range(99) if layer not in entry.config.dense_layers))
+        dense = tuple(layer for layer in entry.config.dense_layers if layer < layers)
+        changes = {"windowed_layers": None, "unrotated_layers": (), "dense_layers": dense}
+        config = dataclasses.replace(entry.config, layers=layers, **changes)
         count = sum(parameter.numel() for parameter in build(config, tmp_path).parameters())
         biases = sum(
             entry.numel for entry in parameter_table(config).entries if entry.balances

@@ -238,18 +238,21 @@ def test_grouped_products_are_the_products_of_the_groups(ends: list[int], dtype:
     x = torch.randn(12, 7, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(4, 5, 7, generator=generator).to(dtype).requires_grad_()
     d = torch.randn(12, 5, generator=generator).to(dtype)
+    bias = torch.randn(4, 3, generator=generator).to(dtype).requires_grad_()  # of outputs 1 to 3
     starts = [0, *ends[:-1]]
-    want = torch.cat([x[a:b] @ weight[e].T for e, (a, b) in enumerate(zip(starts, ends, strict=True))])
-    got = grouped_product(x, weight, torch.tensor(ends, dtype=torch.int32))
+    padded = torch.nn.functional.pad(bias, (1, 1))
+    want = torch.cat([x[a:b] @ weight[e].T + padded[e] for e, (a, b) in enumerate(zip(starts, ends, strict=True))])
+    arguments = x, weight, torch.tensor(ends, dtype=torch.int32), bias, 1
+    got = grouped_product(*arguments)
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(got, want, **tolerance)
     for mine, theirs in zip(
-        torch.autograd.grad(got, (x, weight), d), torch.autograd.grad(want, (x, weight), d), strict=True
+        torch.autograd.grad(got, (x, weight, bias), d), torch.autograd.grad(want, (x, weight, bias), d), strict=True
     ):
         torch.testing.assert_close(mine, theirs, **tolerance)
     torch.library.opcheck(
         torch.ops.meshwright.grouped_product.default,
-        (x, weight, torch.tensor(ends, dtype=torch.int32)),
+        arguments,
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 

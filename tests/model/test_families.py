@@ -46,6 +46,14 @@ LATENT = {
     "num_key_value_heads": 6, "q_lora_rank": 9, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 5, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "norm_topk_prob": False,
 }  # fmt: skip
+LLAMA4 = {
+    "intermediate_size": 22, "intermediate_size_mlp": 30, "num_local_experts": 5, "attention_chunk_size": 7,
+    "floor_scale": 3, "attn_scale": 0.6,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", WIDE),
     "mistral": ("mistral", {**WIDE, "sliding_window": 7}),
@@ -60,6 +68,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite",
         {**ODD, "attention_multiplier": 0.9, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
         | {"logits_scaling": 8.0},
+    ),
+    "granitemoe": (
+        "granitemoe",
+        {**ODD, **TOP2, "num_local_experts": 5, "intermediate_size": 22, "attention_multiplier": 0.9}
+        | {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0, "attention_bias": True},
     ),
     "granite, every bias": ("granite", {**ODD, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", ODD),
@@ -90,6 +103,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**ODD, "rope_scaling": {**LONGROPE, **FOUR_PAIRS}} | {"original_max_position_embeddings": 48},
     ),
     "glm4": ("glm4", {**WIDE, "head_dim": 12, "attention_bias": True}),
+    "llama4": (
+        "llama4_text",
+        {**WIDE, **LLAMA4, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1, 1, 0], "rope_scaling": LLAMA3},
+    ),
+    "llama4, no norms, two experts of every layer": (
+        "llama4_text",
+        {**ODD, **LLAMA4, "head_dim": 12, "num_experts_per_tok": 2, "use_qk_norm": False, "attention_bias": True}
+        | {"attn_temperature_tuning": False, "moe_layers": [0, 1, 2, 3, 4], "tie_word_embeddings": True},
+    ),
     "mixtral": ("mixtral", {**WIDE, **TOP2, "num_local_experts": 5, "sliding_window": 7}),
     "qwen2_moe": (
         "qwen2_moe",
@@ -99,6 +121,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "qwen3_moe",
         {**WIDE, **TOP2, "num_experts": 5, "moe_intermediate_size": 22, "norm_topk_prob": False},
+    ),
+    "gpt_oss": ("gpt_oss", {**WIDE, **TOP2, "num_local_experts": 5, "sliding_window": 7, "rope_scaling": YARN}),
+    "gpt_oss, tight limits, no attention biases": (
+        "gpt_oss",
+        {**ODD, **TOP2, "head_dim": 12, "num_local_experts": 3, "sliding_window": 40, "attention_bias": False}
+        | {"swiglu_limit": 0.02, "swiglu_alpha": 3.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
     "dots1": ("dots1", {**WIDE, **SIGMOID}),
     "deepseek_v2": ("deepseek_v2", {**ODD, **SIGMOID, **LATENT, "topk_method": "group_limited_greedy"}),
@@ -280,6 +308,24 @@ def test_language_model_of_a_multimodal_directory_loads_alone(prefix: str, head:
     tokens = torch.randint(1, 499, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(ours.logits(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
+
+
+def test_language_model_of_a_llama4_directory_loads_alone(tmp_path: Path):
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14, "vision_output_dim": 16, "projector_input_dim": 16,
+        "projector_output_dim": 16,
+    }  # fmt: skip
+    config = transformers.Llama4Config(text_config={**WIDE, **LLAMA4}, vision_config=vision)
+    torch.manual_seed(0)
+    theirs = transformers.Llama4ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    with pytest.warns(ModelWarning, match="only the language model of this llama4 model"):
+        ours, read = load_huggingface(tmp_path)
+    assert (read.family, read.tied) == ("llama4_text", False)
+    tokens = torch.randint(1, 499, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(tokens), theirs.language_model(tokens).logits, atol=1e-6, rtol=0)
 
 
 def test_a_server_chooses_longrope_factors_by_its_longest_sequence():

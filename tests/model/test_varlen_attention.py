@@ -14,6 +14,7 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.scaled_dot_product import attend, visibility
+from meshwright.model.tiled_attention import Scores
 from meshwright.model.transformer import Transformer
 from meshwright.model.varlen_attention import VarlenMask, supports_flash_attention, varlen_mask
 from meshwright.parallel.recompute import ActivationCheckpointing
@@ -128,5 +129,20 @@ def test_varlen_operators_declare_what_they_return(calls):
     mask = varlen_mask(documents_from_starts(STARTS, 24), None, CPU)
     q = torch.randn(3, 24, 4, 8, dtype=torch.float32).transpose(1, 2).requires_grad_()
     operators = torch.ops.meshwright
-    arguments = (q, q[:, :2], q[:, :2], *mask, 0.3)
-    torch.library.opcheck(operators.varlen_attention.default, arguments)
+    for sinks in (None, torch.randn(4, requires_grad=True)):
+        arguments = (q, q[:, :2], q[:, :2], mask.tensors, 0, 0.3, sinks)
+        torch.library.opcheck(operators.varlen_attention.default, arguments)
+
+
+@pytest.mark.parametrize("starts", [STARTS, None], ids=["packed", "one document"])
+def test_sinks_of_flash_attention_equal_those_of_tiles(calls, starts: Any):
+    documents = Documents() if starts is None else documents_from_starts(starts, 24)
+    x = torch.randn(3, 24, 8, 8, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    heads, found = [each.transpose(1, 2) for each in x.split([4, 2, 2], dim=2)], []
+    for form in ("varlen", "first"):
+        mask = visibility(documents, 24, 7, CPU, form)
+        out = attend(*heads, mask, Scores(0.4, 0.0, sinks))
+        found.append((out, *torch.autograd.grad((out * torch.arange(8)).sum(), (x, sinks))))
+    torch.testing.assert_close(found[0], found[1])
+    assert len(calls) == 1

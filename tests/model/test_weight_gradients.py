@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.initialise import initialise
+from meshwright.model.layers import Linear
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients, grouped_linear, linear
 from meshwright.parallel.recompute import ActivationCheckpointing
@@ -263,7 +264,9 @@ def test_queue_does_not_keep_graph_of_its_inputs(grouped: bool) -> None:
     x_NX = torch.randn(8, 4, requires_grad=True)
     product = x_NX.square()
     ends_E = torch.tensor([3, 8], dtype=torch.int32)
-    y_NY = grouped_linear(product, weight, ends_E, queue) if grouped else linear(product, weight, None, queue)
+    layer = Linear(4, 6, bias=False)
+    layer.weight, layer.weight_gradients = weight, queue
+    y_NY = grouped_linear(product, layer, ends_E) if grouped else layer(product)
     with queue.collecting(0):
         y_NY.sum().backward()
     assert x_NX.grad is not None

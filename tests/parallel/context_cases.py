@@ -55,45 +55,65 @@ def by_definition(
     if how is not None:
         scores = how.scale * (q @ k.mT)
         scores = how.softcap * torch.tanh(scores / how.softcap) if how.softcap else scores
+        if how.sinks is not None:
+            one_more = how.sinks[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores.masked_fill(~allowed[:, None], float("-inf")), one_more], dim=-1)
+            return torch.softmax(scores, dim=-1)[..., :-1] @ v
     return torch.softmax(scores.masked_fill(~allowed[:, None], float("-inf")), dim=-1) @ v
 
 
 def attention(
-    mesh: Mesh, case: Case, dtype: torch.dtype, seed: int = 0, how: Scores | None = None, flash: bool = False
+    mesh: Mesh,
+    case: Case,
+    dtype: torch.dtype,
+    seed: int = 0,
+    how: Scores | None = None,
+    flash: bool = False,
+    with_sinks: bool = False,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's result and gradients of queries, keys and values, each with its float64 reference."""
+    """This rank's result and gradients of queries, keys and values, each with its float64 reference; and the sum over
+    the ranks of the gradients of sinks, if heads have them."""
     shape, documents, window, tiles.TILE_QUERIES = case
     ids, layout = ids_of(shape, documents), mesh.layout
     places = local_positions(layout, mesh.cp.rank, shape[1])
     *whole, direction = inputs(shape, seed)
     whole = [x.requires_grad_() for x in whole]
+    sinks = [torch.linspace(-2, 3, shape[2], dtype=torch.float64, requires_grad=True)] if with_sinks else []
+    how = how._replace(sinks=sinks[0]) if how and sinks else how
     wanted = by_definition(*whole, ids, window, how)
-    want = [wanted.detach(), *torch.autograd.grad(wanted, whole, direction)]
+    want = [wanted.detach(), *torch.autograd.grad(wanted, [*whole, *sinks], direction)]
     mine = [x.detach()[:, :, places].to(dtype).requires_grad_() for x in whole]
     operations = context_operations(mesh)
     form: MaskForm = "varlen" if flash else "first"
     visible = operations.visibility(Documents.from_ids(ids).select_tokens(places), len(places), window, CPU, form)
+    how = how._replace(sinks=sinks[0].to(dtype)) if how and sinks else how
     found = operations.attend(*mine, visible, how)
-    gradients = torch.autograd.grad(found, mine, direction[:, :, places].to(dtype))
-    return list(zip([found.detach(), *gradients], [x[:, :, places] for x in want], strict=True))
+    gradients = torch.autograd.grad(found, [*mine, *sinks], direction[:, :, places].to(dtype))
+    for each in gradients[3:]:
+        dist.all_reduce(each)
+    pairs = list(zip([found.detach(), *gradients[:3]], [x[:, :, places] for x in want[:4]], strict=True))
+    return [*pairs, *zip(gradients[3:], want[4:], strict=True)]
 
 
 def errors(
-    method: str, cases: list[Case], dtype: torch.dtype = torch.float64, how: Scores | None = None, flash: bool = False
-) -> list[float]:
+    method: str, cases: list[Case], dtype: torch.dtype = torch.float64, how: Scores | None = None, flash: bool = False,
+    with_sinks: bool = False,
+) -> list[float]:  # fmt: skip
     """The largest absolute error of each case over result and gradients on this rank. flash: by flash kernels."""
     mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
     worst = []
     for case in cases:
-        worst.append(_largest(attention(mesh, case, dtype, how=how, flash=flash)))
+        worst.append(_largest(attention(mesh, case, dtype, how=how, flash=flash, with_sinks=with_sinks)))
     mesh.close()
     return worst
 
 
-def flash_errors(cases: list[Case], dtype: torch.dtype, how: Scores | None = None) -> list[float]:
+def flash_errors(
+    cases: list[Case], dtype: torch.dtype, how: Scores | None = None, with_sinks: bool = False
+) -> list[float]:
     """The same with PyTorch's flash kernels, replaced by their definition."""
     with flash_kernels_on_cpu() as calls:
-        found = errors("ring", cases, dtype, how, flash=True)
+        found = errors("ring", cases, dtype, how, flash=True, with_sinks=with_sinks)
     assert calls
     return found
 
@@ -141,8 +161,10 @@ def operators(method: str) -> None:
         documents = Documents.from_ids((torch.arange(32) > 9)[None].expand(2, -1))
         mask = context_operations(mesh).visibility(documents, 16, None, CPU, "varlen")
         with flash_kernels_on_cpu():
-            _check_operators("flash_ring_attention", (q, k, v, *mask[:2], [0.0, 0.3], key), direction)
-        _check_operators("ring_attention", (q, k, v, torch.arange(16).clamp(max=5)[None], key, 0.3, 0.7), direction)
+            _check_operators("flash_ring_attention", (q, k, v, mask.tensors, [0.0, 0.3], key, None), direction)
+        first, sinks = torch.arange(16).clamp(max=5)[None], torch.ones(4, dtype=torch.float64)
+        for numbers, each in (([0.3, 0.7], None), ([0.3, 0.0], sinks)):
+            _check_operators("ring_attention", (q, k, v, first, numbers, key, each), direction)
     else:
         torch.library.opcheck(ring.all_to_all.default, (q.requires_grad_(), key, "test", 1, 2))
     mesh.close()

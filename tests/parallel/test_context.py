@@ -138,8 +138,10 @@ def test_context_attention_on_two_ranks_matches_for_every_dtype(two, method):
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_scaled_and_capped_scores_on_two_ranks_match_one_device(two, method):
+def test_scaled_and_capped_scores_and_sinks_on_two_ranks_match_one_device(two, method):
     for worst in two.run(cases.errors, method, CASES, torch.float64, Scores(0.9, 1.3)):
+        assert max(worst) < 1e-12
+    for worst in two.run(cases.errors, method, CASES[::2], torch.float64, Scores(0.9), False, True):
         assert max(worst) < 1e-12
 
 
@@ -163,8 +165,9 @@ def test_ring_of_flash_kernels_with_documents_and_windows_matches_dense_masks(ra
     with LocalRanks(ranks) as started:
         for worst in started.run(cases.flash_errors, FLASH, torch.float64):
             assert max(worst) < 1e-12, [case for case, error in zip(FLASH, worst, strict=True) if not error < 1e-12]
-        for worst in started.run(cases.flash_errors, FLASH[::5], torch.float64, Scores(0.9)):
-            assert max(worst) < 1e-12, "scaled scores"
+        for sinks in (False, True):
+            for worst in started.run(cases.flash_errors, FLASH[sinks::5], torch.float64, Scores(0.9), sinks):
+                assert max(worst) < 1e-12, "scaled scores, and sinks"
         for worst in started.run(cases.flash_errors, FLASH[::5], torch.bfloat16):
             assert max(worst) < 0.1, worst
 

@@ -93,6 +93,9 @@ def attend(qkv, cache, tiles, window, scores_how, scratch, arrivals):
             highest = higher
         total.append((highest, weight))
         sections.append(value)
+    if scores_how[2] is not None:  # one more section, of a key whose value is zero
+        total.append((scores_how[2].float().view(kv_heads, -1).expand_as(weight), torch.ones_like(weight)))
+        sections.append(torch.zeros_like(value))
     best = torch.stack([highest for highest, _ in total]).amax(0)
     scales = [(highest - best).exp() for highest, _ in total]
     weight = sum(scale * weight for scale, (_, weight) in zip(scales, total, strict=True))

@@ -23,21 +23,23 @@ FAMILIES = (
     *("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny"),
     *("mixtral-tiny", "qwen2-moe-tiny", "qwen3-moe-tiny", "dots1-tiny"),
     *("granite-tiny", "olmo2-tiny", "olmo3-tiny", "smollm3-tiny", "gemma2-tiny", "gemma3-tiny"),
-    *("phi3-tiny", "glm4-tiny", "glm4-moe-tiny"),
+    *("phi3-tiny", "glm4-tiny", "glm4-moe-tiny", "granitemoe-tiny"),
 )
 
-LATENT = ("deepseek-v2-tiny", "deepseek-v3-tiny")
-"""Families with latent attention, which plain torch serves."""
+IN_TORCH = ("deepseek-v2-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "llama4-tiny")
+"""Families for which there are no kernels of a CPU, which plain torch serves."""
 
 
 def small_config(name: str, **changes: Any) -> ModelConfig:
     """Three layers, 257 tokens, 64 positions; a window of 7 where the family has windows, in some layers if it can."""
     config = preset(name)
-    if config.family in ("mistral", "mixtral", "qwen2", "olmo3", "gemma2", "gemma3_text"):
+    if config.family in ("mistral", "mixtral", "qwen2", "olmo3", "gemma2", "gemma3_text", "gpt_oss"):
         changes.setdefault("sliding_window", 7)
+    if config.family == "llama4_text":
+        changes |= {"sliding_window": 7, "temperature_floor": 3}
     if config.family == "qwen2":
         changes.setdefault("windowed_layers", (False, True, True))
-    if config.family in ("granite", "gemma2", "gemma3_text"):  # tied, a scaled embedding repeats its token
+    if config.embedding_factor != 1:  # tied, a scaled embedding repeats its token
         changes.setdefault("tied", False)
     changes = {"layers": 3, "vocabulary": 257, "max_positions": 64, "bos_token": None, "eos_token": 256, **changes}
     return dataclasses.replace(config, **changes)

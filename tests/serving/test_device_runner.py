@@ -82,7 +82,7 @@ def run_prompts(engine: Engine) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "gpt-oss-tiny"])
 def test_greedy_tokens_are_those_of_the_cpu_runner(name: str, directories: Callable[[str], Path]):
     expected = answer(build_runner(RankPlan(str(directories(name)), "dp1", "float32", LIMITS), Mesh.single()), 64)
     runner = make_runner(directories(name), batch_invariant=name == "llama-tiny")

@@ -37,6 +37,7 @@ GPT2: dict[str, Any] = {
     "n_head": 6,
     "n_positions": 64,
 }
+GPT_OSS: dict[str, Any] = {**LLAMA, "model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 5}
 
 
 def read(base: dict[str, Any], **changes: Any) -> ModelConfig:
@@ -154,7 +155,7 @@ def test_gpt2_intermediate_defaults_to_four_times_hidden():
         (without(LLAMA, "model_type"), '"model_type" is missing'),
         (
             {**LLAMA, "model_type": "mamba"},
-            "olmo3, smollm3, gemma2, gemma3_text, phi3, glm4, glm4_moe, gpt2, bert, bloom, nemotron",
+            "glm4, glm4_moe, gpt_oss, llama4_text, gpt2, bert, bloom, nemotron",
         ),
         (without(LLAMA, "hidden_size"), '"hidden_size" is missing'),
         (
@@ -238,8 +239,8 @@ def test_gpt2_intermediate_defaults_to_four_times_hidden():
         (
             {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}},
             'quantized weights ("quantization_config" with "quant_method" \'gptq\', "bits" 4) cannot be read; '
-            'read are float8 in blocks ("quant_method": "fp8" with a "weight_block_size", as DeepSeek-V3) and '
-            "unquantized weights",
+            'read are float8 in blocks ("quant_method": "fp8" with a "weight_block_size", as DeepSeek-V3), '
+            'MXFP4 ("quant_method": "mxfp4", as gpt-oss) and unquantized weights',
         ),
         ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, 'quantized weights ("quantization_config" with'),
         ({**LLAMA, "quantization_config": {**FP8, "fmt": "e5m2"}}, "\"fmt\" 'e5m2'"),
@@ -265,6 +266,11 @@ def test_gpt2_intermediate_defaults_to_four_times_hidden():
         ),
         ({**GPT2, "scale_attn_weights": False}, '"scale_attn_weights" = False; gpt2 supports only True'),
         ({**GPT2, "add_cross_attention": True}, '"add_cross_attention" = True; gpt2 supports only False'),
+        ({**GPT_OSS, "swiglu_limit": 0}, '"swiglu_limit" must be a number above 0, not 0'),
+        ({**GPT_OSS, "swiglu_limit": None, "swiglu_alpha": -1.0}, '"swiglu_alpha" must be a number above 0, not -1.0'),
+        ({**GPT_OSS, "hidden_act": "gelu"}, "activation is always 'silu' in family gpt_oss, not 'gelu'"),
+        ({**GPT_OSS, "experts_per_token": 3}, '"experts_per_token" = 3; gpt_oss supports only num_experts_per_tok'),
+        ({**GPT_OSS, "mlp_bias": True}, '"mlp_bias" = True; gpt_oss supports only False'),
         ({**GPT2, "n_head": 5}, '"n_embd" 48 is not a multiple of "n_head" 5'),
     ],
 )

@@ -33,6 +33,9 @@ def test_preset_data_match_figures_of_model_pages():
         "deepseek-v3": 671_026_419_200,
         "bloom-176b": 176_247_271_424,
         "gemma-2-27b": 27_227_128_320,
+        "granite-3.0-1b-a400m": 1_334_628_352,
+        "gpt-oss-20b": 20_914_757_184,
+        "gpt-oss-120b": 116_829_156_672,
     }.items():
         assert PUBLISHED[name] == parameters
 
@@ -54,6 +57,8 @@ def test_table_matches_published_parameter_counts(name: str):
         ("dots-llm1", 14),
         ("deepseek-v2", 21),
         ("deepseek-v3", 37),
+        ("llama-4-scout", 17),
+        ("llama-4-maverick", 17),
     ],
 )
 def test_active_parameters_match_published_counts(name: str, billions: float):
@@ -61,10 +66,14 @@ def test_active_parameters_match_published_counts(name: str, billions: float):
     assert parameter_table(preset("llama-3-8b")).active_numel == PUBLISHED["llama-3-8b"]
 
 
-def test_active_parameters_of_deepseek_v2_lite_are_published_without_embedding():
-    config = preset("deepseek-v2-lite")
+@pytest.mark.parametrize(
+    ("name", "billions", "error"),
+    [("deepseek-v2-lite", 2.4, 0.03), ("gpt-oss-20b", 3.61, 0.001), ("gpt-oss-120b", 5.13, 0.001)],
+)
+def test_active_parameters_of_some_models_are_published_without_embedding(name: str, billions: float, error: float):
+    config = preset(name)
     active = parameter_table(config).active_numel - config.vocabulary * config.hidden
-    assert active / 1e9 == pytest.approx(2.4, rel=0.03)
+    assert active / 1e9 == pytest.approx(billions, rel=error)
 
 
 def test_gpt3_is_within_third_of_percent_of_rounded_count():

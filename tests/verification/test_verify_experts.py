@@ -21,7 +21,7 @@ MODELS = ("mixtral-8x7b-v0.1", "qwen2-moe-tiny", "qwen3-30b-a3b", "dots-llm1")
 SOME = [
     ("mixtral-8x7b-v0.1", "dp4 zero3 ep2:etp2 mb2"),
     ("qwen2-moe-tiny", "dp2 tp2 zero2 ep4 ac:selective"), ("mixtral-8x7b-v0.1", "cp2 pp2 ep2 mb2"),
-    ("dots-llm1", "dp3 ep3"), ("deepseek-v3", "tp2 pp2 mb2"),
+    ("dots-llm1", "dp3 ep3"), ("deepseek-v3", "tp2 pp2 mb2"), ("gpt-oss-20b", "tp2 cp2 ep2:etp2 zero1 ac:selective"),
 ]  # fmt: skip
 MORE = [
     ("qwen2-moe-tiny", "tp4 ac:selective"),
@@ -33,7 +33,8 @@ MORE = [
     ("qwen3-30b-a3b", "dp4 zero1 hs2 ep2 ac:full"), ("deepseek-v3", "tp2:nosp cp2 ac:full"),
     ("deepseek-v2", "cp2:ulysses pp2 mb2"), ("deepseek-v2-lite", "pp2:zb-v mb4 zero1"),
     ("deepseek-v2", "dp4 zero3 ep2:etp2 mb2"), ("deepseek-v3", "pp2:dualpipe mb4 ac:selective"),
-    ("deepseek-v3", "cp2"), ("deepseek-v2-lite", "dp2 tp2 zero1 mb2"),
+    ("deepseek-v3", "cp2"), ("deepseek-v2-lite", "dp2 tp2 zero1 mb2"), ("gpt-oss-20b", "tp4:nosp ac:full"),
+    ("gpt-oss-20b", "cp4"), ("gpt-oss-20b", "dp2 cp2:ulysses zero3 ep2"), ("gpt-oss-20b", "pp2:zb-v mb4 tp2 zero2"),
 ]  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from meshwright.adapters.peft_directory import open_adapter, with_adapter_of
 from meshwright.errors import UserError, error_reason
-from meshwright.model.huggingface import CheckpointFiles, match_entries
+from meshwright.model.checkpoint_files import CheckpointFiles
+from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.quantization.packing import Packing
 from meshwright.spec.adapter_config import RECORD_BYTES, AdapterConfig
 from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX, adaptable_entries
@@ -241,7 +242,7 @@ def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict
     factors, rest = dict[str, tuple[torch.Tensor, torch.Tensor]](), []
     kept = whole = 0.0
     for entry in table.entries:
-        after, before = (files.read_weights(each[entry.name]) for files, each in zip(both, names, strict=True))
+        after, before = (read_entry(files, entry, each) for files, each in zip(both, names, strict=True))
         if torch.equal(after, before):
             continue
         if entry.name not in modules:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from meshwright.errors import UserError
-from meshwright.model.huggingface import CheckpointFiles
+from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.adapter_json import ADAPTER_FILE, read_adapter_config, same_adapter
 from meshwright.spec.config import ModelConfig

@@ -41,12 +41,12 @@ def save_huggingface(
     name = str(dtype).removeprefix("torch.")
     planned = plan_model_files(parameter_table(model.config), name, largest_file_bytes)
     for file in planned.sizes:
-        entries = [place.entry for place in planned.places.values() if place.file == file]
+        held: dict[str, list[torch.Tensor]] = {}  # by tensor: one entry, or those of all experts in order
+        for entry in (place.entry for place in planned.places.values() if place.file == file):
+            value = extract_entry(parameters[entry.tensor].detach(), entry)
+            held.setdefault(entry.disk_name, []).append(value[None] if entry.stacked else value)
         # Copied, because save_file rejects tensors that share memory, such as the parts of a fused tensor.
-        tensors = {
-            entry.name: extract_entry(parameters[entry.tensor].detach(), entry).to("cpu", dtype, copy=True).contiguous()
-            for entry in entries
-        }
+        tensors = {name: torch.cat(parts).to("cpu", dtype, copy=True).contiguous() for name, parts in held.items()}
         save_file(tensors, directory / f".{file}", {"format": "pt"})
         os.replace(directory / f".{file}", directory / file)
     source = None if tokenizer_from is None else Path(tokenizer_from)

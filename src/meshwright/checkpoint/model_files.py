@@ -42,7 +42,8 @@ class ModelFile:
 @dataclass(frozen=True, slots=True)
 class Location:
     """Position of an exported tensor in the model files. file: file name. offset: byte of the file at which its
-    elements begin. entry: parameter entry that describes the tensor (name, shape)."""
+    elements begin. entry: parameter entry that describes it (name, shape); the tensor in the file may stack those of
+    all experts."""
 
     file: str
     offset: int
@@ -96,27 +97,34 @@ def plan_model_files(
     the table."""
     codes = {entry.name: DTYPE_CODES[entry.kept or dtype] for entry in table.entries}
     in_order = sorted(table.entries, key=lambda entry: -ITEM_BYTES[codes[entry.name]])
-    shards: list[list[ParameterEntry]] = [[]]
-    filled = 0
+    held: dict[str, list[ParameterEntry]] = {}  # by tensor: one entry, or those of all experts in order
     for entry in in_order:
-        size = entry.numel * ITEM_BYTES[codes[entry.name]]
+        held.setdefault(entry.disk_name, []).append(entry)
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for tensor, entries in held.items():
+        size = sum(entry.numel for entry in entries) * ITEM_BYTES[codes[entries[0].name]]
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(entry)
+        shards[-1].append(tensor)
         filled += size
     files, places = [], {}
-    for number, entries in enumerate(shards, 1):
+    for number, tensors in enumerate(shards, 1):
         name = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
         header, offsets, size = make_safetensors_header(
-            (entry.name, codes[entry.name], entry.shape) for entry in entries
+            (tensor, codes[held[tensor][0].name], held[tensor][0].disk_shape) for tensor in tensors
         )
         files.append(ModelFile(name, header, size))
-        places.update({entry.name: Location(name, offsets[entry.name], entry) for entry in entries})
+        for tensor in tensors:
+            item = ITEM_BYTES[codes[held[tensor][0].name]]
+            for place, entry in enumerate(held[tensor]):
+                offset = offsets[tensor] + place * entry.numel * item
+                places[entry.name] = Location(name, offset, entry)
     index = None
     if len(shards) > 1:
         total = sum(entry.numel * ITEM_BYTES[codes[entry.name]] for entry in table.entries)
-        weight_map = {name: place.file for name, place in sorted(places.items())}
+        weight_map = {tensor: places[held[tensor][0].name].file for tensor in sorted(held)}
         index = to_json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     return ModelFiles(tuple(files), places, index)
 

@@ -87,10 +87,10 @@ def rotate_and_store(
 
 @triton.jit(do_not_specialize=["stride", "most"])
 def attend(
-    qkv, keys, values, positions, tiles, tables, partial, stats, arrivals, out, scale, softcap, width, table_width,
-    stride, most, sections, window, CAPPED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr,
-    STEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    qkv, keys, values, positions, tiles, tables, partial, stats, arrivals, out, sinks, scale, softcap, width,
+    table_width, stride, most, sections, window, CAPPED: tl.constexpr, SINKS: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    SECTION: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one tile of queries for one key-value head, in sections of SECTION keys (split-K), to `out`
     [tokens, query heads, SIZE]. A tile is at most `most` consecutive tokens of one sequence.
@@ -104,7 +104,7 @@ def attend(
     [slots, KV_HEADS, SIZE]. positions: int32 [tokens]. tiles: int32 [3, number of tiles], rows `stride` elements apart:
     first token, number of tokens, and row of `tables`. tables: block tables, `table_width` entries a row. arrivals:
     int32 [tiles, KV_HEADS], number of programs that have finished: 0 before and after. scale: factor of the scores.
-    softcap: if CAPPED, c that turns scores x into c tanh(x / c).
+    softcap: if CAPPED, c that turns scores x into c tanh(x / c). sinks: if SINKS, one more score of each query head.
     sections: maximum number of sections of a sequence. window: keys that a query attends to, 0: all. GROUP: query heads
     per key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per iteration. BLOCK: tokens of a KV block.
     GROUP_PADDED, PADDED: powers of 2 >= GROUP, >= SIZE.
@@ -156,6 +156,11 @@ def attend(
             sum_of = tl.dot(weights.to(v.dtype), v, sum_of * shrink[:, None], input_precision="ieee")
             highest = higher
         if end_section - first_section == 1:
+            if SINKS:
+                sink = tl.load(sinks + head, real, 0.0).to(tl.float32)
+                higher = tl.maximum(highest, sink)
+                total = total * tl.exp(highest - higher) + tl.exp(sink - higher)
+                sum_of *= tl.exp(highest - higher)[:, None]
             tl.store(result, (sum_of / total[:, None]).to(out.dtype.element_ty), real[:, None] & held)
         else:
             row = first_row + section
@@ -173,6 +178,10 @@ def attend(
             for section in range(first_section, end_section):
                 highest = tl.maximum(highest, tl.load(stats + 2 * (first_row + section), real, 0.0))
             total = tl.zeros([ROWS], tl.float32)
+            if SINKS:
+                sink = tl.load(sinks + head, real, 0.0).to(tl.float32)
+                highest = tl.maximum(highest, sink)
+                total = tl.exp(sink - highest)
             sum_of = tl.zeros([ROWS, PADDED], tl.float32)
             for section in range(first_section, end_section):
                 row = first_row + section

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import AttentionCache
-from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
+from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear, normalise
 from meshwright.model.rope import rotate
 from meshwright.model.scaled_dot_product import Visible
 from meshwright.model.tiled_attention import Scores
@@ -26,9 +26,9 @@ class Attention(nn.Module):
 
     Query, key and value projections are fused: `qkv.weight` is [(N + 2K) D, H], the rows of the queries first, then
     those of keys and values. Queries and keys may be normalised before the rotary embedding: each head (QK norm: Henry
-    et al. 2020, arXiv:2010.04245; Qwen3), or all heads together (OLMo 2: arXiv:2501.00656, section 3). N, K: query and
-    key-value heads on this rank, D: head size, H: hidden size. `axes`: communication of the mesh axes; `options`:
-    `device` and `dtype` of the parameters."""
+    et al. 2020, arXiv:2010.04245; Qwen3), or all heads together (OLMo 2: arXiv:2501.00656, section 3). `sinks` [N]: one
+    more score of each query head (gpt-oss); None: none. N, K: query and key-value heads on this rank, D: head size, H:
+    hidden size. `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -47,6 +47,8 @@ class Attention(nn.Module):
             self.query_norm, self.key_norm = (
                 RMSNorm(size, config.norm_epsilon, centre, tensor, **options) for size in sizes
             )
+        self.rotated_norm = config.norm_epsilon if config.rotated_norm else None
+        self.sinks = nn.Parameter(torch.empty(self.heads, **options)) if config.attention_sinks else None
         self.output = RowParallelLinear(
             self.heads * self.size, config.hidden, config.output_bias, axes.tensor, "attention.output", **options
         )
@@ -54,7 +56,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x_BSH: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        rotation: tuple[torch.Tensor, torch.Tensor | None] | None,
         visible: Visible,
         cache: AttentionCache | None = None,
         layer: int = 0,
@@ -76,14 +78,20 @@ class Attention(nn.Module):
                 q, k = self.query_norm(q), self.key_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if rotation is not None:
-            q, k = rotate(q, *rotation, self.interleaved), rotate(k, *rotation, self.interleaved)
+            cosine, sine = rotation
+            if sine is None:
+                q = (q * cosine).to(q.dtype)
+            else:
+                q, k = rotate(q, cosine, sine, self.interleaved), rotate(k, cosine, sine, self.interleaved)
+                if self.rotated_norm is not None:
+                    q, k = normalise(q, self.rotated_norm), normalise(k, self.rotated_norm)
         if cache is not None:
             assert self.context.size == 1, "a KV cache needs unsharded sequences"
-            out_BNSD = cache.attend(layer, q, k, v)
+            out_BNSD = cache.attend(layer, q, k, v, self.sinks)
         elif self.encoder:
             out_BNSD = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # type: ignore[arg-type]
         else:
-            out_BNSD = self.context.attend(q, k, v, visible, self.scores)
+            out_BNSD = self.context.attend(q, k, v, visible, self.scores._replace(sinks=self.sinks))
         return self.output(out_BNSD.transpose(1, 2).flatten(2))
 
     def linear_layers(self) -> list[Linear]:

@@ -18,29 +18,58 @@ def attention_operator(
 ) -> None:
     """Register `forward` as the custom operator meshwright::`name`, differentiable by the operator of `backward`.
 
-    `forward` takes queries, keys, values [B, N or K, S, D] and further arguments (the mask) and returns the output, or
-    a tuple of the output and what `backward` needs of it. `backward` takes the output's gradient, the list of saved
-    tensors (queries, keys, values and, if `forward` returns a tuple, its results) and the further arguments; it returns
-    the gradients of queries, keys and values. `result`: function of the arguments of `forward` that returns what it
-    does, uninitialised, for tracing."""
+    `forward` takes queries, keys, values [B, N or K, S, D], further arguments (the mask) and at last the heads' sinks
+    [N] (or None), and returns the output, or a tuple of the output and what `backward` needs of it. `backward` takes
+    the output's gradient, the list of saved tensors (queries, keys, values and, if `forward` returns a tuple, its
+    results), the further arguments and the sinks; it returns the gradients of queries, keys, values and sinks (empty
+    without). `result`: function of the arguments of `forward` that returns what it does, uninitialised, for tracing."""
     registered = custom_operator(f"meshwright::{name}")(forward)
     of_gradients = custom_operator(f"meshwright::{name}_backward")(backward)
     registered.register_fake(result)
-    of_gradients.register_fake(lambda d_out, saved, *_: tuple(empty_bsnd(each) for each in saved[:3]))
+    of_gradients.register_fake(
+        lambda d_out, saved, *rest: (*(empty_bsnd(each) for each in saved[:3]), empty_gradient(d_out, rest[-1]))
+    )
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save queries, keys, values and mask (`inputs`), and `output` if `forward` returns a tuple, for backward:
-        `setup_context` of torch.library.register_autograd."""
-        ctx.mask = inputs[3:]
-        ctx.save_for_backward(*inputs[:3], *(output if isinstance(output, tuple) else ()))
+        """Save tensors and mask for backward (`setup_context` of torch.library.register_autograd)."""
+        ctx.mask = inputs[3:-1]
+        ctx.save_for_backward(*inputs[:3], inputs[-1], *(output if isinstance(output, tuple) else ()))
         ctx.set_materialize_grads(False)
 
     def formula(ctx: Any, d_out_BNSD: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of queries, keys and values, and None for the mask, given the output gradient:
-        `backward` of torch.library.register_autograd."""
-        return *of_gradients(d_out_BNSD, list(ctx.saved_tensors), *ctx.mask), *(None for _ in ctx.mask)
+        """Return the gradients of all inputs (`backward` of torch.library.register_autograd)."""
+        q, k, v, sinks, *results = ctx.saved_tensors
+        *found, d_sinks = of_gradients(d_out_BNSD, [q, k, v, *results], *ctx.mask, sinks)
+        nothing = ([None] * len(each) if _holds_tensors(each) else None for each in ctx.mask)
+        return *found, *nothing, None if sinks is None else d_sinks
 
     registered.register_autograd(formula, setup_context=save)
+
+
+def _holds_tensors(argument: Any) -> bool:
+    """Return True for an operator's argument that is a list of tensors, which autograd gives gradients one by one."""
+    return isinstance(argument, list) and all(isinstance(each, torch.Tensor) for each in argument)
+
+
+def add_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Add one more term, exp(sink), to the denominators of softmaxes, in place, given attention outputs `out` [..., D]
+    and log-sum-exps `log_sum` [...]. sinks: of each query's head, broadcast to [...]. Backward of attention then needs
+    no other formula for queries, keys and values: probabilities are exp(score - log_sum), and the sink has value 0."""
+    with_sinks = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
+    out.mul_((log_sum - with_sinks).exp_()[..., None])
+    log_sum.copy_(with_sinks)
+
+
+def sink_gradients(sinks_N: torch.Tensor, log_sum_BNS: torch.Tensor, inner_BNS: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the sinks [N]: minus a sink's probability times the sum `inner_BNS` over D of output times
+    its gradient, summed over all queries. `log_sum_BNS`: log-sum-exps with sinks."""
+    p_BNS = (sinks_N.to(log_sum_BNS.dtype)[:, None] - log_sum_BNS).exp_()
+    return -(p_BNS * inner_BNS).sum(dim=(0, 2)).to(sinks_N.dtype)
+
+
+def empty_gradient(like: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return an uninitialised tensor for the gradient of `sinks`, without elements if that is None."""
+    return like.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:

@@ -111,12 +111,14 @@ class ContextOperations(TokenAxis):
 class TokenDispatcher(Protocol):
     """Interface of a token dispatcher of expert parallelism, which sends tokens to the ranks that hold their experts
     and combines the results. expert_ranks: number of ranks with different experts (ep). width_ranks: number of ranks
-    that split the width of each expert (etp). torch.compile cannot trace `dispatch` and `combine`."""
+    that split the width of each expert (etp); width_rank: index of this rank among them. torch.compile cannot trace
+    `dispatch` and `combine`."""
 
     expert_ranks: int
     """Ranks among which experts are split."""
     width_ranks: int
     """Ranks that split the width of each expert."""
+    width_rank: int
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Send token copies `x_NH`, one for each of a token's experts and sorted by expert, to the ranks of their

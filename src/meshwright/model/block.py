@@ -40,7 +40,7 @@ class Block(nn.Module):
     def forward(
         self,
         x_BSH: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        rotation: tuple[torch.Tensor, torch.Tensor | None] | None,
         visible: Visible,
         counted_B: torch.Tensor | None = None,
         cache: AttentionCache | None = None,
@@ -64,7 +64,7 @@ class Block(nn.Module):
     def attend(
         self,
         x_BSH: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        rotation: tuple[torch.Tensor, torch.Tensor | None] | None,
         visible: Visible,
         cache: AttentionCache | None = None,
         layer: int = 0,

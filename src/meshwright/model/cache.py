@@ -20,12 +20,13 @@ class AttentionCache(Protocol):
     length: int
 
     def attend(
-        self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Store the keys and values (K heads) of S new tokens of each of B sequences in the cache of layer number
-        `layer`. Return the causal attention [B, N, S, D] of the new queries (N heads of size D) to the cached and the
-        new tokens, within the layer's sliding window. `v_BKSD` None: the keys are the values too, stored once (latent
-        attention)."""
+        self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Store the keys and values of S new tokens of each sequence in the cache of layer number `layer`. Return the
+        causal attention [B, N, S, D] of the new queries (N heads of size D) to the cached and the new tokens, within
+        the layer's sliding window. `v_BKSD` None: the keys are the values too, stored once (latent attention).
+        `sinks`: one more score of each query head [N]; None: none."""
 
     def advance(self, tokens: int) -> None:
         """Add `tokens`, the number of new tokens of each sequence, to `length`, the number of cached tokens. Called

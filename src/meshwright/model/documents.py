@@ -78,6 +78,23 @@ class Documents:
         lengths_BS = counts_BS.gather(1, starts_BS)
         return lengths_BS if self.indices_C is None else lengths_BS[:, self.indices_C]
 
+    def cut(self, size: int, rows: int, sequence: int, device: torch.device) -> Documents:
+        """Return the boundaries of the chunks of `size` tokens of each document, within which layers with chunked
+        attention attend. `rows`, `sequence`: number of unsharded sequences, and of their tokens; `device`: of the
+        boundaries."""
+        if sequence <= size:
+            return self
+
+        def chunks(starts_BS: torch.Tensor | None, where: torch.device) -> torch.Tensor:
+            """Return the index at which the chunk of each token begins, given that of its document."""
+            places_S = torch.arange(sequence, device=where)
+            starts_BS = places_S.new_zeros(rows, sequence) if starts_BS is None else starts_BS
+            return starts_BS + (places_S - starts_BS) // size * size
+
+        host_BS = chunks(self.on_host().starts_BS, torch.device("cpu"))
+        cut_BS = host_BS if device.type == "cpu" else chunks(self.starts_BS, device)
+        return replace(self, starts_BS=cut_BS, host_starts_BS=host_BS)
+
     def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Return for each token the index of the first token in the sequence that it may attend to, [B or 1, S]; None
         if that is 0 for all tokens. (Attention is causal: the last one is the token itself.)

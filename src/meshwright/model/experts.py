@@ -99,27 +99,32 @@ class Router(nn.Module):
     `device` and `dtype` of the parameters.
 
     Scores are a softmax over all experts (Mixtral, Qwen) or a sigmoid of each (DeepSeek-V3, arXiv:2412.19437, section
-    2.1.2); the K highest are chosen. The bias changes only the choice, not the weights (Wang et al. 2024,
-    arXiv:2408.15664, eq. 3)."""
+    2.1.2); the K highest are chosen. The bias that balances the load changes only the choice, not the weights (Wang et
+    al. 2024, arXiv:2408.15664, eq. 3); that of gpt-oss is one of a linear layer."""
 
     def __init__(self, config: ModelConfig, **options: Any) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden, **options))
-        self.bias = nn.Parameter(torch.empty(config.experts, **options)) if config.router_bias else None
+        biased = config.router_bias or config.mlp_bias
+        self.bias = nn.Parameter(torch.empty(config.experts, **options)) if biased else None
 
     def scores(self, x_TH: torch.Tensor, product: Callable[..., torch.Tensor] = F.linear) -> torch.Tensor:
         """Return the router score of each of E experts for each of T tokens, [T, E], positive, in float32 or float64:
-        softmax or sigmoid of the router's logits. `product`: function (x, W) -> x Wᵀ that computes the logits."""
+        softmax or sigmoid of the router's logits. `product`: function (x, W, b) -> x Wᵀ + b that computes the logits;
+        b may be left out."""
         wide = at_least_float32(x_TH.dtype)
         if self.config.router == "sigmoid":
             return product(x_TH.to(wide), self.weight.to(wide)).sigmoid()
-        return product(x_TH, self.weight).to(wide).softmax(dim=-1)
+        bias = (self.bias,) if self.config.mlp_bias else ()
+        return product(x_TH, self.weight, *bias).to(wide).softmax(dim=-1)
 
     def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose each token's K experts by their scores. Return (factors on the outputs of these experts [T, K], expert
         indices [T, K]). `scores_TE`: score of each of E experts for each of T tokens, from `scores`."""
-        ranking_TE = scores_TE.detach() if self.bias is None else scores_TE.detach() + self.bias.detach()
+        ranking_TE = scores_TE.detach()
+        if self.config.router_bias and self.bias is not None:
+            ranking_TE = ranking_TE + self.bias.detach()
         if self.config.expert_groups > 1:
             ranking_TE = self._keep_groups(ranking_TE)
         chosen_TK = ranking_TE.topk(self.config.experts_per_token, dim=-1).indices
@@ -153,8 +158,8 @@ class Router(nn.Module):
         by the target tokens of the whole step, so that the split into micro-batches and ranks does not change the
         result.
 
-        With a router bias, the term's value stays the same, but the gradient of an expert's bias becomes that expert's
-        load minus the mean load."""
+        With a bias that balances the load, the term's value stays the same, but the gradient of an expert's bias
+        becomes that expert's load minus the mean load."""
         config, rows = self.config, len(counted_B)
         chosen_BN = chosen_TK.view(rows, -1)
         load_BE = scores_TE.new_zeros(rows, config.experts)
@@ -168,7 +173,7 @@ class Router(nn.Module):
             scores_BE = scores_TE.view(rows, -1, config.experts).sum(dim=1) / tokens
             losses_B = config.experts / tokens * (row_load_BE * scores_BE).sum(dim=1)
             total = total + config.router_loss / config.expert_layers * (losses_B * counted_B).sum()
-        if self.bias is not None:
+        if config.router_bias and self.bias is not None:
             load_E = load_BE.sum(dim=0)
             total = total + ((self.bias - self.bias.detach()) * (load_E - load_E.mean())).sum()
         return total
@@ -176,41 +181,98 @@ class Router(nn.Module):
 
 class Experts(nn.Module):
     """MLPs of the routed experts on this rank, stacked. With E experts on this rank, of intermediate size F on this
-    rank, and hidden size H, `up.weight` is [E x 2F, H]: for each expert the gate projection, then the up projection;
-    `down.weight` is [E x H, F]. `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
-    parameters."""
+    rank, and hidden size H, `up.weight` is [E x 2F, H]: for each expert the gate projection, then the up projection,
+    or their rows in turn; `down.weight` is [E x H, F]. Of the bias on the down projection a rank holds and adds a slice
+    of H, [E x H / ranks], where several ranks split an expert's width. `axes`: communication of the mesh axes;
+    `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
         self.dispatcher = dispatcher = axes.dispatcher
-        self.experts, self.activation = config.experts, config.activation
+        self.experts, self.config = config.experts, config
         self.held = config.experts // (1 if dispatcher is None else dispatcher.expert_ranks)
-        width = config.expert_intermediate // (axes.tensor.size if dispatcher is None else dispatcher.width_ranks)
-        self.up = Linear(config.hidden, self.held * 2 * width, bias=False, **options)
+        ranks = axes.tensor.size if dispatcher is None else dispatcher.width_ranks
+        width, slice_size = config.expert_intermediate // ranks, config.hidden // ranks
+        self.first = slice_size * (axes.tensor.rank if dispatcher is None else dispatcher.width_rank)
+        self.up = Linear(config.hidden, self.held * 2 * width, bias=config.mlp_bias, **options)
         self.down = Linear(width, self.held * config.hidden, bias=False, **options)
+        if config.mlp_bias:
+            self.down.bias = nn.Parameter(torch.empty(self.held * slice_size, **options))
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
         """Return for each of T tokens the weighted sum of the outputs of its K experts, [T, H]. `x_TH`: hidden states;
-        `weights_TK`: factors on the experts' outputs; `chosen_TK`: indices of the experts."""
+        `weights_TK`: factors on the experts' outputs, or on their inputs if the model is so configured; `chosen_TK`:
+        indices of the experts."""
         tokens, chosen = chosen_TK.shape
-        expert_N, order_N = chosen_TK.flatten().sort(stable=True)
+        _, order_N, ends_E = sort_copies(chosen_TK, self.experts)
         inverse_N = invert_permutation(order_N)
-        experts_E = torch.arange(self.experts, device=x_TH.device)
-        ends_E = torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
 
         sorted_NH = Permuted.apply(x_TH, order_N, inverse_N, chosen)
+        if self.config.routed_input:
+            sorted_NH = sorted_NH * Permuted.apply(weights_TK.view(-1, 1), order_N, inverse_N, None)
         if self.dispatcher is None:
             y_NH = self._apply_experts(sorted_NH, ends_E)
         else:
             received_RH, ends_L, routes = self.dispatcher.dispatch(sorted_NH, ends_E)
             y_NH = self.dispatcher.combine(self._apply_experts(received_RH, ends_L), routes)
         y_TKH = Permuted.apply(y_NH, inverse_N, order_N, None).view(tokens, chosen, -1)
-        return (y_TKH * weights_TK[..., None]).sum(dim=1)
+        return y_TKH.sum(dim=1) if self.config.routed_input else (y_TKH * weights_TK[..., None]).sum(dim=1)
 
     def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return the outputs [N, H] of this rank's expert MLPs for N token copies `x_NH` (one for each of a token's
         experts), sorted by expert. Where several ranks split an expert's width, the outputs are this rank's partial
         sums. `ends_E`: exclusive end index of each expert's copies."""
-        gate_NF, up_NF = grouped_linear(x_NH, self.up.weight, ends_E, self.up.weight_gradients).chunk(2, dim=-1)
-        hidden_NF = activate(gate_NF, self.activation) * up_NF
-        return grouped_linear(hidden_NF, self.down.weight, ends_E, self.down.weight_gradients)
+        hidden_NF = self.activate(grouped_linear(x_NH, self.up, ends_E))
+        return grouped_linear(hidden_NF, self.down, ends_E, self.first)
+
+    def activate(self, up_NX: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [N, F] of N token copies for their gate and up projections `up_NX` [N, 2F]."""
+        config, interleaved = self.config, self.config.experts_interleaved
+        if config.swiglu_limit is not None:
+            return ClampedSwiGLU.apply(up_NX, config.swiglu_limit, config.swiglu_alpha, interleaved)  # type: ignore[no-any-return]
+        gate_NF, up_NF = split_gate(up_NX, interleaved)
+        return activate(gate_NF, config.activation) * up_NF
+
+
+def sort_copies(chosen_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort the token copies, one for each of a token's experts `chosen_TK`, by expert. Return the expert of each, the
+    permutation, [N] each, and the exclusive end index of each expert's copies, int32 [`experts`]."""
+    expert_N, order_N = chosen_TK.flatten().sort(stable=True)
+    experts_E = torch.arange(experts, device=chosen_TK.device)
+    return expert_N, order_N, torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
+
+
+def split_gate(up_NX: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the gate and the up projection, [N, F] each, in `up_NX` [N, 2F]. `interleaved`: True if their
+    columns alternate; False: the gate's come first."""
+    return (up_NX[..., ::2], up_NX[..., 1::2]) if interleaved else up_NX.chunk(2, dim=-1)  # type: ignore[return-value]
+
+
+class ClampedSwiGLU(torch.autograd.Function):
+    """Autograd function of gpt-oss's activation (arXiv:2508.10925, section 2.2): gate * sigmoid(alpha * gate) * (up +
+    1), where the gate is limited to at most `limit` and up to [-limit, limit]. It saves its input alone."""
+
+    @staticmethod
+    def forward(context: Any, up_NX: torch.Tensor, limit: float, alpha: float, interleaved: bool) -> torch.Tensor:
+        """Return the activation [N, F] of `up_NX` [N, 2F]; `interleaved`: as for `split_gate`."""
+        context.save_for_backward(up_NX)
+        context.numbers = limit, alpha, interleaved
+        gate_NF, up_NF = split_gate(up_NX, interleaved)
+        gate_NF = gate_NF.clamp(max=limit)
+        return torch.sigmoid(gate_NF * alpha).mul_(gate_NF).mul_(up_NF.clamp(-limit, limit).add_(1))
+
+    @staticmethod
+    def backward(context: Any, d_NF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient [N, 2F] of the input, given that of the output."""
+        (up_NX,) = context.saved_tensors
+        limit, alpha, interleaved = context.numbers
+        gate_NF, up_NF = split_gate(up_NX, interleaved)
+        d_NX = torch.empty_like(up_NX)
+        d_gate_NF, d_up_NF = split_gate(d_NX, interleaved)
+        limited_NF = gate_NF.clamp(max=limit)
+        share_NF = torch.sigmoid(limited_NF * alpha)
+        d_up_NF.copy_(share_NF).mul_(limited_NF).mul_(up_NF.abs() <= limit).mul_(d_NF)
+        # The derivative of g sigmoid(a g) is s (1 + a g (1 - s)).
+        d_gate_NF.copy_(limited_NF).mul_(alpha).mul_(1 - share_NF).add_(1).mul_(share_NF)
+        d_gate_NF.mul_(up_NF.clamp(-limit, limit).add_(1)).mul_(gate_NF <= limit).mul_(d_NF)
+        return d_NX, None, None, None

@@ -20,24 +20,34 @@ from meshwright.comm.custom_operator import custom_operator
 ALIGNMENT = 16  # bytes; the strides of grouped_mm operands must be multiples of it
 
 
-def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], for N token copies `x_NX` (one for each of a token's experts) sorted by expert, where W is
-    the matrix of the copy's expert; differentiable. `weight_EYX`: one W [Y, X] for each of E experts; `ends_E`:
-    exclusive end index of each expert's copies, int32."""
+def grouped_product(
+    x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor, bias_EZ: torch.Tensor | None = None,
+    first: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` (one for each of a token's experts) sorted by expert, where W
+    and b are those of the copy's expert; differentiable. `weight_EYX`: one W [Y, X] for each of E experts; `ends_E`:
+    exclusive end index of each expert's copies, int32; `bias_EZ`: one b for each, for the Z outputs from `first` on;
+    None: none."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _compute_grouped_product(x_NX, weight_EYX, ends_E)  # a custom operator's first call loads the compiler
-    return torch.ops.meshwright.grouped_product(x_NX, weight_EYX, ends_E)
+        # A custom operator's first call loads the compiler.
+        return _compute_grouped_product(x_NX, weight_EYX, ends_E, bias_EZ, first)
+    return torch.ops.meshwright.grouped_product(x_NX, weight_EYX, ends_E, bias_EZ, first)
 
 
-def _compute_grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], without autograd, for N token copies `x_NX` sorted by expert, where W is the matrix of the
-    copy's expert. `weight_EYX`: one W [Y, X] for each of E experts; `ends_E`: exclusive end index of each expert's
-    copies."""
+def _compute_grouped_product(
+    x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor, bias_EZ: torch.Tensor | None, first: int
+) -> torch.Tensor:
+    """Return what `grouped_product` does, without autograd."""
     if _supports_grouped_mm(x_NX, weight_EYX):
-        return F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
-    y_NY = x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
-    for expert, rows in _expert_slices(ends_E):
-        torch.mm(x_NX[rows], weight_EYX[expert].T, out=y_NY[rows])
+        y_NY = F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
+    else:
+        y_NY = x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
+        for expert, rows in _expert_slices(ends_E):
+            torch.mm(x_NX[rows], weight_EYX[expert].T, out=y_NY[rows])
+    if bias_EZ is not None:
+        copies_E = ends_E.long().diff(prepend=ends_E.new_zeros(1, dtype=torch.long))
+        of_copies_NZ = bias_EZ.repeat_interleave(copies_E, dim=0, output_size=len(y_NY))
+        y_NY[:, first : first + bias_EZ.shape[1]] += of_copies_NZ
     return y_NY
 
 
@@ -74,6 +84,18 @@ def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tens
     return dw_EYX
 
 
+def bias_gradients(dy_NZ: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return the gradient [E, Z] of the biases of E experts: for each the sum of the output gradients `dy_NZ` of its
+    copies. `ends_E`: exclusive end index of each expert's copies."""
+    ones_N8 = dy_NZ.new_ones(len(dy_NZ), ALIGNMENT // 2)  # as many columns as grouped_mm needs in bf16
+    if _supports_grouped_mm(dy_NZ, ones_N8):  # a product with ones: no host synchronisation
+        return _weight_gradient(dy_NZ.contiguous(), ones_N8, ends_E)[..., 0]  # type: ignore[no-any-return]
+    d_bias_EZ = dy_NZ.new_zeros(len(ends_E), dy_NZ.shape[1])
+    for expert, rows in _expert_slices(ends_E):
+        torch.sum(dy_NZ[rows], dim=0, out=d_bias_EZ[expert])
+    return d_bias_EZ
+
+
 def _supports_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if PyTorch's grouped_mm supports the operands `a` and `b`: CUDA, bf16 and strides aligned to 16
     bytes.
@@ -93,7 +115,7 @@ def _expert_slices(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
         start = stop
 
 
-_forward.register_fake(lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[1]))
+_forward.register_fake(lambda x, weight, ends, bias, first: x.new_empty(x.shape[0], weight.shape[1]))
 _input_gradient.register_fake(lambda dy, weight, ends: dy.new_empty(dy.shape[0], weight.shape[2]))
 _weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
 
@@ -101,17 +123,21 @@ _weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.sha
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     """Save the inputs (token copies, weights, end indices) of the grouped product for backward: the `setup_context`
     function of torch.library.register_autograd."""
-    ctx.save_for_backward(*inputs)
+    *tensors, bias_EZ, first = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.biased = None if bias_EZ is None else slice(first, first + bias_EZ.shape[1])
 
 
-def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Return the gradients of the grouped product's input and weight (None for `ends_E`), given the output gradient
-    `dy_NY`: the `backward` function of torch.library.register_autograd."""
+def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of the grouped product's input, weight and bias (None for the rest), given the output
+    gradient `dy_NY`: the `backward` function of torch.library.register_autograd."""
     x_NX, weight_EYX, ends_E = ctx.saved_tensors
     operators = torch.ops.meshwright
     return (
         operators.grouped_product_input(dy_NY, weight_EYX, ends_E),
         operators.grouped_product_weight(dy_NY, x_NX, ends_E),
+        None,
+        None if ctx.biased is None else bias_gradients(dy_NY[:, ctx.biased], ends_E),
         None,
     )
 

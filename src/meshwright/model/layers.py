@@ -95,6 +95,13 @@ class RMSNorm(nn.Module):
         return (wide * torch.rsqrt(square + self.epsilon) * self.factors()).to(x.dtype)
 
 
+def normalise(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return `x` divided by its root mean square over the last dimension, same shape and dtype; computed in float32 or
+    float64. `epsilon`: added to the mean square."""
+    wide = x.to(at_least_float32(x.dtype))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
 class LayerNorm(nn.Module):
     """LayerNorm over the last dimension, of `size` elements: (x - mean) / standard deviation * weight + bias (Ba et al.
     2016, arXiv:1607.06450). `epsilon`: added to the variance; `bias`: True for a layer with bias; `options`: `device`

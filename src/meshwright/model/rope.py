@@ -12,8 +12,8 @@ import torch
 
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.precision import at_least_float32
-from meshwright.spec.config import ModelConfig, Rotation
-from meshwright.spec.rope_scaling import RopeScaling
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.rope_scaling import RopeScaling, Rotation, Temperature
 
 
 def inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0) -> torch.Tensor:
@@ -48,9 +48,10 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tens
     scaling factor, high ones stay unchanged, with a ramp between. `scaling`: factor and limits."""
     assert scaling.original_max_positions and scaling.low_frequency_factor and scaling.high_frequency_factor
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    between = max(high - low, 1e-30)  # they are equal in Llama 4: no ramp
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_positions / wavelengths
-    kept_share = ((turns - low) / (high - low)).clamp(0, 1)
+    kept_share = ((turns - low) / between).clamp(0, 1)
     return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
 
 
@@ -122,6 +123,31 @@ class RotaryTable:
         short, is_short = self.up_to(trained, device), (lengths_BS <= trained)[:, None, :, None]
         first, second = (each[positions_BS.clamp(max=trained - 1)][:, None] for each in short)
         return torch.where(is_short, first, cosine), torch.where(is_short, second, sine)
+
+
+class TemperatureTable:
+    """Factors on the queries of layers with the position-dependent `temperature`, in `dtype` or float32; the same
+    interface as that of `RotaryTable`."""
+
+    def __init__(self, temperature: Temperature, dtype: torch.dtype) -> None:
+        self._temperature, self._dtype = temperature, at_least_float32(dtype)
+
+    def look_up(
+        self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device,
+        documents: Documents = ONE_DOCUMENT,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Return the factors [B or 1, 1, S, 1] at the positions `positions_BS` (None: start ... stop - 1), and None in
+        place of a sine."""
+        if positions_BS is None:
+            positions_BS = torch.arange(start, stop, device=device)[None]
+        steps_BS = (positions_BS + 1) // self._temperature.floor
+        factors_BS = steps_BS.to(self._dtype).log1p() * self._temperature.scale + 1
+        return factors_BS[:, None, :, None], None
+
+
+def make_table(turn: Rotation | Temperature, dtype: torch.dtype, length: int | None) -> RotaryTable | TemperatureTable:
+    """Return the table of a layer's rotary positions or temperatures. `dtype`, `length`: as for `RotaryTable`."""
+    return TemperatureTable(turn, dtype) if isinstance(turn, Temperature) else RotaryTable(turn, dtype, length)
 
 
 def half_rotation_order(config: ModelConfig) -> list[int] | None:

@@ -22,13 +22,17 @@ MaskForm = Literal["first", "varlen", "boolean"]
 attention), or one entry for each pair of tokens."""
 
 
-def choose_mask_form(device: torch.device, dtype: torch.dtype, head_size: int, capped: bool) -> MaskForm:
-    """Return the form of mask that the attention kernel for queries of `dtype` and `head_size` on `device` takes:
-    "boolean", "varlen" (`VarlenMask`) or "first" (index of the first visible key). `capped`: True if the scores have a
-    softcap, which tiled attention alone computes."""
+def choose_mask_form(
+    device: torch.device, dtype: torch.dtype, head_size: int, capped: bool, sinks: bool = False
+) -> MaskForm:
+    """Return the form of mask that the attention kernel for queries of `dtype` and `head_size` on `device` takes.
+    `capped`: True if the scores have a softcap, which tiled attention alone computes; `sinks`: True if heads have
+    sinks, which PyTorch's other kernels than flash attention do not compute."""
     if capped or device.type == "cpu":
         return "first"
-    return "varlen" if supports_flash_attention(device, dtype, head_size) else "boolean"
+    if supports_flash_attention(device, dtype, head_size):
+        return "varlen"
+    return "first" if sinks else "boolean"
 
 
 def visibility(
@@ -55,17 +59,21 @@ def visibility(
 def attend(
     q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: Visible, scores: Scores | None = None
 ) -> torch.Tensor:
-    """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D], for N query heads of size D and K key-value
-    heads. The S queries of a sequence belong to the last S of the C tokens whose keys and values are given. `visible`:
-    mask from `visibility` or a KV cache; None: causal if S = C, all keys visible if S < C. `scores`: scale of the
-    scores instead of 1 / √D, and their softcap; None: neither."""
+    """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D]. The S queries belong to the last S of the C
+    tokens whose keys and values are given. `visible`: mask from `visibility` or a KV cache; None: causal if S = C, all
+    keys visible if S < C. `scores`: scale of the scores instead of 1 / √D, their softcap, and sinks; None: none of
+    them."""
     scores = scores or Scores(q_BNSD.shape[-1] ** -0.5)
+    same_length, sinks = q_BNSD.shape[2] == k_BKCD.shape[2], scores.sinks is not None
+    if sinks and same_length and visible is None and not scores.softcap and supports_flash_attention(
+        q_BNSD.device, q_BNSD.dtype, q_BNSD.shape[-1]
+    ):  # fmt: skip
+        visible = VarlenMask(None, None)
     if isinstance(visible, VarlenMask):
-        return varlen_attention(q_BNSD, k_BKCD, v_BKCD, visible, scores.scale)
-    same_length = q_BNSD.shape[2] == k_BKCD.shape[2]
-    if same_length and (q_BNSD.device.type == "cpu" or scores.softcap):
+        return varlen_attention(q_BNSD, k_BKCD, v_BKCD, visible, scores.scale, scores.sinks)
+    if same_length and (q_BNSD.device.type == "cpu" or scores.softcap or sinks):
         return tiled_attention(q_BNSD, k_BKCD, v_BKCD, visible, scores)
-    assert not scores.softcap, "new tokens over a KV cache"
+    assert not scores.softcap and not sinks, "new tokens over a KV cache"
     causal = same_length and visible is None
     groups = q_BNSD.shape[1] // k_BKCD.shape[1]
     if groups > 1 and q_BNSD.device.type == "cuda" and not supports_grouped_query(q_BNSD.dtype, visible is not None):

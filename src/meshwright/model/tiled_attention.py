@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.model.attention_operator import attention_operator, by_kv_head, empty_bsnd
+from meshwright.model.attention_operator import attention_operator, by_kv_head, empty_bsnd, empty_gradient
 from meshwright.model.documents import move
 from meshwright.model.precision import at_least_float32
 from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES
@@ -48,11 +48,17 @@ class Tile(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scale and softcap of attention scores: scores are c tanh(scale q kᵀ / c) for a softcap c > 0 (Gemma 2:
-    arXiv:2408.00118, section 2), scale q kᵀ for a softcap of 0."""
+    """How attention scores are computed from products of queries and keys: c tanh(scale q kᵀ / c) for a softcap c > 0
+    (Gemma 2: arXiv:2408.00118, section 2), scale q kᵀ for a softcap of 0. sinks: learned scores of the N query heads,
+    each one more term of the softmax's denominator (gpt-oss: arXiv:2508.10925, section 2.3); None: none."""
 
     scale: float
     softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    def of_heads(self, q_BKGSD: torch.Tensor, heads: slice) -> Scores:
+        """Return a copy whose sinks are those of the key-value heads `heads`, [heads, G], of the K of `q_BKGSD`."""
+        return self if self.sinks is None else self._replace(sinks=self.sinks.view(q_BKGSD.shape[1:3])[heads])
 
 
 def tiled_attention(
@@ -61,8 +67,8 @@ def tiled_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, D], stored in memory as [B, S, N, D]. Each query
     attends to the keys from its index in `first_BS` (None: from 0) to its own; query head n reads key-value head n //
-    (N / K), for N query and K key-value heads. `scores`: scale of the scores instead of 1 / √D, and their softcap;
-    None: neither."""
+    (N / K), for N query and K key-value heads. `scores`: scale of the scores instead of 1 / √D, their softcap, and
+    sinks; None: none of them."""
     arguments = q_BNSD, k_BKSD, v_BKSD, first_BS, *(scores or Scores(q_BNSD.shape[-1] ** -0.5))
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # A custom operator's first call loads the compiler (over a second); generation does without.
@@ -72,11 +78,11 @@ def tiled_attention(
 
 def _compute_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None, scale: float,
-    softcap: float,
+    softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Compute causal attention, softmax(scores) v, [B, N, S, D], without autograd. `first_BS`: first visible key index
-    of each query (None: 0). `scale`, `softcap`: fields of `Scores`."""
-    how = Scores(scale, softcap)
+    of each query (None: 0). `scale`, `softcap`, `sinks`: fields of `Scores`."""
+    how = Scores(scale, softcap, sinks)
     q, out = by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD)
     out_BKGSD = by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
@@ -85,23 +91,27 @@ def _compute_attention(
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            p_PXL, _ = _compute_probabilities(flatten_heads(part), wide_k_PSD, tile, part.shape, how)
+            p_PXL, *_ = _compute_probabilities(
+                flatten_heads(part), wide_k_PSD, tile, part.shape, how.of_heads(q, heads)
+            )
             o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
             out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
     return out
 
 
 def _compute_gradients(
-    d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], first_BS: torch.Tensor | None, scale: float, softcap: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values (`saved`), in their shapes. `d_out_BNSD`: gradient of the
-    attention output. `first_BS`: first visible key index of each query; None: 0. `scale`, `softcap`: fields of
-    `Scores`."""
+    d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], first_BS: torch.Tensor | None, scale: float, softcap: float,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys and values (`saved`), in their shapes, and of the sinks. `d_out_BNSD`:
+    gradient of the attention output. `first_BS`: first visible key index of each query; None: 0. `scale`, `softcap`,
+    `sinks`: fields of `Scores`."""
     q_BNSD, k_BKSD, v_BKSD = saved
     q, d_out = by_kv_head(q_BNSD, k_BKSD), by_kv_head(d_out_BNSD, k_BKSD)
     dq, dk, dv = empty_bsnd(q_BNSD), empty_bsnd(k_BKSD), empty_bsnd(v_BKSD)
     dq_BKGSD = by_kv_head(dq, k_BKSD)
-    wide, how = at_least_float32(q.dtype), Scores(scale, softcap)
+    wide, how = at_least_float32(q.dtype), Scores(scale, softcap, sinks)
+    d_sinks = empty_gradient(q, sinks).to(wide).zero_()
     for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
         k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
@@ -109,9 +119,13 @@ def _compute_gradients(
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
             q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(d_out[rows, heads, :, tile.queries])
-            p_PXL, slope_PXL = _compute_probabilities(q_PXD, wide_k_PSD, tile, part.shape, how)
+            of_heads = how.of_heads(q, heads)
+            p_PXL, slope_PXL, p_sinks = _compute_probabilities(q_PXD, wide_k_PSD, tile, part.shape, of_heads)
             dv_PSD[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXD)
             dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT)
+            if p_sinks is not None:
+                inner_PX = (p_PXL * dp_PXL).sum(dim=-1, dtype=wide)
+                d_sinks.view(q.shape[1:3])[heads] -= (p_sinks * inner_PX.view(p_sinks.shape)).sum(dim=(0, 3))
             ds_PXL = torch.ops.aten._softmax_backward_data(dp_PXL, p_PXL, -1, q.dtype)  # sums in float32 at least
             if slope_PXL is not None:
                 ds_PXL = (ds_PXL * slope_PXL).to(q.dtype)
@@ -120,19 +134,28 @@ def _compute_gradients(
             dk_PSD[:, tile.keys] += torch.bmm(ds_PXL.mT, q_PXD)
         torch.mul(dk_PSD.view(dk[rows, heads].shape), scale, out=dk[rows, heads])
         dv[rows, heads] = dv_PSD.view(dv[rows, heads].shape)
-    return dq, dk, dv
+    return dq, dk, dv, d_sinks.to(q.dtype)
 
 
 def _compute_probabilities(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, how: Scores
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the softmax of a tile's attention scores, [P, X, L], in the dtype of `q_PXD`, and the derivative of their
-    softcap at each score (None without softcap). P: sequences x KV heads; X: queries x query heads per KV head; L: keys
-    of `tile`. `wide_k_PSD`, `shape`, `how`: as in `compute_scores`."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the softmax of a tile's scores, in the dtype of `q_PXD`, the derivative of their softcap, and the
+    probabilities of the sinks, [sequences, heads, G, queries]; arguments as those of `compute_scores`. The scores are
+    freed."""
     scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, how)
-    p_PXL = torch.softmax(scores_PXL, dim=-1)
+    p_PXL, p_sinks = torch.softmax(scores_PXL, dim=-1), None
+    if how.sinks is not None:
+        p_sinks = torch.sigmoid(how.sinks.to(p_PXL.dtype)[..., None] - log_sum_exp(scores_PXL, p_PXL).view(shape[:-1]))
+        p_PXL *= (1 - p_sinks).view(*p_PXL.shape[:2], 1)
     del scores_PXL  # before a copy in another dtype
-    return p_PXL.to(q_PXD.dtype), slope_PXL
+    return p_PXL.to(q_PXD.dtype), slope_PXL, p_sinks
+
+
+def log_sum_exp(scores_PXL: torch.Tensor, p_PXL: torch.Tensor) -> torch.Tensor:
+    """Return the log-sum-exp [P, X] of `scores_PXL`, given their softmax `p_PXL`: its greatest element is exp(greatest
+    score - log-sum-exp)."""
+    return scores_PXL.amax(dim=-1) - p_PXL.amax(dim=-1).log()
 
 
 def compute_scores(

@@ -24,16 +24,18 @@ from meshwright.model.layers import Embedding, Linear, make_norm, scale_embeddin
 from meshwright.model.loss import IGNORED, OutputHead, cap_logits_, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.prediction import PredictionModule, shift_by_one
-from meshwright.model.rope import RotaryTable
+from meshwright.model.rope import RotaryTable, TemperatureTable, make_table
 from meshwright.model.scaled_dot_product import Visible, choose_mask_form
 from meshwright.model.units import NO_UNITS, Units
 from meshwright.model.weight_gradients import attach_taps
 from meshwright.spec.chunks import keeps_head_gradient
-from meshwright.spec.config import ModelConfig, Rotation
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.rope_scaling import Rotation, Temperature
 from meshwright.spec.stages import Stage, whole_model
 
-Rotated = tuple[torch.Tensor, torch.Tensor] | None
-"""Rotary cosine and sine of each token, [B or 1, 1, S, D/2] each; None without rotary positions."""
+Rotated = tuple[torch.Tensor, torch.Tensor | None] | None
+"""Rotary cosine and sine of each token, [B or 1, 1, S, D/2] each; factors on its queries [B or 1, 1, S, 1] and None;
+None without either."""
 
 
 class StageInput(NamedTuple):
@@ -93,7 +95,7 @@ class Transformer(nn.Module):
         self.final_norm = make_norm(config, **options) if last else None
         self.prediction = PredictionModule(config, axes, **options) if last and config.prediction_layers else None
         self.head = Linear(config.hidden, width, bias=False, **options) if last and not config.tied else None
-        self._dtype, self._rotary = dtype, dict[Rotation, RotaryTable]()
+        self._dtype, self._rotary = dtype, dict[Rotation | Temperature, RotaryTable | TemperatureTable]()
         self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = axes.recompute.wrap_block(
             axes.recompute.wrap(Block.__call__)
         )
@@ -309,23 +311,27 @@ class Transformer(nn.Module):
         KV cache. Arguments are those of `_forward_blocks`."""
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = {layer: self.config.layer_window(layer) for layer in layers}
-        turns = {layer: self.config.layer_rotation(layer) for layer in windows}
+        turns = {layer: self.config.layer_rotation(layer) or self.config.layer_temperature(layer) for layer in windows}
         visible: dict[int | None, Visible] = {}
         if cache is None:
             context = self.axes.context
             assert context.size == 1 or documents.indices_C is not None, "context parallelism needs indices_C"
             capped, size = self.config.attention_softcap is not None, max(self.config.head_dim, self.config.value_dim)
-            form = choose_mask_form(tokens_BS.device, self._dtype, size, capped)
+            form = choose_mask_form(tokens_BS.device, self._dtype, size, capped, self.config.attention_sinks)
             for each in set(windows.values()):
-                visible[each] = context.visibility(documents, sequence, each, tokens_BS.device, form)
+                inside, window = documents, each
+                if each is not None and self.config.window_chunks:
+                    whole = len(tokens_BS), sequence * context.size
+                    inside, window = documents.cut(each, *whole, tokens_BS.device), None
+                visible[each] = context.visibility(inside, sequence, window, tokens_BS.device, form)
         # The host would wait for a GPU to read the largest position: only a caller's own ones are unknown.
         stop = cached + sequence if positions_BS is None else int(positions_BS.max()) + 1
         if positions_BS is None and (positions_BS := documents.positions_BS()) is not None:
             stop = sequence * self.axes.context.size
-        rotations: dict[Rotation | None, tuple[torch.Tensor, torch.Tensor] | None] = {None: None}
+        rotations: dict[Rotation | Temperature | None, Rotated] = {None: None}
         for turn in turns.values():
             if turn is not None and turn not in rotations:
-                table = self._rotary.setdefault(turn, RotaryTable(turn, self._dtype, self.served_length))
+                table = self._rotary.setdefault(turn, make_table(turn, self._dtype, self.served_length))
                 rotations[turn] = table.look_up(positions_BS, cached, stop, tokens_BS.device, documents)
         return positions_BS, {layer: (rotations[turns[layer]], visible.get(windows[layer])) for layer in windows}
 

@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.model.attention_operator import attention_operator, empty_bsnd
+from meshwright.model.attention_operator import (
+    add_sinks,
+    attention_operator,
+    empty_bsnd,
+    empty_gradient,
+    sink_gradients,
+)  # fmt: skip
 from meshwright.model.documents import Documents, move
 from meshwright.spec.chunks import padded_documents
 
@@ -37,6 +43,11 @@ class VarlenMask(NamedTuple):
     cu_seqlens: torch.Tensor | None
     lengths: torch.Tensor | None
     window: int = 0
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Both tensors; empty where each sequence is one document."""
+        return [] if self.cu_seqlens is None or self.lengths is None else [self.cu_seqlens, self.lengths]
 
 
 class FlashCall(NamedTuple):
@@ -89,12 +100,14 @@ def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size
 
 
 def varlen_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: VarlenMask, scale: float | None = None
-) -> torch.Tensor:
-    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], stored in memory as [B, S, N, D]; each token
-    attends only within its document and the sliding window (`mask`). Query head n of N reads key-value head n // (N /
-    K). `scale`: None: 1 / √D."""
-    return torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, *mask, scale)[0]  # type: ignore[no-any-return]
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: VarlenMask, scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], stored in memory as [B, S, N, D], of tokens that
+    see only their document and window; query head n reads key-value head n // (N / K). `scale`: None: 1 / √D.
+    `sinks`: one more score of each query head [N]; None: none."""
+    found = torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, mask.tensors, mask.window, scale, sinks)
+    return found[0]  # type: ignore[no-any-return]
 
 
 def flash_forward(
@@ -144,33 +157,36 @@ def _from_kernel(x: torch.Tensor, like_BNSD: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None, window: int, scale: float | None,
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, tensors: list[torch.Tensor], window: int,
+    scale: float | None, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute causal attention within documents by flash kernels, without autograd; return the output [B, N, S, D] and
-    each query's log-sum-exp, float32 [B, N, S]. `cu_seqlens`, `lengths`, `window`: fields of the `VarlenMask`; `scale`:
-    of the scores (None: 1 / √D)."""
-    return flash_forward(q_BNSD, k_BKSD, v_BKSD, _causal_call(q_BNSD, cu_seqlens, lengths, window, scale))
+    """Compute variable-length attention without autograd; return the output [B, N, S, D] and each query's log-sum-exp,
+    float32 [B, N, S]. `tensors`, `window`: of a `VarlenMask`; `scale`, `sinks`: of the scores."""
+    found = flash_forward(q_BNSD, k_BKSD, v_BKSD, _causal_call(q_BNSD, tensors, window, scale))
+    if sinks is not None:
+        add_sinks(*found, sinks[:, None])
+    return found
 
 
 def _compute_gradients(
-    d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None, window: int, scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values, in their shapes. `d_out_BNSD`: gradient of the output;
-    `saved`: queries, keys, values, output and log-sum-exps; `cu_seqlens`, `lengths`, `window`, `scale`: those of the
-    forward."""
-    return flash_backward(d_out_BNSD, saved, _causal_call(d_out_BNSD, cu_seqlens, lengths, window, scale))
+    d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], tensors: list[torch.Tensor], window: int,
+    scale: float | None, sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys and values, in their shapes, and of the sinks. `d_out_BNSD`: gradient of
+    the output; `saved`: queries, keys, values, output and log-sum-exps. The last arguments are those of the forward."""
+    found = flash_backward(d_out_BNSD, saved, _causal_call(d_out_BNSD, tensors, window, scale))
+    if sinks is None:
+        return *found, empty_gradient(d_out_BNSD, None)
+    out, log_sum = saved[3:]
+    return *found, sink_gradients(sinks, log_sum, (d_out_BNSD.float() * out).sum(dim=-1))
 
 
-def _causal_call(
-    q_BNSD: torch.Tensor, cu_seqlens: torch.Tensor | None, lengths: torch.Tensor | None, window: int,
-    scale: float | None,
-) -> FlashCall:  # fmt: skip
-    """Return the arguments of the kernel call for attention on one device. The last four arguments are the fields of
-    its `VarlenMask` (one chunk, the sequence) and the scale of the scores; `q_BNSD`: gives the length of sequences."""
+def _causal_call(q_BNSD: torch.Tensor, tensors: list[torch.Tensor], window: int, scale: float | None) -> FlashCall:
+    """Return the kernel call, with variable lengths, for queries, the parts of a `VarlenMask` of one chunk and the
+    scale of the scores."""
     tokens, left = q_BNSD.shape[2], window - 1 if window else None
-    if cu_seqlens is not None and lengths is not None:
+    if tensors:
+        cu_seqlens, lengths = tensors
         return FlashCall(cu_seqlens[0], int(lengths[0]), True, left, scale)
     ends = torch.arange(0, len(q_BNSD) * tokens + 1, tokens, dtype=torch.int32, device=q_BNSD.device)
     return FlashCall(ends, tokens, True, left, scale)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.model.grouped_product import grouped_product
+from meshwright.model.grouped_product import bias_gradients, grouped_product
 
 Multiply = Callable[..., torch.Tensor]
 
@@ -250,23 +250,33 @@ def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[N
             each.taps = None
 
 
-def grouped_linear(
-    x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients | None
-) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], for N token copies `x_NX` (one for each of a token's experts) sorted by expert, where W is
-    the matrix of the copy's expert. `weight` [E x Y, X]: the W of all E experts stacked; `ends_E`: exclusive end index
-    of each expert's copies; `queue`: backward hands it the computation of the weight gradient; None: autograd computes
-    the weight gradient."""
+def grouped_linear(x_NX: torch.Tensor, layer: GroupedLayer, ends_E: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` (one for each of a token's experts) sorted by expert, where W
+    and b are those of the copy's expert. `ends_E`: exclusive end index of each expert's copies; `first`: output from
+    which on b is added. The layer's queue gets the computation of the weight gradient in backward; without one autograd
+    computes it."""
+    weight, bias, queue = layer.weight, layer.bias, layer.weight_gradients
     if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
-        return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)
+        bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)
+        return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E, bias_EZ, first)
     apply = _uncompiled if torch.compiler.is_compiling() else _apply_function
-    return apply(_GroupedLinear, x_NX, weight, ends_E, queue)
+    return apply(_GroupedLinear, x_NX, weight, bias, ends_E, first, queue)
 
 
-def _unstack_experts(weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """View the weights of E experts stacked along dim 0, [E x Y, X], as [E, Y, X]. `ends_E`: tensor of length E, from
-    which E is taken."""
-    return weight.view(len(ends_E), -1, weight.shape[1])
+class GroupedLayer(Protocol):
+    """Interface of the linear layers of E experts. weight: their matrices stacked, [E x Y, X]. bias: their biases, or
+    slices of these, [E x Z], Z <= Y; None: none. weight_gradients: queue of weight gradients; None: autograd computes
+    them."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    weight_gradients: WeightGradients | None
+
+
+def _unstack_experts(stacked: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """View the weights or biases of E experts stacked along dim 0, [E x Y, ...], as [E, Y, ...]. `ends_E`: tensor of
+    length E, from which E is taken."""
+    return stacked.unflatten(0, (len(ends_E), -1))
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -276,26 +286,30 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients
-    ) -> torch.Tensor:
-        """Return x Wᵀ, [N, Y], for N token copies `x_NX` sorted by expert, where W is the matrix of the copy's expert.
-        `weight`: the W of all E experts stacked, [E x Y, X]; `ends_E`: exclusive end index of each expert's copies;
-        `queue`: receives the operands of the weight gradient in backward."""
+        context: Any, x_NX: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, ends_E: torch.Tensor,
+        first: int, queue: WeightGradients,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert. `weight`, `bias`: those of all E experts
+        stacked; `ends_E`, `first`: as for `grouped_linear`; `queue`: receives the operands of the weight gradient in
+        backward."""
         context.save_for_backward(x_NX, weight, ends_E)
+        bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)
         context.weight, context.queue = weight, queue
-        return torch.ops.meshwright.grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)  # type: ignore[no-any-return]
+        context.biased = None if bias_EZ is None else slice(first, first + bias_EZ.shape[1])
+        return torch.ops.meshwright.grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E, bias_EZ, first)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of `x_NX`, given that of the output, and None for the other inputs; hand the operands of
-        the weight gradient to the queue that `forward` was given."""
+        """Return the gradients of `x_NX` and the bias, given that of the output, and None for the other inputs; hand
+        the operands of the weight gradient to the queue that `forward` was given."""
         x_NX, weight, ends_E = context.saved_tensors
         needs_x, needs_weight = context.needs_input_grad[:2]
         operators = torch.ops.meshwright
         dx_NX = operators.grouped_product_input(dy_NY, _unstack_experts(weight, ends_E), ends_E) if needs_x else None
         if needs_weight:
             context.queue.submit(context.weight, operators.grouped_product_weight, dy_NY, x_NX.detach(), ends_E)
-        return dx_NX, None, None, None
+        d_bias = bias_gradients(dy_NY[:, context.biased], ends_E).flatten() if context.needs_input_grad[2] else None
+        return dx_NX, None, d_bias, None, None, None
 
 
 def _apply_function(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:

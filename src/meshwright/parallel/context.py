@@ -28,7 +28,14 @@ from meshwright.comm.handle import DONE
 from meshwright.comm.mesh import Axis, Mesh, find_axis
 from meshwright.comm.operators import all_to_all, reduce_from
 from meshwright.layout import Layout
-from meshwright.model.attention_operator import attention_operator, by_kv_head, empty_bsnd
+from meshwright.model.attention_operator import (
+    add_sinks,
+    attention_operator,
+    by_kv_head,
+    empty_bsnd,
+    empty_gradient,
+    sink_gradients,
+)  # fmt: skip
 from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
 from meshwright.model.precision import at_least_float32
@@ -105,10 +112,10 @@ class RingAttention(ContextParallel):
         scores = scores or Scores(q_BNSD.shape[-1] ** -0.5)
         if isinstance(visible, VarlenMask):
             assert not scores.softcap
-            *tensors, window = visible
-            numbers = [float(window), scores.scale]
-            return operators.flash_ring_attention(q_BNSD, k_BKSD, v_BKSD, *tensors, numbers, key)[0]  # type: ignore[no-any-return]
-        arguments = q_BNSD, k_BKSD, v_BKSD, visible, key, *scores
+            numbers = [float(visible.window), scores.scale]
+            found = operators.flash_ring_attention(q_BNSD, k_BKSD, v_BKSD, visible.tensors, numbers, key, scores.sinks)
+            return found[0]  # type: ignore[no-any-return]
+        arguments = q_BNSD, k_BKSD, v_BKSD, visible, [scores.scale, scores.softcap], key, scores.sinks
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # A custom operator's first call loads the compiler.
             return _attend_by_tiles(*arguments)[0]
@@ -132,6 +139,8 @@ class UlyssesAttention(ContextParallel):
         by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
         mine = all_to_all(by_rank, axis, "attention.heads", split=1, join=2)
         q, k, v = mine.split([x.shape[1] // axis.size for x in three], dim=1)
+        if scores is not None and scores.sinks is not None:
+            scores = scores._replace(sinks=scores.sinks.unflatten(0, (axis.size, -1))[axis.rank])
         out = attend(q, k, v, visible, scores)
         return all_to_all(out.transpose(1, 2), axis, "attention.tokens", split=1, join=2).transpose(1, 2)
 
@@ -163,11 +172,13 @@ def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str
 
 
 def _compute_ring_attention(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, key: str, attend_span: ring_spans.AttendSpan
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, key: str, attend_span: ring_spans.AttendSpan,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ring attention without autograd. Return the output [B, N, C, D] and each query's log-sum-exp [B, N, C]
     for the C tokens on this rank. `key`: string that identifies the cp axis (`Axis.key`), because custom operators
-    accept no objects; `attend_span`: computes the attention of a span."""
+    accept no objects; `attend_span`: computes the attention of a span; `sinks`: of the query heads, which are merged
+    once, after all KV blocks."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
@@ -176,15 +187,18 @@ def _compute_ring_attention(
         for span in ring_spans.list_spans(axis.rank, source, axis.size, block.shape[3]):
             for at, *more in attend_span(q, block, span):
                 ring_spans.merge_attention(out[at], log_sum[at], *more)
+    if sinks is not None:
+        add_sinks(out, log_sum, sinks.view(*q.shape[1:3], 1))
     return empty_bsnd(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
 
 
 def _compute_gradients(
-    d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], key: str, add_span: ring_spans.AddSpan
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of ring attention's queries, keys and values, in their shapes, given the output gradient
-    `d_out_BNCD`. `saved_tensors`: queries, keys, values, output, log-sum-exps; `key`: string that identifies the cp
-    axis (`Axis.key`); `add_span`: adds the gradients of a span."""
+    d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], key: str, add_span: ring_spans.AddSpan,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of ring attention's queries, keys and values, in their shapes, and that of the `sinks` by
+    this rank's queries, given the output gradient `d_out_BNCD`. `saved_tensors`: queries, keys, values, output,
+    log-sum-exps; `key`: string that identifies the cp axis (`Axis.key`); `add_span`: adds the gradients of a span."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
@@ -203,7 +217,8 @@ def _compute_gradients(
         handle = collectives.rotate(arriving, leaving, axis, SITE + ".gradients", async_op=True)
     handle.wait()
     dk, dv = (empty_bsnd(k_BKCD).copy_(each) for each in arriving)
-    return empty_bsnd(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv
+    d_sinks = empty_gradient(q_BNCD, None) if sinks is None else sink_gradients(sinks, log_sum_BNC, inner_BNC)
+    return empty_bsnd(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv, d_sinks
 
 
 def _empty_results(q_BNCD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,47 +231,48 @@ def _empty_results(q_BNCD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torc
 
 
 def _attend_by_tiles(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str,
-    scale: float, softcap: float,
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None,
+    numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by tiles: forward of the operator `ring_attention`. Return the output [B, N, C, D] and
-    each query's log-sum-exp [B, N, C] for this rank's C tokens of B sequences. `first_BC`: index in the sequence of the
-    first key that each query attends to (None: 0); `key`: `Axis.key` of cp; `scale`, `softcap`: of the scores."""
-    attend_span = partial(ring_spans.attend_by_tiles, first_BC, Scores(scale, softcap))
-    return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span)
+    """Compute ring attention by tiles (see `_compute_ring_attention`, `ring_spans.attend_by_tiles`). `numbers`: scale
+    and softcap of the scores."""
+    attend_span = partial(ring_spans.attend_by_tiles, first_BC, Scores(numbers[0], numbers[1]))
+    return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
 
 def _differentiate_by_tiles(
-    d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], first_BC: torch.Tensor | None, key: str, scale: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values by tiles: backward of the operator `ring_attention`.
-    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `first_BC`, `key`, `scale`,
-    `softcap`: arguments of the forward."""
-    add_span = partial(ring_spans.add_by_tiles, first_BC, Scores(scale, softcap))
-    return _compute_gradients(d_out_BNCD, saved, key, add_span)
+    d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], first_BC: torch.Tensor | None, numbers: list[float], key: str,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys, values and sinks by tiles (see `_compute_gradients`)."""
+    return _compute_gradients(
+        d_out_BNCD, saved, key, partial(ring_spans.add_by_tiles, first_BC, Scores(numbers[0], numbers[1])), sinks
+    )
 
 
 def _attend_by_flash(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None, numbers: list[float], key: str,
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, tensors: list[torch.Tensor],
+    numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by flash kernels: forward of the operator `flash_ring_attention`. Return the output [B, N,
-    C, D] and each query's log-sum-exp [B, N, C] for this rank's C tokens of B sequences. `cu_seqlens`, `lengths`:
-    fields of the `VarlenMask`; `numbers`: [its window in tokens, scale of the scores]; `key`: `Axis.key` of cp."""
-    mask = VarlenMask(cu_seqlens, lengths, int(numbers[0]))
-    return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, partial(ring_spans.attend_by_flash, mask, numbers[1]))
+    """Compute ring attention by flash kernels (see `_compute_ring_attention`). `tensors`: of the mask; `numbers`: its
+    window, and the scale of the scores."""
+    attend_span = partial(ring_spans.attend_by_flash, _varlen_mask(tensors, numbers), numbers[1])
+    return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
 
 def _differentiate_by_flash(
-    d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], cu_seqlens: torch.Tensor | None,
-    lengths: torch.Tensor | None, numbers: list[float], key: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values by flash kernels: backward of the operator
-    `flash_ring_attention`. `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps;
-    `cu_seqlens`, `lengths`, `numbers`, `key`: arguments of the forward."""
-    mask = VarlenMask(cu_seqlens, lengths, int(numbers[0]))
-    return _compute_gradients(d_out_BNCD, saved, key, partial(ring_spans.add_by_flash, mask, numbers[1]))
+    d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], tensors: list[torch.Tensor], numbers: list[float], key: str,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys, values and sinks by flash kernels (see `_compute_gradients`). `tensors`,
+    `numbers`: as in the forward."""
+    add_span = partial(ring_spans.add_by_flash, _varlen_mask(tensors, numbers), numbers[1])
+    return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
+
+
+def _varlen_mask(tensors: list[torch.Tensor], numbers: list[float]) -> VarlenMask:
+    """Return the mask of which `tensors` and, at first in `numbers`, the window are given."""
+    return VarlenMask(tensors[0], tensors[1], int(numbers[0])) if tensors else VarlenMask(None, None, int(numbers[0]))
 
 
 attention_operator("ring_attention", _attend_by_tiles, _differentiate_by_tiles, _empty_results)

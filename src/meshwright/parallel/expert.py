@@ -56,7 +56,7 @@ class AllToAllTokenDispatcher:
 
     def __init__(self, ep: Axis, etp: Axis) -> None:
         self.ep, self.etp = ep, etp
-        self.expert_ranks, self.width_ranks = ep.size, etp.size
+        self.expert_ranks, self.width_ranks, self.width_rank = ep.size, etp.size, etp.rank
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Dispatched]:
         """Send token copies `x_NH`, one for each of a token's experts and sorted by expert, to the ranks of their

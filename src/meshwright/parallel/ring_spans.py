@@ -21,7 +21,7 @@ import torch
 
 from meshwright.model.attention_operator import by_kv_head
 from meshwright.model.precision import at_least_float32
-from meshwright.model.tiled_attention import Scores, Span, compute_scores, cut_tiles, flatten_heads
+from meshwright.model.tiled_attention import Scores, Span, compute_scores, cut_tiles, flatten_heads, log_sum_exp
 from meshwright.model.varlen_attention import FlashCall, VarlenMask, flash_backward, flash_forward
 
 
@@ -97,8 +97,7 @@ def attend_by_tiles(
             part = q_BKGCD[at]
             scores_PXL, _ = compute_scores(flatten_heads(part), wide_k_PCD, tile, part.shape, how)
             p_PXL = torch.softmax(scores_PXL, dim=-1)
-            # The greatest probability is exp(greatest score - log sum).
-            here = (scores_PXL.amax(dim=-1) - p_PXL.amax(dim=-1).log()).view(part.shape[:-1])
+            here = log_sum_exp(scores_PXL, p_PXL).view(part.shape[:-1])
             o_PXD = torch.bmm(p_PXL.to(q_BKGCD.dtype), v_PCD[:, tile.keys])
             yield at, o_PXD.view(part.shape), here
 

@@ -86,7 +86,7 @@ def rotate_and_store(
 
 
 def attend(
-    qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scores: tuple[float, float],
+    qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scores: tuple[float, float, torch.Tensor | None],
     scratch: torch.Tensor, arrivals: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Return the causal attention of a step's T tokens over the cached keys and values of their sequences, [T, N D]. N
@@ -97,7 +97,8 @@ def attend(
 
     qkv: [T, (N + 2K) D], of which the queries are read, the first N D columns. cache: (keys, values), each [C, K, D]
     for C slots. tiles: tokens that are computed together. window: number of keys that a token attends to, its own
-    included (None: all). scores: scale and softcap (0: none) of the scores. scratch: float32 buffer for partial
+    included (None: all). scores: scale and softcap (0: none) of the scores, and one more score of each query head [N],
+    its sink (None: none). scratch: float32 buffer for partial
     results, large enough for at least one tile. arrivals: int32, at least I x K zeros, which are zeros again
     afterwards."""
     keys, values = cache
@@ -112,15 +113,17 @@ def attend(
     assert at_once * kv_heads <= arrivals.numel()
     stats = scratch[at_once * tiles.tokens * heads * sections * size :]
     step = 64 if keys.dtype.itemsize == 2 else 32
+    scale, softcap, sinks = scores
     for begin in range(0, count, at_once):
         numbers = tiles.numbers[:, begin : begin + at_once]
         many = numbers.shape[1]
         shared = min(sections, max(1, _PROGRAMS // (many * kv_heads)))
         kernels.attend[(many, kv_heads, shared)](
-            qkv, keys, values, tiles.positions, numbers, tiles.tables, scratch, stats, arrivals, out, *scores,
+            qkv, keys, values, tiles.positions, numbers, tiles.tables, scratch, stats, arrivals, out,
+            out if sinks is None else sinks, scale, softcap,
             qkv.shape[1], tiles.tables.stride(0), numbers.stride(0), tiles.tokens, sections, window or 0,
-            scores[1] != 0, kv_heads, group, triton.next_power_of_2(group), tiles.rows, size, padded, SECTION, step,
-            BLOCK_TOKENS, _PDL,
+            softcap != 0, sinks is not None, kv_heads, group, triton.next_power_of_2(group), tiles.rows, size, padded,
+            SECTION, step, BLOCK_TOKENS, _PDL,
             num_warps=4, num_stages=2, **_LAUNCH,
         )  # fmt: skip
     return out

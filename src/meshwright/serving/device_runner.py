@@ -21,7 +21,7 @@ from meshwright.kernels.operations import BLOCK_TOKENS
 from meshwright.model import layers as modules
 from meshwright.model.attention import Attention
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.experts import Mixture
+from meshwright.model.experts import Mixture, sort_copies
 from meshwright.model.loss import cap_logits_
 from meshwright.model.rope import RotaryTable, pad_pairs
 from meshwright.model.transformer import Transformer
@@ -34,7 +34,7 @@ from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.torch_runner import OrderedTensorParallel
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
-from meshwright.spec.config import Rotation
+from meshwright.spec.rope_scaling import Rotation
 
 
 class DeviceRunner:
@@ -252,23 +252,20 @@ class DeviceRunner:
             norms = None
         rotation = self._rotations[self.config.layer_rotation(layer)]
         self._operations.rotate_and_store(qkv, cache, tiles, rotation, norms, config.norm_epsilon)
-        scores = config.score_scale, config.attention_softcap or 0.0
+        scores = config.score_scale, config.attention_softcap or 0.0, attention.sinks
         out = self._operations.attend(qkv, cache, tiles, config.layer_window(layer), scores, *self._scratch)
         return self._linear(attention.output, out)
 
     def _mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output of a mixture-of-experts layer (routed and shared experts), [T, H], summed over
-        tensor-parallel ranks. x_TH: its normed input."""
+        """Return the output [T, H] of a mixture of experts, summed over tensor-parallel ranks. x_TH: normed input."""
         experts, (tokens, hidden) = mixture.experts, x_TH.shape
         weights_TK, chosen_TK = mixture.router.choose(mixture.router.scores(x_TH, self._product))
         count = chosen_TK.shape[1]
-        expert_N, order_N = chosen_TK.flatten().sort(stable=True)
-        ends_E = torch.searchsorted(
-            expert_N, torch.arange(experts.experts, device=x_TH.device), right=True, out_int32=True
-        )
-        stacked = [each.weight.view(experts.experts, -1, each.weight.shape[1]) for each in (experts.up, experts.down)]
-        up_NF = self._operations.grouped_product(x_TH.index_select(0, order_N // count), stacked[0], ends_E)
-        y_NH = self._operations.grouped_product(self._activate(up_NF, experts.activation, True), stacked[1], ends_E)
+        expert_N, order_N, ends_E = sort_copies(chosen_TK, experts.experts)
+        groups, plain = (expert_N, ends_E), self.config.activation == "silu" and self.config.swiglu_limit is None
+        activate = self._operations.swiglu if plain else experts.activate
+        up_NX = self._grouped_product(experts.up, x_TH.index_select(0, order_N // count), groups)
+        y_NH = self._grouped_product(experts.down, activate(up_NX), groups, experts.first)
         y_TKH = torch.empty_like(y_NH).index_copy_(0, order_N, y_NH).view(tokens, count, hidden).float()
         total_TH = y_TKH[:, 0] * weights_TK[:, :1]  # one by one: the order of torch's sum may depend on T
         for place in range(1, count):
@@ -282,9 +279,18 @@ class DeviceRunner:
             total_TH = total_TH + shared_TH
         return self._tensor.leave(total_TH, "mlp.output")
 
+    def _grouped_product(self, layer: Any, x_NX: torch.Tensor, groups: Sequence[Any], first: int = 0) -> torch.Tensor:
+        """Return x Wᵀ + b, [N, Y], of token copies `x_NX` for the stacked weights and biases of all experts in `layer`.
+        groups: expert of each copy, ascending, and where each expert's end. first: output from which on b is added."""
+        expert_N, ends_E = groups
+        y_NY = self._operations.grouped_product(x_NX, layer.weight.unflatten(0, (len(ends_E), -1)), ends_E)
+        if layer.bias is not None:
+            bias_EZ = layer.bias.view(len(ends_E), -1)
+            y_NY[:, first : first + bias_EZ.shape[1]] += bias_EZ[expert_N]
+        return y_NY  # type: ignore[no-any-return]
+
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
-        """Return the MLP activation of `up_TF` [T, columns]: if `gated`, activation(first half of the columns) * second
-        half; else activation(up_TF). activation: its name, such as "silu"."""
+        """Return the activation of `up_TF` [T, columns]; `gated`: that of the first half of columns * second half."""
         if not gated:
             return modules.activate(up_TF, activation)
         if activation == "silu":

@@ -32,7 +32,7 @@ from meshwright.parallel.tensor import TensorParallel
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
-from meshwright.spec.config import Rotation
+from meshwright.spec.rope_scaling import Rotation
 
 Float32 = npt.NDArray[np.float32]
 

@@ -74,6 +74,7 @@ class PagedCache:
         self.pairs = [torch.empty(shape, dtype=dtype) for _ in range(depth)]  # keys, values
         self._layers, self._scale, self._softcap = tables.layers, config.score_scale, config.attention_softcap
         self._windows = {layer: config.layer_window(layer) for layer in layers}
+        self._chunks = config.window_chunks
         self._segments: list[tuple[int, torch.Tensor]] = []  # of each selected token: row, slots [W, C] of its context
         self._slots_WT = torch.zeros(len(tables.windows), 0, dtype=torch.long)
 
@@ -93,30 +94,35 @@ class PagedCache:
                 self._segments.append((row - begin, slots_WC[:, : len(positions) - (high - row - 1)]))
 
     def attend(
-        self, layer: int, q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, layer: int, q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Write the keys and values of the selected tokens to the cache of the layer with index `layer`. Return their
         causal attention, inside the layer's sliding window, [1, N, T, D]; 0 for padding. q_BNTD: queries [1, N, T, D].
-        k_BKTD, v_BKTD: keys and values [1, K, T, D]; v_BKTD None: the keys are the values too."""
+        k_BKTD, v_BKTD: keys and values [1, K, T, D]; v_BKTD None: the keys are the values too. sinks: one more score of
+        each query head [N]; None: none."""
         table, place = self._layers[layer]
         tokens = self._slots_WT.shape[1]
         for cache, new in zip(self.pairs[place], (k_BKTD,) if v_BKTD is None else (k_BKTD, v_BKTD), strict=True):
             cache[self._slots_WT[table]] = new[0, :, :tokens].transpose(0, 1).to(cache.dtype)
         out_BNTD = torch.zeros_like(q_BNTD)
         for row, slots_WC in self._segments:
-            out_BNTD[0, :, row] = self._attend_segment(layer, q_BNTD[0, :, row], slots_WC[table])
+            out_BNTD[0, :, row] = self._attend_segment(layer, q_BNTD[0, :, row], slots_WC[table], sinks)
         return out_BNTD
 
     def advance(self, tokens: int) -> None:
         """Do nothing (part of the interface of the model's caches): the scheduler counts the tokens of each
         sequence."""
 
-    def _attend_segment(self, layer: int, q_ND: torch.Tensor, slots_C: torch.Tensor) -> torch.Tensor:
+    def _attend_segment(
+        self, layer: int, q_ND: torch.Tensor, slots_C: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return the attention [N, D] of one token's queries `q_ND` over the KV-cache slots `slots_C` of its context in
-        the layer with index `layer`, computed in float32 or float64."""
+        the layer with index `layer`, computed in float32 or float64. sinks: those of the query heads."""
         window = self._windows[layer]
         if window is not None:  # blocks before the window may have been freed
-            slots_C = slots_C[max(0, len(slots_C) - window) :]
+            tokens = len(slots_C)
+            slots_C = slots_C[(tokens - 1) // window * window if self._chunks else max(0, tokens - window) :]
         wide = at_least_float32(q_ND.dtype)
         k_KCD, *values = (each[slots_C].transpose(0, 1).to(wide) for each in self.pairs[self._layers[layer][1]])
         v_KCD = values[0] if values else k_KCD
@@ -124,7 +130,11 @@ class PagedCache:
         scores_KGSC = torch.matmul(q_KGSD * self._scale, k_KCD.mT[:, None])
         if self._softcap is not None:
             scores_KGSC = self._softcap * (scores_KGSC / self._softcap).tanh()
-        out_KGSD = torch.matmul(scores_KGSC.softmax(dim=-1), v_KCD[:, None])
+        p_KGSC = scores_KGSC.softmax(dim=-1)
+        if sinks is not None:
+            log_sum_KGS1 = scores_KGSC.logsumexp(dim=-1, keepdim=True)
+            p_KGSC = p_KGSC * torch.sigmoid(log_sum_KGS1 - sinks.to(wide).view(*q_KGSD.shape[:2], 1, 1))
+        out_KGSD = torch.matmul(p_KGSC, v_KCD[:, None])
         return out_KGSD[:, :, 0].flatten(0, 1).to(q_ND.dtype)
 
 

@@ -73,7 +73,8 @@ class RankWeights:
         """Return True if the checkpoint's files have the model parameter `name` in bfloat16."""
         flat, placed = self._buffers[name]
         parts = flat.slices_within(placed.offset, placed.offset + placed.numel)
-        return all(self._files.dtype(self._names[part.entry.name]) == "BF16" for part, _, _ in parts)
+        tensors = {name for part, _, _ in parts for name in self._files.parts(self._names[part.entry.name])}
+        return all(self._files.dtype(name) == "BF16" for name in tensors)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's shard of the model parameter `name` in `dtype`, valid until the next call; vocabulary

@@ -14,9 +14,10 @@ from meshwright.errors import UserError
 from meshwright.limits import LIMITS, limit_error
 from meshwright.names import unknown
 from meshwright.spec.adapter_config import AdapterConfig
-from meshwright.spec.families import FAMILIES, OPTIONS
+from meshwright.spec.config_problems import find_experts_problem
+from meshwright.spec.families import FAMILIES, OPTIONS, Experts
 from meshwright.spec.latent_attention import LatentAttention
-from meshwright.spec.rope_scaling import RopeScaling
+from meshwright.spec.rope_scaling import RopeScaling, Rotation, Temperature
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -25,16 +26,6 @@ Router = Literal["softmax", "sigmoid"]
 Head = Literal["next", "masked", "classes", "none"]
 _WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")  # transformers refuses a remainder in these families only
 _SIZES = ("vocabulary", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_positions")
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Rotary positions of a layer. size: number of rotated features of a head. theta: base of the wavelengths.
-    scaling: scaling method; None: plain."""
-
-    size: int
-    theta: float
-    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +49,17 @@ class ModelConfig:
     layers). Factors: attention scores are multiplied by ``attention_scale`` (None: 1 / sqrt(head_dim)), embeddings by
     ``embedding_scale`` (None: sqrt(hidden)), the output of each sublayer by ``residual_scale``; logits are divided by
     ``logit_divisor``. ``attention_softcap`` and ``logit_softcap``: a cap c turns scores or logits x into c tanh(x / c).
+    ``attention_sinks``: each query head has a learned score that is one more term of the softmax's denominator.
+
+    ``window_chunks``: windows are chunks: a token attends to tokens of its chunk of ``sliding_window`` positions, cut
+    from the start of the document. ``rotated_norm``: rotated queries and keys are divided by their root mean square.
+    ``temperature_tuning``: queries of layers without rotary positions are multiplied by 1 + ``temperature_scale`` *
+    log(1 + floor((position + 1) / ``temperature_floor``)). ``routed_input``: an expert's weight multiplies its input
+    (Llama 4).
+
+    ``mlp_bias``: linear layers of MLPs have biases, experts and their router included. ``swiglu_limit``: a gated MLP
+    computes gate * sigmoid(``swiglu_alpha`` * gate) * (up + 1), with the gate limited to at most this number and up to
+    at most this magnitude (gpt-oss); None: as above.
 
     Mixture of experts, if ``experts`` > 0: every layer except ``dense_layers`` (indices) has that many MLPs of width
     ``expert_intermediate``, of which a token uses ``experts_per_token``, and a shared expert of width
@@ -106,6 +108,15 @@ class ModelConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    attention_sinks: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
+    window_chunks: bool = False
+    rotated_norm: bool = False
+    temperature_tuning: bool = False
+    temperature_scale: float = 0.0
+    temperature_floor: int = 1
+    routed_input: bool = False
     embedding_scale: float | None = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
@@ -160,7 +171,9 @@ class ModelConfig:
         for name in _SIZES:
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
-        if problem := self._size_problem() or self._experts_problem() or self._encoder_problem():
+        family = FAMILIES[self.family]
+        of_encoder = family.find_encoder_problem(self.head, self.token_types, self.labels)
+        if problem := self._size_problem() or find_experts_problem(self) or of_encoder:
             return problem
         if self.heads % self.kv_heads:
             return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
@@ -203,7 +216,7 @@ class ModelConfig:
         of the options that it lacks. Rotary options that `_rotation_problem` checks are left out."""
         family = FAMILIES[self.family]
         kept = {*family.settings, *(("rotary_fraction",) if family.partial_rotation else ())}
-        kept |= {"unrotated_layers"} if family.windows is not None and family.windows.layers == "unrotated" else set()
+        kept |= {"unrotated_layers"} if family.windows is not None and family.windows.unrotated else set()
         defaults = {each.name: each.default for each in dataclasses.fields(self) if each.name in OPTIONS}
         return {name: value for name, value in defaults.items() if name not in kept} | dict(family.fixed)
 
@@ -238,81 +251,19 @@ class ModelConfig:
         values |= {"labels": len(self.labels), "all_experts": self.layers * self.experts}
         return next(filter(None, (limit_error(name, value) for name, value in values.items())), None)
 
-    def _experts_problem(self) -> str | None:
-        """Return an error message for the first invalid or contradictory mixture-of-experts field; None if there is
-        none."""
-        if not FAMILIES[self.family].experts:
-            given = [name for name in ("experts", "experts_per_token", "expert_intermediate") if getattr(self, name)]
-            return f"family {self.family} has no experts: leave {given[0]} out" if given else None
-        for name in ("experts", "experts_per_token", "expert_intermediate"):
-            if getattr(self, name) < 1:
-                return f"{name} must be at least 1 in family {self.family}, not {getattr(self, name)}"
-        if self.experts_per_token > self.experts:
-            return f"experts_per_token {self.experts_per_token} is more than the model's {self.experts} experts"
-        if self.shared_intermediate < 0 or self.router_loss < 0:
-            return "shared_intermediate and router_loss must be at least 0"
-        if self.shared_gate and not self.shared_intermediate:
-            return f"shared_intermediate must be at least 1 in family {self.family}"
-        wrong = [layer for layer in self.dense_layers if not 0 <= layer < self.layers]
-        if wrong or sorted(set(self.dense_layers)) != list(self.dense_layers):
-            return f"dense_layers must be numbers of layers from 0 to {self.layers - 1}, each once and in order"
-        if len(self.dense_layers) == self.layers:
-            return "dense_layers leaves no layer to the experts"
-        return self._family_experts_problem()
-
-    def _family_experts_problem(self) -> str | None:
-        """Return an error message if this family's ``config.json`` format has no keys for the mixture-of-experts fields
-        of this configuration; None if it has."""
-        keys, family = FAMILIES[self.family].experts, f"family {self.family}"
-        assert keys is not None
-        if keys.width is None and self.intermediate != self.expert_intermediate:
-            return f"{family} has one width: intermediate {self.intermediate} is expert_intermediate"
-        if not keys.groups and (self.expert_groups, self.groups_per_token) != (1, 1):
-            return f"{family} has no expert groups"
-        if not keys.shared_copies:
-            return None
-        if self.dense_layers != tuple(range(len(self.dense_layers))):
-            return f"{family} has its dense_layers at the beginning"
-        if not self.shared_intermediate or self.shared_intermediate % self.expert_intermediate:
-            return (
-                f"{family} has shared experts as wide as the others: shared_intermediate must be a multiple "
-                f"of expert_intermediate {self.expert_intermediate}, not {self.shared_intermediate}"
-            )
-        return self._groups_problem()
-
-    def _groups_problem(self) -> str | None:
-        """Return an error message if the experts do not form groups of which a token can use some; None if they do."""
-        groups, used = self.expert_groups, self.groups_per_token
-        if not 1 <= used <= groups or self.experts % groups:
-            return f"experts {self.experts} must be a multiple of expert_groups {groups}, of which a token uses {used}"
-        size = self.experts // groups
-        if self.router == "sigmoid" and size < 2:  # a group is chosen by its two highest scores
-            return f"family {self.family} has at least 2 experts" + (" in a group" if groups > 1 else "")
-        if self.experts_per_token > used * size:
-            return f"experts_per_token {self.experts_per_token} is more than the {used * size} experts of {used} groups"
-        return None
-
-    def _encoder_problem(self) -> str | None:
-        """Return an error message for the first invalid or contradictory one of the fields that only encoders have;
-        None if there is none."""
-        if not self.encoder:
-            given = [name for name in ("token_types", "labels") if getattr(self, name)]
-            given += [f"head {self.head!r}"] if self.head != "next" else []
-            return f"family {self.family} is a decoder: leave {given[0]} out" if given else None
-        heads = FAMILIES[self.family].heads.values()
-        if self.head not in heads:
-            return f"head must be one of {', '.join(heads)} in family {self.family}, not {self.head!r}"
-        if self.token_types < 1:
-            return f"token_types must be at least 1 in family {self.family}, not {self.token_types}"
-        if (self.head == "classes") != bool(self.labels):
-            return 'labels name the classes of head "classes": give them with this head and with no other'
-        if self.head == "classes" and len(self.labels) < 2:
-            return f"labels must name at least 2 classes, not {len(self.labels)}"
-        return None
-
     def has_experts(self, layer: int) -> bool:
         """Return True if the MLP of the layer with index `layer` is a mixture of experts."""
         return self.experts > 0 and layer not in self.dense_layers
+
+    @property
+    def experts_keys(self) -> Experts | None:
+        """How files of this family hold mixtures of experts; None: the family has none."""
+        return FAMILIES[self.family].experts
+
+    @property
+    def experts_interleaved(self) -> bool:
+        """True if outputs of the gate and up projections of experts alternate, on disk and in memory."""
+        return self.experts_keys is not None and self.experts_keys.interleaved
 
     @property
     def expert_layers(self) -> int:
@@ -380,6 +331,12 @@ class ModelConfig:
         if self.window_rope_theta is not None and self.layer_window(layer) is not None:
             return Rotation(self.rotary_dim, self.window_rope_theta)
         return Rotation(self.rotary_dim, self.rope_theta, self.rope_scaling)
+
+    def layer_temperature(self, layer: int) -> Temperature | None:
+        """Return the factors on the queries of the layer with index `layer` by position; None if there are none."""
+        if not self.temperature_tuning or layer not in self.unrotated_layers:
+            return None
+        return Temperature(self.temperature_scale, self.temperature_floor)
 
     def rotations(self, layers: Iterable[int]) -> tuple[Rotation, ...]:
         """Return the different rotary positions of the `layers` (indices), in order of first use."""

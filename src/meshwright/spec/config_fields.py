@@ -56,7 +56,8 @@ _WINDOW_BASE = NeutralValue(
 )
 _HEAD_DIM = NeutralValue("the size of a head", lambda value, fields: value == fields["head_dim"])
 _ROTARY_DIM = NeutralValue("qk_rope_head_dim", lambda value, fields: value == fields["latent"].rotary_dim)
-_EXPERTS = NeutralValue("n_routed_experts", lambda value, fields: value == fields["experts"])
+_EXPERTS = NeutralValue("the number of experts", lambda value, fields: value == fields["experts"])
+_USED_EXPERTS = NeutralValue("num_experts_per_tok", lambda value, fields: value == fields["experts_per_token"])
 _SCALE_OF_HEAD = NeutralValue(
     "1 / sqrt(size of a head)",
     lambda value, fields: isinstance(value, int | float) and abs(value * fields["head_dim"] ** 0.5 - 1) < 1e-6,
@@ -159,12 +160,22 @@ _READ: dict[str, str] = {
     "gemma3_text": _GEMMA.replace(_SCALED_FROM, "") + "rope_local_base_freq sliding_window_pattern",
     "granite": _LLAMA
     + "attention_bias mlp_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling",
+    "granitemoe": _LLAMA
+    + _MIXTURE
+    + "num_local_experts attention_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling",
     "olmo2": _LLAMA + "attention_bias",
     "olmo3": _LLAMA.replace(_SCALED_FROM, "") + "attention_bias sliding_window layer_types",
     "smollm3": _LLAMA + _WINDOWS + "attention_bias mlp_bias no_rope_layers no_rope_layer_interval",
     "phi3": _LLAMA + "sliding_window partial_rotary_factor",
     "glm4": _LLAMA + "attention_bias partial_rotary_factor",
     "glm4_moe": _LLAMA + _DEEPSEEK_MIXTURE + "attention_bias partial_rotary_factor use_qk_norm norm_topk_prob",
+    "gpt_oss": _LLAMA
+    + _MIXTURE
+    + "num_local_experts sliding_window layer_types attention_bias swiglu_limit swiglu_alpha",
+    "llama4_text": _LLAMA
+    + "num_experts_per_tok num_local_experts intermediate_size_mlp moe_layers interleave_moe_layer_step use_qk_norm "
+    "attention_bias attention_chunk_size layer_types no_rope_layers no_rope_layer_interval attn_temperature_tuning "
+    "attn_scale floor_scale",
     "nemotron": _DECODER + "hidden_act norm_eps attention_bias mlp_bias",
 }
 
@@ -187,6 +198,9 @@ _OWN_IGNORED: dict[str, str] = {
     # The training code's loss settings; transformers computes no load-balancing loss in these families.
     "deepseek_v2": "ep_size aux_loss_alpha seq_aux",
     "deepseek_v3": "ep_size aux_loss_alpha seq_aux num_nextn_predict_layers num_mtp_layers",
+    # transformers computes no load-balancing loss.
+    "llama4_text": "router_aux_loss_coef for_llm_compressor",
+    "gpt_oss": "initial_context_length",  # transformers does not read it
     "qwen3_moe": "max_window_layers",  # every layer has a window or none has
 }
 
@@ -203,6 +217,7 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
     "mixtral": {"norm_topk_prob": _accept_only(True), "layer_types": _AS_ALL_LAYERS},
     "phi3": {"layer_types": _AS_ALL_LAYERS},
     "glm4_moe": {"num_local_experts": _EXPERTS},
+    "gpt_oss": {"num_experts": _EXPERTS, "experts_per_token": _USED_EXPERTS},
     "olmo3": {"rope_local_base_freq": _WINDOW_BASE},  # transformers does not know it
     "deepseek_v2": {
         "head_dim": _ROTARY_DIM, "qk_head_dim": _HEAD_DIM, "scoring_func": _accept_only("softmax"),

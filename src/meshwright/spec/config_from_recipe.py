@@ -145,7 +145,7 @@ def _default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> di
         written["intermediate_size"] = model.expert_intermediate or model.intermediate or intermediate
         width = written["intermediate_size"]
     else:
-        width = model.expert_intermediate or max(1, intermediate // (chosen + bool(keys.shared)))
+        width = model.expert_intermediate or max(1, intermediate // (chosen + (keys.shared is not None)))
         written[keys.width] = width
     if keys.normalised:
         written[keys.normalised] = True
@@ -178,6 +178,8 @@ def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
     if keys is not None and keys.width is None:  # one width with two names
         width = overrides.get("expert_intermediate", overrides.get("intermediate", base.intermediate))
         overrides |= {"intermediate": width, "expert_intermediate": width}
+    if keys is not None and keys.shared == "" and "expert_intermediate" in overrides:  # a shared expert as wide
+        overrides.setdefault("shared_intermediate", overrides["expert_intermediate"])
     if "dense_layers" in overrides:
         overrides["dense_layers"] = tuple(overrides["dense_layers"])
     elif "layers" in overrides:

@@ -21,6 +21,7 @@ from meshwright.spec.experts_json import read_experts, write_experts
 from meshwright.spec.families import FAMILIES, NESTED, Family, Setting
 from meshwright.spec.latent_attention import read_latent_attention, write_latent_attention
 from meshwright.spec.positions_json import read_rope, read_windows, write_rope, write_windows
+from meshwright.spec.unread_families import UNREAD
 from meshwright.spec.weight_formats import read_weight_format
 from meshwright.untrusted import read_json
 
@@ -106,9 +107,10 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
     if name is None:
         raise UserError(f'{where}: "model_type" is missing; it must be one of {known}')
     if not isinstance(name, str) or name not in FAMILIES | NESTED:
+        reason = UNREAD.get(name, "is not a known family") if isinstance(name, str) else "is not a known family"
+        reason = reason if reason.startswith("is ") else f"is not read: {reason}"
         raise UserError(
-            f'{where}: "model_type" {shorten_repr(name)} is not a known family, so it can be neither planned nor run '
-            f"(known: {known})"
+            f'{where}: "model_type" {shorten_repr(name)} {reason}; it can be neither planned nor run (known: {known})'
         )
     read_weight_format(data, where)
     if name in NESTED and isinstance(data.get("text_config"), Mapping):
@@ -129,7 +131,8 @@ def select_text_config(data: Mapping[str, Any], where: str) -> Mapping[str, Any]
     message = f'{where}: only the language model of this {data["model_type"]} model ("text_config") is read'
     warnings.warn(message, ModelWarning, stacklevel=2)
     whole = {key: data[key] for key in ("bos_token_id", "eos_token_id") if key in data}
-    whole["tie_word_embeddings"] = data.get("tie_word_embeddings", True)  # that of the text_config has no effect
+    tied = FAMILIES[family].defaults.get("tie_word_embeddings", False)
+    whole["tie_word_embeddings"] = data.get("tie_word_embeddings", tied)  # that of the text_config has no effect
     return {key: value for key, value in text.items() if key != "architectures"} | whole | {"model_type": family}
 
 
@@ -207,6 +210,10 @@ def _read_settings(family: Family, read: Reader) -> dict[str, Any]:
     for name, setting in family.settings.items():
         if setting.kind == "flag":
             fields[name] = read.boolean(setting.key)
+        elif setting.kind == "switch":
+            fields[name] = read.boolean(setting.key, numbers=True)
+        elif setting.kind == "count":
+            fields[name] = read.integer("count", (setting.key,))
         elif setting.kind == "limit":
             fields[name] = None if read.get((setting.key,))[1] is None else read.number((setting.key,), 1.0)
         elif name != "window_rope_theta":  # which `read_rope` reads, as it may be nested

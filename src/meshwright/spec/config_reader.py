@@ -72,11 +72,13 @@ class Reader:
             raise UserError(f'{self.where}: "{key}" {shorten_repr(value)} is too large for a floating-point number')
         return float(value)
 
-    def boolean(self, key: str) -> bool:
+    def boolean(self, key: str, numbers: bool = False) -> bool:
         """Return the boolean under ``key``; if the key is missing, the family's default for it, or False without one;
-        if it is null, False. ``UserError`` for any other type."""
+        if it is null, False. numbers: True to take numbers too, of which 0 is false. ``UserError`` for any other
+        type."""
         _, value = self.get((key,), False)
         value = False if value is None else value
+        value = bool(value) if numbers and isinstance(value, int | float) else value
         if not isinstance(value, bool):
             raise UserError(f'{self.where}: "{key}" must be true or false, not {shorten_repr(value)}')
         return value

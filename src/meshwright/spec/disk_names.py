@@ -69,6 +69,24 @@ _GLM4 = _LLAMA | {
     "mlp_post_norm": f"{_LAYER}.post_mlp_layernorm",
     "gate_up": f"{_LAYER}.mlp.gate_up_proj",
 }
+_GPT_OSS = {name: disk for name, disk in _LLAMA.items() if name not in ("gate", "up", "down")} | {
+    "sinks": f"{_LAYER}.self_attn.sinks",
+    "router": f"{_LAYER}.mlp.router",
+    "expert_gate_up": f"{_LAYER}.mlp.experts.gate_up_proj",
+    "expert_down": f"{_LAYER}.mlp.experts.down_proj",
+}
+_GRANITE_MOE = {name: disk for name, disk in _LLAMA.items() if name not in ("gate", "up", "down")} | {
+    "router": f"{_LAYER}.block_sparse_moe.router.layer",
+    "expert_gate_up": f"{_LAYER}.block_sparse_moe.input_linear.weight",
+    "expert_down": f"{_LAYER}.block_sparse_moe.output_linear.weight",
+}
+_LLAMA4 = _LLAMA | {
+    **{part: f"{_LAYER}.feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"shared_{part}": f"{_LAYER}.feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    "router": f"{_LAYER}.feed_forward.router",
+    "expert_gate_up": f"{_LAYER}.feed_forward.experts.gate_up_proj",
+    "expert_down": f"{_LAYER}.feed_forward.experts.down_proj",
+}
 _NEMOTRON = {name: disk for name, disk in _LLAMA.items() if name != "gate"}
 _BLOCK = "transformer.h.{i}"
 _GPT2 = {
@@ -137,6 +155,9 @@ DISK_NAMES: Mapping[str, Mapping[str, str]] = {
     "phi3": _PHI3,
     "glm4": _GLM4,
     "glm4_moe": _DOTS1,
+    "gpt_oss": _GPT_OSS,
+    "granitemoe": _GRANITE_MOE,
+    "llama4_text": _LLAMA4,
     "nemotron": _NEMOTRON,
     "bert": _BERT,
 }
@@ -152,10 +173,12 @@ BASE_PREFIX = {
 OTHER_HEADS = {
     "bert": ("pooler.", "cls.", "classifier.", "qa_outputs."),
     "gemma3_text": ("vision_tower.", "multi_modal_projector."),
+    "llama4_text": ("vision_model.", "multi_modal_projector."),
 }
 
 # Name prefixes of the language model in the files of a multimodal model -> the prefix without the other parts.
 NESTED_PREFIXES = {
+    "llama4_text": {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
     "gemma3_text": {
         "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
     },

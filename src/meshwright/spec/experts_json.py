@@ -33,12 +33,17 @@ def read_experts(read: Reader, keys: Experts, layers: int, intermediate: int) ->
     if keys.shared:
         limit = "experts" if keys.shared_copies else "shared_intermediate"
         fields["shared_intermediate"] = read.integer(limit, (keys.shared,)) * (width if keys.shared_copies else 1)
+    if keys.shared == "":
+        fields["shared_intermediate"] = width
     if keys.scale:
         fields["routed_scale"] = read.number((keys.scale,), 1.0)
     if keys.dense == "first":
         fields["dense_layers"] = tuple(range(min(_read_whole_number(read, "first_k_dense_replace"), layers)))
     elif keys.dense == "listed":
         fields["dense_layers"] = _dense_layers(read, layers)
+    elif keys.dense == "interleaved":
+        mixed = _mixed_layers(read, layers)
+        fields["dense_layers"] = tuple(layer for layer in range(layers) if layer not in mixed)
     if keys.groups:
         fields |= _read_groups(read, keys)
     return fields
@@ -64,6 +69,9 @@ def write_experts(config: ModelConfig, keys: Experts) -> dict[str, Any]:
         written["first_k_dense_replace"] = len(config.dense_layers)
     elif keys.dense == "listed":
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
+    elif keys.dense == "interleaved":
+        mixed = [layer for layer in range(config.layers) if config.has_experts(layer)]
+        written |= {"moe_layers": mixed, "interleave_moe_layer_step": mixed[0] + 1}
     if keys.groups:
         written |= {"n_group": config.expert_groups, "topk_group": config.groups_per_token}
     if keys.groups == "method":
@@ -93,11 +101,24 @@ def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
     number of layers."""
     step = read.integer("layers", ("decoder_sparse_step",), 1)
     _, listed = read.get(("mlp_only_layers",))
-    listed = [] if listed is None else listed
-    if not isinstance(listed, list) or any(isinstance(n, bool) or not isinstance(n, int) for n in listed):
-        raise UserError(f'{read.where}: "mlp_only_layers" must be a list of layer numbers, not {shorten_repr(listed)}')
-    listed = frozenset(listed)
-    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+    dense = _layer_numbers(read, "mlp_only_layers", listed or [])
+    return tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step)
+
+
+def _mixed_layers(read: Reader, layers: int) -> frozenset[int]:
+    """Return the indices of the layers with a mixture of experts: those listed in ``moe_layers`` or, without that key,
+    every ``interleave_moe_layer_step``-th. read: typed access to the ``config.json``. layers: number of layers."""
+    step = read.integer("layers", ("interleave_moe_layer_step",), 1)
+    _, listed = read.get(("moe_layers",))
+    return _layer_numbers(read, "moe_layers", [*range(step - 1, layers, step)] if listed is None else listed)
+
+
+def _layer_numbers(read: Reader, key: str, value: object) -> frozenset[int]:
+    """Return a list of layer indices (`value`) of a ``config.json`` as a set; ``UserError`` for another type. read:
+    typed access to the file. key: name of the list in errors."""
+    if not isinstance(value, list) or any(isinstance(n, bool) or not isinstance(n, int) for n in value):
+        raise UserError(f'{read.where}: "{key}" must be a list of layer numbers, not {shorten_repr(value)}')
+    return frozenset(value)
 
 
 def _read_whole_number(read: Reader, key: str) -> int:

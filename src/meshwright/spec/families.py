@@ -51,6 +51,12 @@ _GPT2_KEYS: dict[str, tuple[str, ...]] = {
     "activation": ("activation_function",),
     "norm_epsilon": ("layer_norm_epsilon",),
 }
+_GRANITE_FACTORS = {
+    "attention_scale": Setting("attention_multiplier"),
+    "embedding_scale": Setting("embedding_multiplier"),
+    "residual_scale": Setting("residual_multiplier"),
+    "logit_divisor": Setting("logits_scaling"),
+}
 # OLMo 2 and 3: norms on the outputs of the sublayers alone, a norm over all heads' queries, another over their keys.
 _OLMO = _ROPE_DECODER | {
     "mlp_bias": False, "pre_norms": False, "post_norms": True, "query_key_norm": True, "projection_norm": True,
@@ -82,10 +88,17 @@ _DEEPSEEK_EXPERTS = Experts(
     scale="routed_scaling_factor", dense="first", groups="method",
 )  # fmt: skip
 
+_GPT_OSS_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
 OPTIONS = (
     "pre_norms", "post_norms", "zero_centred_norms", "projection_norm", "embedding_norm", "rotary_fraction",
     "rotary_interleaved", "window_rope_theta", "unrotated_layers", "attention_scale", "attention_softcap",
-    "logit_softcap", "embedding_scale", "residual_scale", "logit_divisor",
+    "logit_softcap", "embedding_scale", "residual_scale", "logit_divisor", "attention_sinks", "swiglu_limit",
+    "swiglu_alpha", "window_chunks", "rotated_norm", "temperature_tuning", "temperature_scale", "temperature_floor",
+    "routed_input",
 )  # fmt: skip
 """ModelConfig fields that keep their defaults in every family that names them neither in ``fixed`` nor ``settings``."""
 
@@ -202,13 +215,22 @@ FAMILIES: dict[str, Family] = {
             "GraniteForCausalLM",
             _ROPE_DECODER | _NO_WINDOW | _PLAIN_HEADS,
             _LLAMA_DEFAULTS | {"attention_multiplier": 1.0},
-            _MLP_BIAS
-            | {
-                "attention_scale": Setting("attention_multiplier"),
-                "embedding_scale": Setting("embedding_multiplier"),
-                "residual_scale": Setting("residual_multiplier"),
-                "logit_divisor": Setting("logits_scaling"),
-            },
+            _MLP_BIAS | _GRANITE_FACTORS,
+        ),
+        Family(
+            "granitemoe",
+            "GraniteMoeForCausalLM",
+            _ROPE_DECODER
+            | _NO_WINDOW
+            | _PLAIN_HEADS
+            | _SOFTMAX_ROUTER
+            | _NO_SHARED_EXPERT
+            | {"mlp_bias": False, "normalise_choice": True, "dense_layers": ()},
+            _LLAMA_DEFAULTS
+            | {"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2}
+            | {"router_aux_loss_coef": 0.001},
+            _GRANITE_FACTORS,
+            experts=Experts(("num_local_experts",), None, None, stacked=True),
         ),
         Family("olmo2", "Olmo2ForCausalLM", _OLMO | _NO_WINDOW, _OLMO_DEFAULTS),
         Family(
@@ -283,6 +305,56 @@ FAMILIES: dict[str, Family] = {
             {"qkv_bias": Setting("attention_bias", "flag"), "query_key_norm": Setting("use_qk_norm", "flag")},
             partial_rotation=True,
             experts=_SIGMOID_EXPERTS,
+        ),
+        Family(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            _ROPE_DECODER
+            | _PLAIN_HEADS
+            | _SOFTMAX_ROUTER
+            | _NO_SHARED_EXPERT
+            | {"activation": "silu", "mlp_bias": True, "attention_sinks": True, "normalise_choice": True}
+            | {"dense_layers": ()},
+            {"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+            | {"sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_YARN}
+            | {"num_local_experts": 128, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001}
+            | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+            {"swiglu_limit": Setting("swiglu_limit"), "swiglu_alpha": Setting("swiglu_alpha")},
+            windows=Windows("periodic", period=2),
+            experts=Experts(("num_local_experts",), None, None, stacked=True, transposed=True, interleaved=True),
+        ),
+        Family(
+            "llama4_text",
+            "Llama4ForCausalLM",
+            _ROPE_DECODER
+            | _PLAIN_HEADS
+            | {"mlp_bias": False, "rotary_interleaved": True, "window_chunks": True, "router": "sigmoid"}
+            | {"router_bias": False, "router_loss": 0.0, "normalise_choice": False, "routed_scale": 1.0}
+            | {"shared_gate": False, "routed_input": True},
+            {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+            | {"rope_theta": 500000.0, "intermediate_size": 8192, "intermediate_size_mlp": 16384}
+            | {"num_local_experts": 16, "num_experts_per_tok": 1, "use_qk_norm": True, "attention_chunk_size": 8192}
+            | {"attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192}
+            | {"bos_token_id": 1, "eos_token_id": 2},
+            {
+                "rotated_norm": Setting("use_qk_norm", "flag"),
+                "temperature_tuning": Setting("attn_temperature_tuning", "switch"),
+                "temperature_scale": Setting("attn_scale"),
+                "temperature_floor": Setting("floor_scale", "count"),
+            },
+            {"intermediate": ("intermediate_size_mlp",)},
+            windows=Windows("rotated", period=4, chunked=True),
+            experts=Experts(
+                ("num_local_experts",),
+                "intermediate_size",
+                None,
+                None,
+                "",
+                dense="interleaved",
+                stacked=True,
+                transposed=True,
+            ),
+            nested="llama4",
         ),
         Family(
             "gpt2",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,11 +10,12 @@ from typing import Any, Literal
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Key of a ``config.json`` that holds one optional ModelConfig field. key: its name. kind: "flag": a boolean;
-    "factor": a number above 0; "limit": a number above 0, or null for none; "inverse_square": a number x above 0, where
-    the field is x ** -0.5; "nested": only an object in ``rope_parameters`` holds it, and `key` names its default."""
+    "switch": a boolean or a number, of which 0 is false; "factor": a number above 0; "count": a whole number above 0;
+    "limit": a number above 0, or null for none; "inverse_square": a number x above 0, where the field is x ** -0.5;
+    "nested": only an object in ``rope_parameters`` holds it, and `key` names its default."""
 
     key: str
-    kind: Literal["flag", "factor", "limit", "inverse_square", "nested"] = "factor"
+    kind: Literal["flag", "factor", "limit", "inverse_square", "nested", "switch", "count"] = "factor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +23,32 @@ class Windows:
     """Rule by which a ``config.json`` gives the layers with a sliding window. layers: layers that have one if the key
     ``layer_types`` is missing: "all"; "late", those from ``max_window_layers`` on; "early", every other one before it;
     "periodic", all but every ``period``-th, which the key ``period_key`` may give; "unrotated", those without rotary
-    positions, by default every ``period``-th.
+    positions, by default every ``period``-th; "rotated", all but these.
     switch: True if ``use_sliding_window`` must be true. listed: True if ``layer_types`` may list them; if not,
-    transformers ignores that key, and all layers or none have a window."""
+    transformers ignores that key, and all layers or none have a window. chunked: True if windows are chunks: the key
+    ``attention_chunk_size`` has their size, and ``layer_types`` calls them ``chunked_attention``."""
 
-    layers: Literal["all", "late", "early", "periodic", "unrotated"]
+    layers: Literal["all", "late", "early", "periodic", "unrotated", "rotated"]
     period: int = 1
     period_key: str | None = None
     switch: bool = False
     listed: bool = True
+    chunked: bool = False
+
+    @property
+    def key(self) -> str:
+        """Key of the window's size."""
+        return "attention_chunk_size" if self.chunked else "sliding_window"
+
+    @property
+    def layer_type(self) -> str:
+        """Name in ``layer_types`` of layers with a window."""
+        return "chunked_attention" if self.chunked else "sliding_attention"
+
+    @property
+    def unrotated(self) -> bool:
+        """True if some layers have no rotary positions."""
+        return self.layers in ("unrotated", "rotated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +56,13 @@ class Experts:
     """Keys of a ``config.json`` that describe mixtures of experts. count: of the number of experts (transformers 4,
     then 5). width: of an expert's width; None: it is that of the dense MLPs. normalised: of ``normalise_choice``; None:
     the family fixes it. loss: of the load-balancing loss; None: none. shared: of the shared expert: its width, or if
-    ``shared_copies`` how many experts wide it is; None: none. scale: of ``routed_scale``; None: it is 1. dense: the
-    dense layers are the first ones, as many as ``first_k_dense_replace`` says ("first"), those of ``mlp_only_layers``
-    and ``decoder_sparse_step`` ("listed"), or none (None). groups: the experts form ``n_group`` groups ("always"), only
-    if ``topk_method`` says so ("method"), or none (None)."""
+    ``shared_copies`` how many experts wide it is; None: none; "": it is as wide as the others, without a key. scale: of
+    ``routed_scale``; None: it is 1. dense: the dense layers are the first ones, as many as ``first_k_dense_replace``
+    says ("first"), those of ``mlp_only_layers`` and ``decoder_sparse_step`` ("listed"), those not in ``moe_layers``, by
+    default all but every ``interleave_moe_layer_step``-th ("interleaved"), or none (None). groups: the experts form
+    ``n_group`` groups ("always"), only if ``topk_method`` says so ("method"), or none (None). stacked: one tensor on
+    disk holds a matrix, or a bias, of all experts of a layer. transposed: their matrices are [input, output] on disk.
+    interleaved: columns of gate and up projection alternate."""
 
     count: tuple[str, ...]
     width: str | None = "moe_intermediate_size"
@@ -50,8 +71,11 @@ class Experts:
     shared: str | None = None
     shared_copies: bool = False
     scale: str | None = None
-    dense: Literal["first", "listed"] | None = None
+    dense: Literal["first", "listed", "interleaved"] | None = None
     groups: Literal["always", "method"] | None = None
+    stacked: bool = False
+    transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +114,21 @@ class Family:
     def encoder(self) -> bool:
         """True if models of this family are encoders: bidirectional attention and post-norm layers."""
         return bool(self.heads)
+
+    def find_encoder_problem(self, head: str, token_types: int, labels: Sequence[str]) -> str | None:
+        """Return an error message for the first invalid or contradictory one of the ModelConfig fields that only
+        encoders have; None if there is none."""
+        if not self.encoder:
+            given = [name for name, value in (("token_types", token_types), ("labels", labels)) if value]
+            given += [f"head {head!r}"] if head != "next" else []
+            return f"family {self.name} is a decoder: leave {given[0]} out" if given else None
+        heads = self.heads.values()
+        if head not in heads:
+            return f"head must be one of {', '.join(heads)} in family {self.name}, not {head!r}"
+        if token_types < 1:
+            return f"token_types must be at least 1 in family {self.name}, not {token_types}"
+        if (head == "classes") != bool(labels):
+            return 'labels name the classes of head "classes": give them with this head and with no other'
+        if head == "classes" and len(labels) < 2:
+            return f"labels must name at least 2 classes, not {len(labels)}"
+        return None

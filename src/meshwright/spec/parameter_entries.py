@@ -108,7 +108,9 @@ class ParameterEntry:
     "pad" the shards of the last ranks (vocabulary).
 
     ``expert``: for a routed expert, (index of the expert, number of experts); otherwise None. Under expert parallelism
-    such an entry is on one ep rank and is sharded over etp instead of tp. ``active``: fraction of all tokens that use
+    such an entry is on one ep rank and is sharded over etp instead of tp. ``stacked``: True if one tensor on disk holds
+    the entries of all experts, along a further first dim; ``name`` is then its name with the expert's index,
+    "NAME[3]". ``active``: fraction of all tokens that use
     the entry, below 1 for routed experts.
 
     ``partial``: reason why tp ranks that hold the same values compute only partial gradients of them: "sequence": they
@@ -144,6 +146,7 @@ class ParameterEntry:
     active: float = 1.0
     balances: bool = False
     expert: tuple[int, int] | None = None
+    stacked: bool = False
     trainable: bool = True
     packed: Literal["nf4", "int8"] | None = None
     kept: str | None = None
@@ -152,6 +155,16 @@ class ParameterEntry:
     def model_shape(self) -> tuple[int, ...]:
         """Unsharded shape of this entry in memory: that on disk, reversed if `transposed`; (1,) for a scalar."""
         return (self.shape[::-1] if self.transposed else self.shape) or (1,)
+
+    @property
+    def disk_name(self) -> str:
+        """Name of the tensor on disk that holds the entry."""
+        return self.name.rpartition("[")[0] if self.stacked else self.name
+
+    @property
+    def disk_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor `disk_name`: that of the entry, or of the entries of all experts."""
+        return (self.expert[1], *self.shape) if self.stacked and self.expert else self.shape
 
     @property
     def numel(self) -> int:

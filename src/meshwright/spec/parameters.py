@@ -179,6 +179,9 @@ class _Builder:
                     cut = replace(cut, remainder="replicate", partial="heads")
                 size, cut = (size, cut) if config.projection_norm else (head_dim, _BY_HEADS)
                 self.norm(_Place(unit, part, layer, f"{attention}.{part}"), size, cut)
+        if config.attention_sinks:
+            place = _Place(unit, "sinks", layer, f"{attention}.sinks")
+            self.add(place, (config.heads,), _COLUMNS, suffix="", initial=self.normal)
         values = config.value_dim
         place, cut = _Place(unit, "attention_output", layer, f"{attention}.output"), _Cut({"tp": 1}, (), values)
         self.linear(place, hidden, config.heads * values, cut, bias=config.output_bias)
@@ -228,16 +231,22 @@ class _Builder:
         # The router's gradient is partial over tp: ranks hold columns of every expert, or route different tokens.
         router = _Place(unit, "router", layer, f"{mlp}.router")
         self.add(router, (config.experts, hidden), _BY_HEADS)
+        if config.mlp_bias:
+            self.add(router, (config.experts,), _BY_HEADS, suffix="bias")
         if config.router_bias:
-            name = "e_score_correction_bias"
+            name = ".e_score_correction_bias"
             self.add(router, (config.experts,), _BY_HEADS, suffix="bias", disk_suffix=name, balances=True)
+        both = _Cut({"tp": 0}, granularity=2) if config.experts_interleaved else _Cut({"tp": 0}, (width, width))
+        fused = (("expert_gate_up", 0, 2 * width, both),)
+        apart = (("expert_gate", 0, width, _COLUMNS), ("expert_up", width, width, _COLUMNS))
         for expert in range(config.experts):
-            start = expert * 2 * width
-            for part, offset in (("expert_gate", start), ("expert_up", start + width)):
-                place = _Place(unit, part, layer, f"{mlp}.experts.up", offset, expert)
-                self.linear(place, width, hidden, _COLUMNS, bias=False)
+            for part, offset, outputs, cut in fused if "expert_gate_up" in self.names else apart:
+                place = _Place(unit, part, layer, f"{mlp}.experts.up", expert * 2 * width + offset, expert)
+                self.linear(place, outputs, hidden, cut, bias=config.mlp_bias)
             place = _Place(unit, "expert_down", layer, f"{mlp}.experts.down", expert * hidden, expert)
             self.linear(place, hidden, width, _ROWS, bias=False)
+            if config.mlp_bias:  # each rank adds its slice of the bias to its partial sum
+                self.add(place, (hidden,), _COLUMNS, suffix="bias")
         if config.shared_intermediate:
             self.feed_forward(unit, f"{mlp}.shared", layer, config.shared_intermediate, "shared_")
         if config.shared_gate:
@@ -275,21 +284,26 @@ class _Builder:
         balances: bool = False,
     ) -> None:
         """Append one parameter entry (tensor of a checkpoint). place: its position in the model. shape: its shape as
-        `nn.Linear` stores it, [output, input]. cut: its sharding. suffix: "weight" or "bias". disk_suffix: suffix on
-        disk, if it is another. initial: initial values (None: the default for its number of dims). balances: True for a
-        router bias that balances the experts' load."""
-        transposed = self.config.family == "gpt2" and place.layer is not None and len(shape) == 2
-        expert = place.expert
+        `nn.Linear` stores it, [output, input]. cut: its sharding. suffix: "weight", "bias", or "" for a parameter that
+        is none of a linear layer or norm. disk_suffix: end of its name on disk, if it is another. initial: initial
+        values (None: the default for its number of dims). balances: True for a router bias that balances the experts'
+        load."""
+        expert, keys = place.expert, self.config.experts_keys
+        stacked = expert is not None and keys is not None and keys.stacked
+        turned = keys.transposed if stacked and keys else self.config.family == "gpt2" and place.layer is not None
+        transposed = turned and len(shape) == 2
+        end = f".{suffix}" if suffix else ""
+        disk_end = f"{'_bias' * (suffix == 'bias')}[{expert}]" if stacked else end
         matrix, ratio = len(shape) > 1, self.config.hidden / (self.config.mup_base_hidden or self.config.hidden)
         start = initial or (self.normal if matrix else Initial("zeros"))
         if matrix and ratio != 1.0:
             start = replace(start, std=start.std * scale_initial_std(place.part, ratio))
         self.entries.append(
             ParameterEntry(
-                name=f"{self.names[place.part].format(i=place.layer, e=expert)}.{disk_suffix or suffix}",
+                name=f"{self.names[place.part].format(i=place.layer, e=expert)}{disk_suffix or disk_end}",
                 shape=shape[::-1] if transposed else shape,
                 transposed=transposed,
-                tensor=f"{place.tensor or place.part}.{suffix}",
+                tensor=f"{place.tensor or place.part}{end}",
                 offset=place.offset,
                 unit=place.unit,
                 split=cut.split,
@@ -305,5 +319,6 @@ class _Builder:
                 active=1.0 if expert is None else self.config.experts_per_token / self.config.experts,
                 balances=balances,
                 expert=None if expert is None else (expert, self.config.experts),
+                stacked=stacked,
             )
         )

@@ -27,6 +27,8 @@ def read_rope(fields: dict[str, Any], read: Reader) -> None:
         _read_two_rotations(fields, read, family.settings["window_rope_theta"])
         return
     # In a file with both keys rope_scaling takes precedence, as in transformers 5.
+    missing = not data.get("rope_scaling") and not data.get("rope_parameters")
+    data = {**data, "rope_parameters": read.defaults.get("rope_parameters")} if missing else data
     for key in ("rope_scaling", "rope_parameters"):
         entry, at = _read_object(data, key, where), f"{where}: {key}"
         if not entry:
@@ -94,9 +96,9 @@ def read_windows(fields: dict[str, Any], read: Reader) -> None:
     rule = family.windows
     if rule is None:  # transformers' Llama has no window and ignores the key
         return
-    if rule.layers == "unrotated":
-        fields["unrotated_layers"] = _read_unrotated(read, layers, rule.period)
-    _, window = read.get(("sliding_window",))
+    if rule.unrotated:
+        fields["unrotated_layers"] = _read_unrotated(read, layers, rule)
+    _, window = read.get((rule.key,))
     if rule.switch and not read.boolean("use_sliding_window"):
         window = None
     types = data.get("layer_types") if rule.listed else None
@@ -104,11 +106,11 @@ def read_windows(fields: dict[str, Any], read: Reader) -> None:
         if not isinstance(types, list) or len(types) != layers:
             raise UserError(f'{where}: "layer_types" must be a list of {layers} names, one for each layer')
         for name in types:
-            if name not in ("full_attention", "sliding_attention"):
+            if name not in ("full_attention", rule.layer_type):
                 raise UserError(
-                    f"{where}: layer type {shorten_repr(name)} is not supported (full_attention, sliding_attention)"
+                    f"{where}: layer type {shorten_repr(name)} is not supported (full_attention, {rule.layer_type})"
                 )
-        windowed = [name == "sliding_attention" for name in types]
+        windowed = [name == rule.layer_type for name in types]
         if rule.layers == "unrotated" and window is None and any(windowed) and data.get("sliding_window") is not None:
             raise UserError(
                 f'{where}: "layer_types" lists sliding_attention, which "use_sliding_window" = false contradicts; '
@@ -118,7 +120,7 @@ def read_windows(fields: dict[str, Any], read: Reader) -> None:
         windowed = _default_windows(rule, fields, read)
     if window is None or not any(windowed):
         return
-    fields["sliding_window"] = read.integer("sliding_window", ("sliding_window",))
+    fields["sliding_window"] = read.integer("sliding_window", (rule.key,))
     fields["windowed_layers"] = None if all(windowed) else tuple(windowed)
 
 
@@ -134,6 +136,8 @@ def _default_windows(rule: Windows, fields: Mapping[str, Any], read: Reader) -> 
             return [(index + 1) % period != 0 for index in numbers]
         case "unrotated":
             return [index in fields["unrotated_layers"] for index in numbers]
+        case "rotated":
+            return [index not in fields["unrotated_layers"] for index in numbers]
         case "early":  # as in transformers 5: every other layer among the first max_window_layers
             first = _window_layers(read)
             return [index % 2 == 0 and index < first for index in numbers]
@@ -142,13 +146,13 @@ def _default_windows(rule: Windows, fields: Mapping[str, Any], read: Reader) -> 
             return [index >= first for index in numbers]
 
 
-def _read_unrotated(read: Reader, layers: int, period: int) -> tuple[int, ...]:
+def _read_unrotated(read: Reader, layers: int, rule: Windows) -> tuple[int, ...]:
     """Return the indices of the layers without rotary positions: those with a 0 in ``no_rope_layers`` or, without that
-    key, every ``no_rope_layer_interval``-th (default: `period`). read: typed access to the ``config.json``. layers:
-    number of layers."""
+    key, every ``no_rope_layer_interval``-th (default: the period of the family's `rule`). read: typed access to the
+    ``config.json``. layers: number of layers."""
     _, listed = read.get(("no_rope_layers",))
-    every = read.integer("layers", ("no_rope_layer_interval",), period)
-    if listed is None:
+    every = read.integer("layers", ("no_rope_layer_interval",), rule.period)
+    if listed is None or (rule.chunked and listed == []):  # as Llama 4's files have it
         return tuple(index for index in range(layers) if (index + 1) % every == 0)
     if not isinstance(listed, list) or len(listed) < layers or any(entry not in (0, 1) for entry in listed):
         raise UserError(f'{read.where}: "no_rope_layers" must be a list of {layers} zeros and ones, one for each layer')
@@ -156,19 +160,24 @@ def _read_unrotated(read: Reader, layers: int, period: int) -> tuple[int, ...]:
 
 
 def resize_patterns(config: ModelConfig, layers: int) -> dict[str, Any]:
-    """Return the ModelConfig fields ``unrotated_layers`` and ``windowed_layers``, by name, of `config` with another
-    number of `layers`: cut, or continued by the rule of its family."""
+    """Return the ModelConfig fields ``unrotated_layers``, ``windowed_layers`` and, where they are interleaved,
+    ``dense_layers``, by name, of `config` with another number of `layers`: cut, or continued by the rule of its
+    family."""
     rule = FAMILIES[config.family].windows
     by_rule = rule.layers if rule is not None else "all"
     unrotated = [index in config.unrotated_layers for index in range(config.layers)]
-    period = rule.period if rule is not None and by_rule == "unrotated" else None
+    period = rule.period if rule is not None and rule.unrotated else None
     unrotated = _continue_pattern(unrotated, layers, period, True)
     fields: dict[str, Any] = {"unrotated_layers": tuple(index for index in range(layers) if unrotated[index])}
     if config.sliding_window is not None:
         windowed = [config.layer_window(index) is not None for index in range(config.layers)]
-        period = rule.period if rule is not None and by_rule in ("periodic", "unrotated") else None
+        period = rule.period if rule is not None and by_rule in ("periodic", "unrotated", "rotated") else None
         windowed = _continue_pattern(windowed, layers, period, by_rule == "unrotated")
         fields["windowed_layers"] = None if all(windowed) else tuple(windowed)
+    if config.experts_keys is not None and config.experts_keys.dense == "interleaved":
+        dense = [index in config.dense_layers for index in range(config.layers)]
+        dense = _continue_pattern(dense, layers, 1, False)
+        fields["dense_layers"] = tuple(index for index in range(layers) if dense[index])
     return fields
 
 
@@ -220,13 +229,13 @@ def write_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
     if rule is None:
         return written
     windowed = [config.layer_window(index) is not None for index in range(config.layers)]
-    written["sliding_window"] = config.sliding_window
+    written[rule.key] = config.sliding_window
     if rule.switch:
         written["use_sliding_window"] = any(windowed)
     if rule.listed:
-        written["layer_types"] = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in windowed]
+        written["layer_types"] = [rule.layer_type if is_windowed else "full_attention" for is_windowed in windowed]
     if rule.layers in ("late", "early"):
         written["max_window_layers"] = windowed.index(True) if any(windowed) else config.layers
-    if rule.layers == "unrotated":
+    if rule.unrotated:
         written["no_rope_layers"] = [int(index not in config.unrotated_layers) for index in range(config.layers)]
     return written

@@ -78,6 +78,24 @@ class RopeScaling:
         return _yarn_scale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary positions of a layer. size: number of rotated features of a head. theta: base of the wavelengths.
+    scaling: scaling method; None: plain."""
+
+    size: int
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Factors on queries by position p: 1 + scale log(1 + floor((p + 1) / floor)) (Llama 4)."""
+
+    scale: float
+    floor: int
+
+
 def _yarn_scale(factor: float, mscale: float) -> float:
     """Return YaRN's factor on cosine and sine, 0.1 mscale ln(factor) + 1; 1 if factor <= 1 (the context is not
     extended)."""
@@ -177,8 +195,8 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
         values["factor"] = max_positions / values["original_max_positions"]
     if values["factor"] < 1 and kind != "longrope":
         raise UserError(f'{where}: "factor" must be at least 1, not {values["factor"]:g}')
-    if kind == "llama3" and values["high_frequency_factor"] <= values["low_frequency_factor"]:
-        raise UserError(f'{where}: "high_freq_factor" must be greater than "low_freq_factor"')
+    if kind == "llama3" and values["high_frequency_factor"] < values["low_frequency_factor"]:
+        raise UserError(f'{where}: "high_freq_factor" must be at least "low_freq_factor"')
     if kind == "longrope" and values["original_max_positions"] < 2:
         raise UserError(f'{where}: "original_max_position_embeddings" must be at least 2')
     if kind == "yarn" and values.get("beta_fast", 32.0) <= values.get("beta_slow", 1.0):

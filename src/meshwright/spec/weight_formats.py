@@ -9,7 +9,10 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.limits import shorten_repr
 
-READ_FORMATS = 'float8 in blocks ("quant_method": "fp8" with a "weight_block_size", as DeepSeek-V3)'
+READ_FORMATS = (
+    'float8 in blocks ("quant_method": "fp8" with a "weight_block_size", as DeepSeek-V3), MXFP4 ("quant_method": '
+    '"mxfp4", as gpt-oss)'
+)
 _KEYS = ("quantization_config", "compression_config")
 
 
@@ -27,7 +30,18 @@ class BlockFp8:
         return -(-shape[0] // self.rows), -(-shape[1] // self.columns)
 
 
-def read_weight_format(data: Mapping[str, Any], where: str) -> BlockFp8 | None:
+@dataclass(frozen=True, slots=True)
+class MxFp4:
+    """Weights in float4 (E2M1) with one scale, a power of two (E8M0), for each 32 elements of a row (OCP Microscaling
+    Formats 1.0, section 5). The tensor ``NAME_blocks`` holds the codes of the matrix [..., output, input], two in a
+    byte, the low half first: uint8 [..., output, blocks, 16]; ``NAME_scales`` the exponents plus 127: uint8 [...,
+    output, blocks]. The weights ``NAME`` are its transpose, [..., input, output]."""
+
+
+WeightFormat = BlockFp8 | MxFp4
+
+
+def read_weight_format(data: Mapping[str, Any], where: str) -> WeightFormat | None:
     """Return the format of the quantized weights that a ``config.json`` object (`data`) describes; None if they are not
     quantized. Raises ``UserError``, which names the formats that are read, for another one. where: name of the
     configuration in errors."""
@@ -37,6 +51,8 @@ def read_weight_format(data: Mapping[str, Any], where: str) -> BlockFp8 | None:
     described = data[key]
     if not isinstance(described, Mapping):
         raise UserError(f'{where}: "{key}" must be an object, not {shorten_repr(described)}')
+    if described.get("quant_method") == "mxfp4":
+        return MxFp4()
     is_fp8 = described.get("quant_method") == "fp8" and described.get("fmt", "e4m3") == "e4m3"
     match described.get("weight_block_size"):
         case [int(rows), int(columns)] if is_fp8 and rows > 0 and columns > 0:

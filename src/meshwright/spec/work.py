@@ -31,15 +31,19 @@ def count_predictions(config: ModelConfig, rows: int, sequence: int) -> int:
     return max(1, round(MASKED_SHARE * rows * sequence)) if config.head == "masked" else rows
 
 
-def keys_per_token(sequence: int, window: int | None = None, causal: bool = True) -> float:
+def keys_per_token(sequence: int, window: int | None = None, causal: bool = True, chunks: bool = False) -> float:
     """Return the mean number of keys that a token attends to in a sequence of `sequence` tokens. window: sliding window
-    in tokens; None: no window. causal: False: a token attends to the whole sequence (or window).
+    in tokens; None: no window. causal: False: a token attends to the whole sequence (or window). chunks:
+    True if windows are chunks of the sequence.
 
     Causal without a window, the exact result is (sequence + 1) / 2, not the usual sequence / 2.
     """
     width = sequence if window is None else min(window, sequence)
     if not causal:
         return float(width)
+    if chunks:
+        whole, rest = divmod(sequence, width)
+        return (whole * width * (width + 1) / 2 + rest * (rest + 1) / 2) / sequence
     return (width * (width + 1) / 2 + (sequence - width) * width) / sequence
 
 
@@ -49,7 +53,7 @@ def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = T
     uses count. sequence: tokens of a sequence. causal: True to count only the attention scores that causal masking
     leaves, about half; False: all."""
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    keys = keys_per_token(sequence, config.layer_window(layer), causal and not config.encoder)
+    keys = keys_per_token(sequence, config.layer_window(layer), causal and not config.encoder, config.window_chunks)
     up_matrices = 2 if config.gated else 1
     router, width = {}, config.intermediate
     if config.has_experts(layer):

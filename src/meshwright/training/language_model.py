@@ -20,8 +20,9 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import PackedDataset, PackedExamples, PreparedData
 from meshwright.data.files import canonical_json
 from meshwright.layout import Layout
+from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.documents import Documents
-from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
+from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice, slice_entries

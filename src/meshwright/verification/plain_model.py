@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from meshwright.model.rope import inverse_frequencies
 from meshwright.spec.config import ModelConfig
 from meshwright.training.preference_loss import Preference
+from meshwright.verification.plain_preferences import preference_loss, single_response_loss
 from meshwright.verification.samples import IGNORED, Batch
 
 Weights = Mapping[str, torch.Tensor]  # model parameter -> its values, [output, input] for matrices
@@ -57,11 +58,11 @@ def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: P
         loss = -chosen_BS.sum()
     elif preference.objective == "kto":
         counted_B = count_responses(batch)
-        loss = _single_response_loss(preference, sum_by_response(chosen_BS, batch), counted_B, batch)
+        loss = single_response_loss(preference, sum_by_response(chosen_BS, batch), counted_B, batch)
     else:
         pairs_B = (ids_BS.amax(dim=1) + 1) // 2
         counted_B = pairs_B
-        loss = _preference_loss(preference, chosen_BS, ids_BS, pairs_B, batch)
+        loss = preference_loss(preference, chosen_BS, ids_BS, pairs_B, batch)
     objective = loss
     if config.prediction_layers:
         assert preference is None
@@ -105,64 +106,6 @@ def score_responses(config: ModelConfig, weights: Weights, batch: Batch) -> list
         [float(total) - float(known) for total, known in zip(row, batch.reference[number], strict=False)]
         for number, row in enumerate(sums)
     ]
-
-
-def _single_response_loss(
-    preference: Preference, sums: list[list[torch.Tensor]], counted_B: torch.Tensor, batch: Batch
-) -> torch.Tensor:
-    """Return the loss of KTO (arXiv:2402.01306, eq. 8) summed over responses, a scalar. sums: log-probability of each
-    response of each sequence. counted_B: number of responses in each."""
-    assert batch.reference is not None and batch.undesirable is not None and batch.kl is not None
-    total = torch.zeros((), dtype=torch.float64)
-    for row in range(len(counted_B)):
-        for document, log_probability in enumerate(sums[row]):
-            ahead = log_probability - float(batch.reference[row, document]) - batch.kl
-            if batch.undesirable[row, document]:
-                total = total + preference.weights[1] * (1 - 1 / (1 + torch.exp(preference.beta * ahead)))
-            else:
-                total = total + preference.weights[0] * (1 - 1 / (1 + torch.exp(-preference.beta * ahead)))
-    return total
-
-
-def _preference_loss(
-    preference: Preference, chosen_BS: torch.Tensor, ids_BS: torch.Tensor, pairs_B: torch.Tensor, batch: Batch
-) -> torch.Tensor:
-    """Return the preference loss summed over pairs, a scalar: DPO (arXiv:2305.18290, eq. 7), IPO (arXiv:2310.12036, eq.
-    17), SimPO (arXiv:2405.14734, eq. 6) or ORPO (arXiv:2403.07691, eqs. 3, 6, 7).
-
-    chosen_BS: the policy's log-probability of every target token of both responses; 0 where the target is ignored.
-    ids_BS: document number of each token: document 2 i of a sequence is the preferred response of pair i, document 2 i
-    + 1 the rejected one. pairs_B: number of pairs in each sequence. batch: holds the reference log-probabilities.
-    """
-    assert batch.reference is not None
-    total = chosen_BS.new_zeros(())
-    for row in range(len(ids_BS)):
-        for pair in range(int(pairs_B[row])):
-            documents = (2 * pair, 2 * pair + 1)
-            sums = [chosen_BS[row][ids_BS[row] == document].sum() for document in documents]
-            beta, smoothing = preference.beta, preference.label_smoothing
-            if preference.objective in ("simpo", "orpo"):
-                targets = torch.from_numpy(batch.targets[row]) != IGNORED
-                means = [
-                    total_of / int((targets & (ids_BS[row] == document)).sum())
-                    for total_of, document in zip(sums, documents, strict=True)
-                ]
-                if preference.objective == "simpo":
-                    total = total - F.logsigmoid(beta * (means[0] - means[1]) - preference.margin)
-                else:
-                    odds = [mean.exp() / (1 - mean.exp()) for mean in means]
-                    total = total - means[0] - beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
-                continue
-            margins = [
-                total_of - float(batch.reference[row, document])
-                for total_of, document in zip(sums, documents, strict=True)
-            ]
-            h = margins[0] - margins[1]
-            if preference.objective == "ipo":
-                total = total + (h - 1 / (2 * beta)) ** 2
-            else:
-                total = total - (1 - smoothing) * F.logsigmoid(beta * h) - smoothing * F.logsigmoid(-beta * h)
-    return total
 
 
 def cap(x: torch.Tensor, limit: float | None) -> torch.Tensor:
@@ -257,13 +200,26 @@ class _Forward:
             q, k = self.norm(q, f"{name}.query_norm"), self.norm(k, f"{name}.key_norm")
         if config.positions == "rope" and layer not in config.unrotated_layers:
             q, k = self.rotate(q, layer), self.rotate(k, layer)
+            if config.rotated_norm:
+                q, k = (x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() for x in (q, k))
+        elif config.temperature_tuning:
+            steps_BS = torch.floor((self.positions_BS.double() + 1) / config.temperature_floor)
+            q = q * (1 + config.temperature_scale * torch.log(1 + steps_BS))[..., None, None]
         k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
         scale = size**-0.5 if config.attention_scale is None else config.attention_scale
         scores_BNSS = cap(scale * torch.einsum("bqnd,bknd->bnqk", q, k), config.attention_softcap)
         visible_BSS, window = self.visible_BSS, config.layer_window(layer)
-        if window is not None:
+        if window is not None and config.window_chunks:
+            chunk_BS = self.positions_BS // window
+            visible_BSS = visible_BSS & (chunk_BS[:, :, None] == chunk_BS[:, None, :])
+        elif window is not None:
             visible_BSS = visible_BSS & (self.distance_SS < window)
-        p_BNSS = scores_BNSS.masked_fill(~visible_BSS[:, None], float("-inf")).softmax(dim=-1)
+        scores_BNSS = scores_BNSS.masked_fill(~visible_BSS[:, None], float("-inf"))
+        if config.attention_sinks:  # one more key, whose value is zero
+            sinks_BNS1 = self.weights[f"{name}.sinks"][:, None, None].expand(*scores_BNSS.shape[:3], 1)
+            p_BNSS = torch.cat([scores_BNSS, sinks_BNS1], dim=-1).softmax(dim=-1)[..., :-1]
+        else:
+            p_BNSS = scores_BNSS.softmax(dim=-1)
         return self.linear(torch.einsum("bnqk,bknd->bqnd", p_BNSS, v).flatten(2), f"{name}.output")
 
     def latent_attention(self, x_BSH: torch.Tensor, layer: int) -> torch.Tensor:
@@ -340,6 +296,8 @@ class _Forward:
         results of experts that the router did not choose have weight 0."""
         config = self.config
         logits_BSE = x_BSH @ self.weights[f"{name}.router.weight"].T
+        if config.mlp_bias:
+            logits_BSE = logits_BSE + self.weights[f"{name}.router.bias"]
         scores_BSE = logits_BSE.sigmoid() if config.router == "sigmoid" else logits_BSE.softmax(dim=-1)
         ranking_BSE = scores_BSE.detach()
         if config.router_bias:
@@ -352,12 +310,21 @@ class _Forward:
         if config.normalise_choice:
             weights_BSE = weights_BSE / weights_BSE.sum(dim=-1, keepdim=True)
         weights_BSE = weights_BSE * config.routed_scale
-        ups = self.weights[f"{name}.experts.up.weight"].chunk(config.experts)
-        downs = self.weights[f"{name}.experts.down.weight"].chunk(config.experts)
         y_BSH = torch.zeros_like(x_BSH)
-        for expert, (up, down) in enumerate(zip(ups, downs, strict=True)):
-            gate_BSF, up_BSF = (x_BSH @ up.T).chunk(2, dim=-1)
-            y_BSH = y_BSH + weights_BSE[..., expert, None] * ((self.activate(gate_BSF) * up_BSF) @ down.T)
+        for expert in range(config.experts):
+            weight_BS1 = weights_BSE[..., expert, None]
+            input_BSH = weight_BS1 * x_BSH if config.routed_input else x_BSH
+            both_BSX = self.expert_product(input_BSH, f"{name}.experts.up", expert)
+            interleaved = config.experts_interleaved
+            gate, up = (both_BSX[..., ::2], both_BSX[..., 1::2]) if interleaved else both_BSX.chunk(2, dim=-1)
+            if config.swiglu_limit is not None:
+                limit = torch.tensor(config.swiglu_limit, dtype=torch.float64)
+                gate, up = torch.minimum(gate, limit), torch.maximum(torch.minimum(up, limit), -limit)
+                inner_BSF = gate / (1 + torch.exp(-config.swiglu_alpha * gate)) * (up + 1)
+            else:
+                inner_BSF = self.activate(gate) * up
+            result_BSH = self.expert_product(inner_BSF, f"{name}.experts.down", expert)
+            y_BSH = y_BSH + (result_BSH if config.routed_input else weight_BS1 * result_BSH)
         load_BE = chosen_BSE.sum(dim=1)
         # Fedus et al. 2021, arXiv:2101.03961, eq. 4, per sequence.
         self.balance_losses.append(config.experts * (load_BE / x_BSH.shape[1] * scores_BSE.mean(dim=1)).sum(dim=1))
@@ -370,6 +337,12 @@ class _Forward:
                 shared_BSH = torch.sigmoid(x_BSH @ self.weights[f"{name}.shared_gate.weight"].T) * shared_BSH
             y_BSH = y_BSH + shared_BSH
         return y_BSH
+
+    def expert_product(self, x: torch.Tensor, name: str, expert: int) -> torch.Tensor:
+        """Apply the linear layer `name` of one expert, of which the weights and biases of all experts are stacked."""
+        y = x @ self.weights[f"{name}.weight"].chunk(self.config.experts)[expert].T
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + bias.chunk(self.config.experts)[expert]
 
     def keep_groups(self, ranking_BSE: torch.Tensor) -> torch.Tensor:
         """Apply group-limited routing: return the router scores `ranking_BSE` with -inf for experts outside the

@@ -206,6 +206,9 @@ def scale_down_config(
         attention_scale=None if config.attention_scale is None else 0.4,
         attention_softcap=None if config.attention_softcap is None else 1.5,
         logit_softcap=None if config.logit_softcap is None else 2.0,
+        swiglu_limit=None if config.swiglu_limit is None else 0.7,
+        temperature_scale=0.7 if config.temperature_scale else 0.0,
+        temperature_floor=3 if config.temperature_tuning else 1,
         sliding_window=None if config.sliding_window is None else 7,
         windowed_layers=windowed,
         bos_token=None,
@@ -247,10 +250,11 @@ def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str
     if not config.experts:
         return {}
     cut = tp if ep == etp == 1 else etp
+    copies = 1 if config.experts_keys is not None and config.experts_keys.shared == "" else 2
     width = next(
         width
         for width in itertools.count(37 if config.intermediate == config.expert_intermediate else 11)
-        if width % cut == 0 and (2 * width % tp == 0 or not config.shared_intermediate)
+        if width % cut == 0 and (copies * width % tp == 0 or not config.shared_intermediate)
     )
     experts, step, groups = min(5, config.experts), ep, {}
     if config.expert_groups > 1:  # three groups of at least two
@@ -260,7 +264,7 @@ def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str
         "experts": -(-experts // step) * step,
         "experts_per_token": min(3, config.experts_per_token, 2 * groups.get("groups_per_token", 2)),
         "expert_intermediate": width,
-        "shared_intermediate": 2 * width if config.shared_intermediate else 0,
+        "shared_intermediate": copies * width if config.shared_intermediate else 0,
         "dense_layers": (0,) if config.dense_layers else (),
         "router_loss": 0.1 if config.router_loss else 0.0,  # large enough to affect the gradients visibly
     }

@@ -106,9 +106,9 @@ def test_softcapped_attention_on_gpus_is_that_of_tiles():
     shape = config.heads, 24, config.head_dim
     q, k, v = (torch.randn(2, many, *shape[1:]) for many in (config.heads, config.kv_heads, config.kv_heads))
     with FlopCounterMode(display=False) as forward:
-        out = tiled_attention._compute_attention(q, k, v, None, 1.0, 50.0)
+        out = tiled_attention._compute_attention(q, k, v, None, 1.0, 50.0, None)
     with FlopCounterMode(display=False) as backward:
-        tiled_attention._compute_gradients(torch.ones_like(out), [q, k, v], None, 1.0, 50.0)
+        tiled_attention._compute_gradients(torch.ones_like(out), [q, k, v], None, 1.0, 50.0, None)
     at = MicroBatch.of(config, Layout(), 2, 24, kernel="tiled", device="cuda")
     found = [operator for operator in block(at, 1) if operator.name.startswith("attention")]
     core = [one for operator in found for one in operator.operations if one.name in CORE]

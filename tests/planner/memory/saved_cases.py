@@ -17,6 +17,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
+from meshwright.model.rope import RotaryTable
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.axes import axis_operations
@@ -170,7 +171,8 @@ def watch(case: Case) -> Watched:
     time.sleep(0.02 if mesh.world_size > 1 else 0)  # gloo's threads release sent tensors a little later
     alive = storages.alive()
     assert compute._kept
-    tables = [table for rotary in model._rotary.values() for pair in rotary._tables.values() for table in pair]
+    rotary = [each for each in model._rotary.values() if isinstance(each, RotaryTable)]
+    tables = [table for each in rotary for pair in each._tables.values() for table in pair]
     stayed = {table.untyped_storage()._cdata for table in tables}
     own = {unit.parameters.untyped_storage()._cdata for unit in parallel._units.values()}
     seen = {at: (size, str(tuple(tensor.shape))) for at, (tensor, size) in packed.items() if size}

@@ -29,7 +29,7 @@ NOT_HOOKED = ("head.hidden.gradient", "head.weight.gradient", "loss", "balance",
 
 
 def model(name: str) -> ModelConfig:
-    changes = {"sliding_window": 8} if name == "mistral-tiny" else {}
+    changes = {"sliding_window": 8} if name in ("mistral-tiny", "llama4-tiny") else {}
     return dataclasses.replace(preset(name), layers=3, vocabulary=97, **changes)  # an odd vocabulary, which tp pads
 
 

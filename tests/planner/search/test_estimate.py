@@ -170,11 +170,19 @@ def test_configuration_of_another_architecture_is_priced_with_a_warning(changes:
     assert any(message in line for line in said) if message else said == []
 
 
-@pytest.mark.parametrize("name", ["falcon", "deepseek_v32", "mamba"])
-def test_unknown_architecture_is_named_first(name: str):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("falcon", "is not read: attention and MLP in parallel on one input are not computed"),
+        ("deepseek_v32", "is not read: attention to tokens that an indexer chooses is not computed"),
+        ("qwen3_next", "is not read: gated delta attention, with a recurrent state, is not computed"),
+        ("falconet", "is not a known family"),
+    ],
+)
+def test_unknown_architecture_is_named_first(name: str, reason: str):
     """Its quantization is not reported instead."""
     data = {"model_type": name, "quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(UserError, match=f"'{name}' is not a known family, so it can be neither planned nor run"):
+    with pytest.raises(UserError, match=f"'{name}' {reason}; it can be neither planned nor run"):
         evaluate(data, "1xa100-80", "dp1", sequence=64, batch=1)
 
 

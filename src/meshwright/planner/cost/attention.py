@@ -57,6 +57,14 @@ def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
         )  # fmt: skip
     if kind.rotates:
         yield Operator("attention.rotary", pointwise(at, "attention.rotary", elements, elementwise.rotary(fusion)))
+        if config.rotated_norm:
+            of = elementwise.norm("rmsnorm", fusion)
+            saved = tuple(_rotated_norms(at, size))
+            yield Operator("attention.rotated_norms", pointwise(at, "attention.rotated_norms", elements, of), saved)
+    elif kind.tempered:
+        queries = at.all_tokens * at.heads * size
+        saved = () if at.ulysses else (SavedTensor("attention.query", (at.rows, at.heads, at.tokens, size), "x"),)
+        yield Operator("attention.temper", pointwise(at, "attention.temper", queries, elementwise.SCALED), saved)
     if at.ulysses:
         yield from _all_to_all(at)
     elif rotated:
@@ -72,6 +80,8 @@ def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
         yield from _tiled_core(at, window)
     else:
         yield _core(at, window)
+    if config.attention_sinks:
+        yield Operator("attention.sinks", parameters=at.heads)
     inner = at.heads * config.value_dim
     yield linear(
         at, "attention.output", Linear(at.all_tokens, config.hidden, inner, bias=config.output_bias),
@@ -112,6 +122,14 @@ def _query_key_norms(at: MicroBatch) -> Iterator[SavedTensor]:
         if at.narrow:
             yield SavedTensor(f"{name}.input", shape, "wide")
         yield from scaled(name, shape, at.config.zero_centred_norms)
+
+
+def _rotated_norms(at: MicroBatch, size: int) -> Iterator[SavedTensor]:
+    """Yield the tensors that the norms of rotated queries and keys, of heads of `size`, save."""
+    for name, heads in (("attention.query_rotated", at.heads), ("attention.key_rotated", at.kv_heads)):
+        shape = at.rows, heads, at.tokens
+        yield SavedTensor(f"{name}.input", (*shape, size), "wide")
+        yield SavedTensor(f"{name}.scale", (*shape, 1), "wide")
 
 
 def _mean_squares(at: MicroBatch) -> tuple[SavedTensor, ...]:
@@ -208,8 +226,10 @@ def _core(at: MicroBatch, window: int | None) -> Operator:
     config, size = at.config, at.config.head_dim
     # A decoder's kernel skips what is hidden, an encoder's goes through all keys with a mask.
     seen = at.whole if config.encoder else max(1, round(at.whole / at.documents))
-    keys_seen = keys_per_token(seen, window, causal=not config.encoder)
-    flops = 4.0 * keys_seen * at.heads * size * at.all_tokens
+    keys_seen = keys_per_token(seen, window, not config.encoder, config.window_chunks)
+    # The engine `meshwright` pads the values of latent attention to the size of queries.
+    columns = 2 * size if at.engine.name == "meshwright" else size + config.value_dim
+    flops = 2.0 * keys_seen * at.heads * columns * at.all_tokens
     moved = at.itemsize * at.all_tokens * (at.qkv_width + at.heads * size)
     name = "attention.core.ring" if at.ring else "attention.core"
     shape = at.whole / (2 * at.cp) if at.ring else at.whole, keys_seen, size  # a rank has pieces of each sequence

@@ -148,6 +148,13 @@ def head(at: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
     yield _loss(at, at.all_tokens * at.vocabulary)._replace(collectives=tuple(_loss_collectives(at)))
 
 
+def prediction_input(at: MicroBatch) -> Iterator[Operator]:
+    """Yield the operators before the block of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, eq. 21): norms of
+    the hidden states and of the next tokens' embeddings, and the product that joins them."""
+    yield from (norm(at, name) for name in ("prediction_hidden_norm", "prediction_embedding_norm"))
+    yield linear(at, "prediction_projection", Linear(at.rows * at.slice, at.config.hidden, 2 * at.config.hidden))
+
+
 def _loss(at: MicroBatch, logits: Number) -> Operator:
     """Return the loss over a number of logits."""
     moved = logits * at.engine.loss_bytes / 2

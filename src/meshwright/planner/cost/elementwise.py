@@ -80,6 +80,12 @@ _GATED: dict[Fusion, Traffic] = {
     "compiled": Traffic(MemoryAccess(1, 3), MemoryAccess(1, 5)),
 }
 
+# gpt-oss's gate and up projections (experts.py, `ClampedSwiGLU`), operation by operation.
+_CLAMPED_SWIGLU: dict[Fusion, Traffic] = {**_GATED, "eager": Traffic(MemoryAccess(7, 16), MemoryAccess(19, 44))}
+
+# Biases of experts, repeated for each token copy and added; back, summed.
+GROUPED_BIAS = Traffic(MemoryAccess(2, 4), MemoryAccess(1, 1))
+
 _SOFTMAX: dict[Fusion, Traffic] = {
     "eager": Traffic(MemoryAccess(4, 8), MemoryAccess(3, 7)),  # scale, mask, softmax
     "kernels": Traffic(MemoryAccess(1, 2), MemoryAccess(1, 3)),
@@ -145,6 +151,12 @@ def activation(gated: bool, fusion: Fusion) -> Traffic:
     """Return the memory traffic of an MLP's activation per element of the second product's input. gated: as SwiGLU;
     fusion: "eager" (one kernel per operation), "kernels" (hand-fused) or "compiled" (torch.compile)."""
     return _GATED[fusion] if gated else _ACTIVATION
+
+
+def clamped_swiglu(fusion: Fusion) -> Traffic:
+    """Return the memory traffic of gpt-oss's activation per element of the second product's input. fusion: "eager" (one
+    kernel per operation), "kernels" (hand-fused) or "compiled" (torch.compile)."""
+    return _CLAMPED_SWIGLU[fusion]
 
 
 def cast(fusion: Fusion) -> MemoryAccess:

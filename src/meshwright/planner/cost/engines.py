@@ -33,7 +33,8 @@ class Engine:
         dropout: True if the engine's published runs had dropout.
         selective: What selective recomputation repeats. "core": attention's scores, softmax and product with values;
             "elementwise": everything between matrix products; "every second product": elementwise operations and every
-            second matrix product of a block, but not the core.
+            second matrix product of a block, but not the core; "up-projections": those of latent attention, rotary
+            positions, norms and activations.
         stops_early: True if a recomputed block omits a last matrix product whose result the backward does not need.
         loss_bytes: Bytes read and written for each logit by the loss, forward and backward together.
         loss_holds: Bytes allocated for each logit, without the logit itself, while the loss is computed.
@@ -56,6 +57,9 @@ class Engine:
             for its operations.
         dispatches_by_node: True if a token is sent once to each node that has experts of its choice (once to each rank,
             if all are on one node), not once to each expert.
+        overlap_processors: Share of a device's multiprocessors that dispatch and combine of tokens occupy while they
+            overlap the computation of another micro-batch; None: nothing is computed beside them.
+        eight_bit_activations: True if fp8 training sends tokens to experts, and saves activations, in 8 bits.
         overlaps_tensor: What tp collectives overlap. "weights": reductions of input gradients overlap the weight
             gradients of the same product; "products": in addition, all overlap, in slices, the products that they feed
             or follow; None: nothing.
@@ -72,7 +76,7 @@ class Engine:
     attention: AttentionKernel = "flash-2"
     hopper_attention: AttentionKernel | None = None
     dropout: bool = False
-    selective: Literal["core", "elementwise", "every second product"] = "core"
+    selective: Literal["core", "elementwise", "every second product", "up-projections"] = "core"
     stops_early: bool = True
     loss_bytes: float = 40.0
     loss_holds: float = 8.0
@@ -89,6 +93,8 @@ class Engine:
     bucket_bytes: float | None = None
     host_seconds: float = 35e-6
     dispatches_by_node: bool = False
+    overlap_processors: float | None = None
+    eight_bit_activations: bool = False
     overlaps_tensor: Literal["weights", "products"] | None = None
     scatters: bool = False
     axes: tuple[str, ...] = ("tp", "cp", "pp", "ep")
@@ -172,6 +178,21 @@ ENGINES: dict[str, Engine] = {
             dispatches_by_node=True,
             even_stages=True,
             reduced_bytes=2,  # grad_reduce_in_fp32 = False in the same recipes
+        ),
+        Engine(
+            "hai-llm",
+            "DeepSeek-V3's (arXiv:2412.19437): DualPipe, in which dispatch and combine overlap the computation of the "
+            "opposite direction's micro-batch on 20 of 132 multiprocessors (sections 3.2.1, 3.2.2); tokens sent once "
+            "to each node, in fp8 (3.2.2, 3.3.3); recomputation (3.2.3). Not published, and assumed: fused kernels, "
+            "flash-3 on Hopper",
+            fusion="kernels",
+            hopper_attention="flash-3",
+            selective="up-projections",
+            dispatches_by_node=True,
+            overlap_processors=20 / 132,
+            eight_bit_activations=True,
+            axes=("pp", "ep"),
+            schedules=("dualpipe",),
         ),
         Engine(
             "zero-bubble",

@@ -31,17 +31,20 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 class LayerKind(NamedTuple):
     """What layers with equal operators have in common. window: most tokens that a query attends to, None for all;
-    mixed: True for a mixture of experts; rotates: True if queries and keys have rotary positions."""
+    mixed: True for a mixture of experts; rotates: True if queries and keys have rotary positions; tempered: True if
+    queries are multiplied by factors that depend on the position."""
 
     window: int | None
     mixed: bool
     rotates: bool
+    tempered: bool = False
 
 
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
     """Return the kind of the layer with index `layer`."""
     rotates = config.layer_rotation(layer) is not None
-    return LayerKind(config.layer_window(layer), config.has_experts(layer), rotates)
+    tempered = config.layer_temperature(layer) is not None
+    return LayerKind(config.layer_window(layer), config.has_experts(layer), rotates, tempered)
 
 
 class Routed(NamedTuple):
@@ -224,22 +227,29 @@ class MicroBatch:
 
     @property
     def capped(self) -> bool:
-        """True if a GPU computes attention tile by tile, as the scores have a softcap (`model/tiled_attention.py`)."""
-        softcap = self.config.attention_softcap is not None
-        return softcap and self.device == "cuda" and self.engine.name == "meshwright"
+        """True if a GPU computes attention tile by tile (`model/tiled_attention.py`): the scores have a softcap, or
+        heads have sinks, which otherwise flash attention alone supports."""
+        config = self.config
+        tiled = config.attention_softcap is not None or (config.attention_sinks and not self._fits_flash)
+        return tiled and self.device == "cuda" and self.engine.name == "meshwright"
+
+    @property
+    def _fits_flash(self) -> bool:
+        """True if queries have a type and size of flash attention."""
+        return self.narrow and self.config.head_dim % 8 == 0 and self.config.head_dim <= 256
 
     @property
     def flash(self) -> bool:
         """True if flash attention supports the queries (`model/varlen_attention.py`): on GPUs, for narrow types and
         head sizes that are multiples of 8 up to 256."""
-        size = self.config.head_dim
-        return self.device == "cuda" and not self.capped and self.narrow and size % 8 == 0 and size <= 256
+        return self.device == "cuda" and not self.capped and self._fits_flash
 
     def varlen(self, window: int | None) -> bool:
         """Return True if attention runs in variable-length kernels, which need no mask (`model/varlen_attention.py`):
-        with packed documents or a window, where flash attention supports the queries. window: most tokens that a query
-        attends to, None for all."""
-        return self.flash and not self.ring and not self.config.encoder and self.limited(window)
+        with packed documents, a window or sinks, where flash attention supports the queries. window: most tokens that a
+        query attends to, None for all."""
+        special = self.limited(window) or self.config.attention_sinks
+        return self.flash and not self.ring and not self.config.encoder and special
 
     def dense_mask(self, window: int | None) -> bool:
         """Return True if CUDA attention reads a mask of all pairs of tokens. window: most tokens that a query attends

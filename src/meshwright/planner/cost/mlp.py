@@ -60,10 +60,13 @@ def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
     if meets:
         yield Operator("mlp.input", collectives=tuple(enter(at, "mlp.input")))
     yield from _router(at)
-    yield Operator("mlp.copies", pointwise(at, "mlp.copies", at.copies * hidden, elementwise.COPIES))
+    copied = (SavedTensor("mlp.experts.unweighted", (at.copies, hidden), "x"),) if config.routed_input else ()
+    yield Operator("mlp.copies", pointwise(at, "mlp.copies", at.copies * hidden, elementwise.COPIES), copied)
     if at.spread:
         yield from _dispatch(at, load, arriving)
-    matrices = Linear(arriving / held, 2 * width, hidden, held), Linear(arriving / held, hidden, width, held)
+    biased, slices = config.mlp_bias, at.etp if at.spread else at.tp  # a rank adds its slice of the second bias
+    matrices = Linear(arriving / held, 2 * width, hidden, held, biased), Linear(arriving / held, hidden, width, held)
+    held_parameters = matrices[0].parameters, matrices[1].parameters + biased * held * (hidden // slices)
     owned = "expert_parameters" if at.spread else "parameters"
     computed = load.computed
     x_up = SavedTensor("mlp.experts.up.output", (computed, 2 * width), "x")
@@ -72,18 +75,22 @@ def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
     found = linear(
         at, "mlp.experts.up", matrices[0], saved=(ends, x_input, x_up), kept=(x_up,), parameters=0,
     )  # fmt: skip
-    yield found._replace(**{owned: matrices[0].parameters})
+    yield found._replace(**{owned: held_parameters[0]})
+    if biased:
+        columns = arriving * (2 * width + hidden // slices)
+        yield Operator("mlp.experts.bias", pointwise(at, "mlp.experts.bias", columns, elementwise.GROUPED_BIAS))
+    clamped = config.swiglu_limit is not None  # one function, which saves its input alone
+    of = elementwise.clamped_swiglu(fusion) if clamped else elementwise.activation(True, fusion)
     yield Operator(
-        "mlp.experts.activation",
-        pointwise(at, "mlp.experts.activation", arriving * width, elementwise.activation(True, fusion)),
-        (SavedTensor("mlp.experts.activation", (computed, width), "x"),),
-    )
+        "mlp.experts.activation", pointwise(at, "mlp.experts.activation", arriving * width, of),
+        () if clamped else (SavedTensor("mlp.experts.activation", (computed, width), "x"),),
+    )  # fmt: skip
     down = SavedTensor("mlp.experts.down.input", (computed, width), "x")
     found = linear(
         at, "mlp.experts.down", matrices[1], saved=(down,),
         kept=(SavedTensor("mlp.experts.down.output", (computed, hidden), "x"),), parameters=0,
     )  # fmt: skip
-    yield found._replace(**{owned: matrices[1].parameters})
+    yield found._replace(**{owned: held_parameters[1]})
     yield from _combine(at, load)
     if config.shared_intermediate:
         yield from _shared_expert(at)
@@ -105,10 +112,10 @@ def _router(at: MicroBatch) -> Iterator[Operator]:
         saved.append(SavedTensor("mlp.router.input", (routed, config.hidden), "wide"))
         saved.append(SavedTensor("mlp.router.weight", (experts, config.hidden), "wide"))
     logits = SavedTensor("mlp.router.logits", (routed, experts), "wide" if config.router == "sigmoid" else "x")
-    product = Linear(routed, experts, config.hidden)
+    product = Linear(routed, experts, config.hidden, bias=config.mlp_bias)
     yield linear(
         at, "mlp.router", product, saved=tuple(saved), kept=(logits,),
-        parameters=experts * (config.hidden + config.router_bias),
+        parameters=experts * (config.hidden + config.router_bias + config.mlp_bias),
     )  # fmt: skip
     saved = [
         SavedTensor("mlp.router.scores", (routed, experts), "wide"),
@@ -146,15 +153,15 @@ def _dispatch(at: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operat
     the copies' order by expert."""
     config, hidden = at.config, at.config.hidden
     full, repeated = at.layout.recompute == "full", at.layout.recompute != "none"
-    rows = at.copies * hidden * at.itemsize
+    rows, sent = _copied_bytes(at)
     saved = tuple(
         SavedTensor(f"mlp.experts.{name}", (load.computed,), "index") for name in ("order_here", "inverse_here")
     )
     kept = (SavedTensor("mlp.experts.dispatched", (load.arrived, hidden), "x"),) if at.layout.ep > 1 else ()
     counts = 8 * (config.experts // at.ep + 1), 8 * (config.experts + 1)
     calls = [
-        *_both("ep", "all-to-all", "experts.dispatch", rows, full),
-        *_both("etp", "all-gather", "experts.gather", rows * at.etp, full),
+        *_both("ep", "all-to-all", "experts.dispatch", (sent, rows), full),
+        *_both("etp", "all-gather", "experts.gather", (rows * at.etp,) * 2, full),
         # The time model leaves out what selective recompute gathers again.
         *([_untimed("etp", "experts.gather", rows, at.etp - 1)] if repeated and not full else []),
         _untimed("ep", "experts.counts", counts[0], at.ep - 1),
@@ -172,20 +179,21 @@ def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
     reduce-scatter over etp and an all-to-all over ep where experts are expert-parallel."""
     config, layout, hidden = at.config, at.layout, at.config.hidden
     full, repeated = layout.recompute == "full", layout.recompute != "none"
-    rows = at.copies * hidden * at.itemsize
-    saved = (
+    rows, sent = _copied_bytes(at)
+    saved: tuple[SavedTensor, ...] = (
         SavedTensor("mlp.experts.inverse", (at.copies,), "index"),
         SavedTensor("mlp.experts.order", (at.copies,), "index"),
-        SavedTensor("mlp.experts.output", (at.routed_tokens, config.experts_per_token, hidden), "x"),
     )
+    if not config.routed_input:  # else the weights multiply the inputs
+        saved += (SavedTensor("mlp.experts.output", (at.routed_tokens, config.experts_per_token, hidden), "x"),)
     kept, calls = [], []
     if layout.ep > 1:
         kept.append(SavedTensor("mlp.experts.combined", (at.copies, hidden), "x"))
     if layout.etp > 1:
         kept.append(SavedTensor("mlp.experts.sum", (load.arrived, hidden), "x"))
     if at.spread:
-        calls += _both("etp", "reduce-scatter", "experts.sum", rows * at.etp, full)
-        calls += _both("ep", "all-to-all", "experts.combine", rows, full)
+        calls += _both("etp", "reduce-scatter", "experts.sum", (rows * at.etp,) * 2, full)
+        calls += _both("ep", "all-to-all", "experts.combine", (rows, sent), full)
         if not layout.tensor_sequence_parallel and layout.tp > 1:
             size = hidden_bytes(at)
             calls.append(CollectiveCall("expert", "tp", "all-gather", (("experts.output", size),)))
@@ -194,13 +202,21 @@ def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
     yield Operator("mlp.combine", (), saved, tuple(kept), tuple(calls))
 
 
-def _both(axis: str, operation: str, site: str, size: Number, again: bool) -> list[CollectiveCall]:
-    """Return the collective of a call site in the forward and its counterpart in the backward. size: bytes of the full
-    vector; again: it is recomputed."""
+def _copied_bytes(at: MicroBatch) -> tuple[Number, Number]:
+    """Return the bytes of all token copies in the activations' type, and in the type in which they are sent to
+    experts."""
+    elements = at.copies * at.config.hidden
+    eight_bit = at.eight_bit and at.engine.eight_bit_activations
+    return elements * at.itemsize, elements * (1 if eight_bit else at.itemsize)
+
+
+def _both(axis: str, operation: str, site: str, sizes: tuple[Number, Number], again: bool) -> list[CollectiveCall]:
+    """Return the collective of a call site in the forward and its counterpart in the backward. sizes: bytes of the full
+    vector of each; again: it is recomputed."""
     opposite = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(operation, operation)
     return [
-        CollectiveCall("expert", axis, operation, ((site, size),), "forward", 1, again),  # type: ignore[arg-type]
-        CollectiveCall("expert", axis, opposite, ((f"{site}.backward", size),), "input"),  # type: ignore[arg-type]
+        CollectiveCall("expert", axis, operation, ((site, sizes[0]),), "forward", 1, again),  # type: ignore[arg-type]
+        CollectiveCall("expert", axis, opposite, ((f"{site}.backward", sizes[1]),), "input"),  # type: ignore[arg-type]
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from meshwright.planner.cost.blocks import block, embedding, head
+from meshwright.planner.cost.blocks import block, embedding, head, prediction_input
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, at_most, layer_kind
 from meshwright.planner.cost.operators import Operation, Operator
 from meshwright.spec.chunks import keeps_head_gradient
@@ -32,8 +32,17 @@ def operations(at: MicroBatch, stage: Stage, *, at_once: bool = True) -> list[Op
     for kind, layers in kinds.items():
         found += [one._replace(count=one.count * layers) for one in layer_operations(at, examples[kind])]
     if stage.last:
-        found += computed(head(at, keeps_gradient(at, len(stage.layers), at_once) or at.engine.name != "meshwright"))
+        keeps = keeps_gradient(at, len(stage.layers), at_once) or at.engine.name != "meshwright"
+        found += [*computed(head(at, keeps)), *prediction_operations(at, keeps)]
     return found
+
+
+def prediction_operations(at: MicroBatch, keeps_gradient: bool) -> list[Operation]:
+    """Return the operations of the module of multi-token prediction; none without one. keeps_gradient: as of `head`."""
+    if not at.config.prediction_layers:
+        return []
+    ends = [*prediction_input(at), *head(at, keeps_gradient)]
+    return [*computed(ends), *layer_operations(at, at.config.layers)]
 
 
 def keeps_gradient(at: MicroBatch, layers: int, at_once: bool) -> bool:
@@ -80,6 +89,8 @@ def _recomputed(at: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator
         elif engine.selective == "elementwise":
             # The result of ring attention came over the wire: it is kept.
             wanted = (core and not at.ring) or one.kind == "elementwise"
+        elif engine.selective == "up-projections":
+            wanted = one.name.endswith(("norm", ".rotary", ".activation", "_up", "_up.cast"))
         else:
             wanted = one.kind in ("product", "elementwise")
             if one.kind == "product":

@@ -112,7 +112,7 @@ def in_eight_bits(name: str) -> bool:
     Attention's products, routers and the head stay in 16 bits (as in Transformer Engine, and in torchao as torchtitan
     uses it).
     """
-    return name in ("attention.qkv", "attention.output") or name.endswith((".up", ".down"))
+    return name in ("attention.qkv", "attention.output") or name.endswith((".up", ".down", "_up"))
 
 
 class Linear(NamedTuple):

@@ -14,7 +14,7 @@ from meshwright.planner.cost.blocks import block, embedding, head
 from meshwright.planner.cost.communication import Call, ParameterCounts, count_parameters, timed_calls
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, layer_kind, structure
-from meshwright.planner.cost.operations import computed, layer_operations
+from meshwright.planner.cost.operations import computed, layer_operations, prediction_operations
 from meshwright.planner.cost.operators import CollectiveCall, Operation
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
@@ -188,6 +188,9 @@ class PieceTimes:
         for kept in (False, True):
             operators = list(head(at, kept or self.problem.engine.name != "meshwright"))
             self.last[which, int(kept)] = price.seconds(computed(operators), timed_calls(operators))
+            if at.config.prediction_layers:
+                again = [*operators, *block(at, at.config.layers)]
+                self.last[which, int(kept)] += price.seconds(prediction_operations(at, kept), timed_calls(again))
         counts = count_parameters(at)
         for number, each in enumerate((*counts.layer, *counts.mixture, counts.first, counts.last)):
             self.parameters[number, which] = each
@@ -217,10 +220,13 @@ class _Pricing(NamedTuple):
                 products[one.phase] = products[one.phase] + taken
         hidden: dict[tuple[str, str], Any] = defaultdict(float)
         sliced: dict[tuple[str, str], Any] = defaultdict(float)
+        beside: dict[int, Any] = defaultdict(float)  # seconds of dispatch and combine in each phase
         for collective, phase, count in calls:
             taken = count * self.groups.seconds(collective.operation, collective.axis, self.sent(collective))
             issued[_PHASE[phase]] += count
-            if collective.overlaps is None:
+            if collective.axis == "ep" and self.at.engine.overlap_processors is not None:
+                beside[_PHASE[phase]] = beside[_PHASE[phase]] + taken
+            elif collective.overlaps is None:
                 found[_PHASE[phase], _PART[collective.part]] += taken
             elif collective.overlaps == "product":
                 sliced[phase, collective.part] = sliced[phase, collective.part] + taken
@@ -239,6 +245,11 @@ class _Pricing(NamedTuple):
             name = "input" if cover == "weight" else cover
             tax = self.groups.tax("cp" if part == "context" else "tp")
             found[_PHASE[name], _PART[part]] += exposed + tax * (taken - exposed)
+        # Another micro-batch computes meanwhile, on the processors that are left.
+        total, computing = sum(beside.values()), found[:, 0].sum(axis=0)
+        for number, taken in beside.items():
+            exposed = np.maximum(self.at.engine.overlap_processors * total, total - computing)
+            found[number, _PART["expert"]] += exposed * taken / total
         if self.groups.collectives.cluster.kind != "cpu":
             for phases in (slice(0, 1), slice(1, None)):
                 waited = host * issued[phases].sum(axis=0) - found[phases].sum(axis=(0, 1))
@@ -250,4 +261,6 @@ class _Pricing(NamedTuple):
         engine sends them so."""
         if collective.operation != "all-to-all" or collective.axis != "ep" or not self.at.engine.dispatches_by_node:
             return collective.size
-        return collective.size * self.groups.distinct_places("ep", self.at.config.experts_per_token)
+        config = self.at.config
+        groups = config.groups_per_token, config.expert_groups
+        return collective.size * self.groups.distinct_places("ep", config.experts_per_token, groups)

@@ -53,10 +53,12 @@ class ProcessGroups:
                 self._costs[operation, axis] = Chosen(costs, self.which)
         return self._costs[operation, axis].at(size)
 
-    def distinct_places(self, axis: str, chosen: int) -> Floats:
+    def distinct_places(self, axis: str, chosen: int, groups: tuple[int, int] = (1, 1)) -> Floats:
         """Return the expected number of distinct places of an axis (nodes, or ranks of a single node) among `chosen`
-        ranks, as a fraction of `chosen`, with equal load."""
+        ranks, as a fraction of `chosen`, with equal load. groups: a token's ranks are in so many of all groups
+        of ranks (groups per token, groups), which are whole places where there are enough."""
         places = np.array([group.nodes if group.nodes > 1 else group.ranks for group in self.groups(axis)])[self.which]
+        places = np.where(places % groups[1] == 0, places * groups[0] / groups[1], places)
         return np.asarray(places / chosen * (1 - (1 - 1 / places) ** chosen))
 
     def tax(self, axis: str) -> Floats:

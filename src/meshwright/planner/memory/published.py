@@ -163,8 +163,36 @@ class Nanotron(TorchEager):
     every_second = False
 
 
+class HaiLlm:
+    """Activation memory of a layer of DeepSeek-V3 in fp8 training: RMS norms, SwiGLU and the up-projections of latent
+    attention are recomputed (section 3.2.3), inputs of linear layers and of SwiGLU are saved in 8 bits, that of
+    attention's output projection in 12 (section 3.3.3)."""
+
+    name = "hai-llm"
+    source = "arXiv:2412.19437, sections 3.2.3 and 3.3.3"
+
+    def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
+        """Yield (operation, bytes) of the activations that one layer saves on one rank. shape: sizes of layer and
+        micro-batch, without tp."""
+        config, tokens = shape.config, shape.rows * shape.sequence / shape.layout.cp
+        yield "attention_norm.input", 2 * tokens * config.hidden
+        if shape.layout.recompute == "full":
+            return
+        latent = config.latent
+        vectors = (latent.query_rank or 0) + latent.cached_dim if latent else 3 * config.heads * config.head_dim
+        yield "attention.latents", tokens * vectors
+        yield "attention.output.input", (1.5 * config.value_dim + 4) * tokens * config.heads  # and the log-sum-exp
+        yield "mlp_norm.input", 2 * tokens * config.hidden
+        copies, columns = shape.mlp
+        yield "mlp.up.input", tokens * copies * config.hidden
+        yield "mlp.activation.input", 2 * tokens * columns
+        if shape.layout.recompute == "none":
+            yield "attention.query_key_value", 2 * tokens * config.heads * (2 * config.head_dim + config.value_dim)
+            yield "mlp.down.input", tokens * columns
+
+
 PUBLISHED: dict[str, PublishedEngine] = {
-    engine.name: engine for engine in (Megatron(), TorchEager(), Foundry(), Nanotron())
+    engine.name: engine for engine in (Megatron(), TorchEager(), Foundry(), Nanotron(), HaiLlm())
 }
 
 

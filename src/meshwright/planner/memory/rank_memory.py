@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
-from meshwright.names import SCHEDULE_CHUNKS
+from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.planner.cost.bubbles import in_flight, places_of
 from meshwright.planner.cost.communication import count_parameters, group_of
 from meshwright.planner.cost.data_time import level_in_time
@@ -191,6 +191,8 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     waiting, _ = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     flying = float(waiting[:, pp_rank].max())
     again = 0.0
+    if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch passes one of the rank's two stages
+        flying /= len(place)
     for mixture, layers in Counter(config.has_experts(at) for stage in place for at in stage.layers).items():
         compiled = engine.fusion == "compiled"
         shape = LayerShape(rows, sequence, config, layout, flash, engine.dropout, mixture, compiled)

@@ -138,6 +138,8 @@ def _shared_by_layers(at: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
             for part in ("cosine", "sine"):
                 name = f"rotation.{part}{number or ''}"
                 yield SavedTensor(name, (rows, 1, at.tokens, rotation.size // 2), "wide")
+    if any(layer_kind(config, layer).tempered for layer in stage.layers):
+        yield SavedTensor("temperatures", (rows, 1, at.tokens, 1), "wide")
     if config.encoder:
         if at.masked:
             yield SavedTensor("attention.added", (at.rows, 1, at.tokens, at.tokens), "x")
@@ -160,7 +162,8 @@ def _shared_by_layers(at: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
             if layout.recompute != "none":  # else layers keep what they make of it
                 yield SavedTensor(f"attention.visible.{window or 'all'}", (rows, 1, length, length), "bool")
         elif limited or (at.masked and at.ring):
-            yield SavedTensor(f"attention.first_visible.{window or 'all'}", (rows, length), "index")
+            cut = rows if not (limited and config.window_chunks) else at.rows
+            yield SavedTensor(f"attention.first_visible.{window or 'all'}", (cut, length), "index")
     if _mixtures(at, stage) and (config.router_loss or layout.recompute != "none"):
         yield SavedTensor("router.targets", (at.rows,), "index")
 

@@ -279,16 +279,18 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
     if outside:
         found.append(f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had")
     if config.prediction_layers:
-        found.append("multi-token prediction: only its parameters are priced, not its time and activations")
-    if config.latent is not None and (problem.compile or engine.name != "meshwright"):
+        found.append("multi-token prediction: its parameters and time are priced, not its activations")
+    if config.latent is not None and (problem.compile or engine.name not in ("meshwright", "hai-llm")):
         found.append("latent attention: kernels and memory are those of this engine's uncompiled blocks")
+    if config.attention_sinks and problem.compile:
+        found.append("attention sinks and clamped SwiGLU: memory is that of compiled blocks without them")
     if config.head == "masked":
         found.append(f"assumed that {MASKED_SHARE:.0%} of the tokens are masked: the head computes only these")
     if problem.assumed is not None:
         found.append(problem.assumed)
     if problem.sequence > config.max_positions:
         found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
-    if problem.precision == "fp8":
+    if problem.precision == "fp8" and not engine.eight_bit_activations:
         found.append("memory is that of bf16: fp8 copies and fp8 saved activations are not priced")
     if problem.documents > 1 and problem.cluster.kind == "cpu" and engine.name == "meshwright":
         found.append("memory is the maximum over all document boundaries within sequences")

@@ -50,6 +50,10 @@ def find_kernel_gap(config: ModelConfig, layout: Layout) -> str | None:
     kernels a CPU computes in plain torch."""
     if config.latent is not None:
         return "there are no kernels for latent attention"
+    if config.attention_sinks:
+        return "there are no kernels for attention sinks and experts with biases"
+    if config.window_chunks or config.routed_input:
+        return "there are no kernels for attention in chunks and weighted inputs of experts"
     if config.projection_norm and layout.tp > 1:
         return f"no kernel normalises the queries of several ranks together, as family {config.family} does"
     return None

@@ -14,7 +14,7 @@ from meshwright.checkpoint import find_checkpoint
 from meshwright.errors import UserError
 from meshwright.launcher import rendezvous
 from meshwright.launcher.recipe_checks import check_profile_and_trackers
-from meshwright.model.huggingface import CheckpointFiles
+from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.names import check_options
 from meshwright.recipe import format_overrides
 from meshwright.spec.foreign import refuse_for_module

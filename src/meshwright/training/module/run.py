@@ -15,7 +15,7 @@ from meshwright.checkpoint.files import to_json_bytes
 from meshwright.comm.mesh import Mesh
 from meshwright.emulation.scheduler import is_emulated_rank
 from meshwright.errors import UserError
-from meshwright.model.huggingface import CheckpointFiles
+from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.monitoring.comparison import Prediction
 from meshwright.monitoring.resuming import check_resume_differences
 from meshwright.monitoring.run_directory import RunDirectory
