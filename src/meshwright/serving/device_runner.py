@@ -1,8 +1,7 @@
 """Forward steps on a GPU: the ragged batch is copied to preallocated buffers, and decode-only steps of one rank run as
 CUDA graphs.
 
-Shapes: T tokens of a step, R rows of logits, H hidden, V vocabulary, E experts, S sequences, I tiles of attention, W
-block tables.
+Shapes: T tokens of a step, R rows of logits, H hidden, V vocabulary, E experts, S sequences, I attention tiles.
 """
 
 from __future__ import annotations
@@ -369,9 +368,8 @@ class DeviceRunner:
 
     def _warm_up(self) -> None:
         """Run one step of `token_budget` tokens, decode steps of each padded size and the kernels of sampling, so that
-        all kernels are compiled and all memory is allocated before the first request.
-
-        Decode steps are captured as CUDA graphs, which share a memory pool; not with tp or pp, whose steps communicate.
+        all kernels are compiled and all memory is allocated before the first request. Decode steps are captured as CUDA
+        graphs, which share a memory pool; not with tp or pp, whose steps communicate.
         """
         numbers = self._numbers
         numbers[6:].fill_(self._limits.blocks * BLOCK_TOKENS)
