@@ -204,7 +204,7 @@ class Experts(nn.Module):
         `weights_TK`: factors on the experts' outputs, or on their inputs if the model is so configured; `chosen_TK`:
         indices of the experts."""
         tokens, chosen = chosen_TK.shape
-        _, order_N, ends_E = sort_copies(chosen_TK, self.experts)
+        order_N, _, ends_E = sort_copies(chosen_TK, self.experts)
         inverse_N = invert_permutation(order_N)
 
         sorted_NH = Permuted.apply(x_TH, order_N, inverse_N, chosen)
@@ -235,11 +235,11 @@ class Experts(nn.Module):
 
 
 def sort_copies(chosen_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort the token copies, one for each of a token's experts `chosen_TK`, by expert. Return the expert of each, the
-    permutation, [N] each, and the exclusive end index of each expert's copies, int32 [`experts`]."""
+    """Sort the token copies, one for each of a token's experts `chosen_TK`, by expert. Return the permutation and the
+    expert of each, [N] each, and the exclusive end index of each expert's copies, int32 [`experts`]."""
     expert_N, order_N = chosen_TK.flatten().sort(stable=True)
     experts_E = torch.arange(experts, device=chosen_TK.device)
-    return expert_N, order_N, torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
+    return order_N, expert_N, torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
 
 
 def split_gate(up_NX: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:

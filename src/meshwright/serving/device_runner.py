@@ -1,7 +1,8 @@
 """Forward steps on a GPU: the ragged batch is copied to preallocated buffers, and decode-only steps of one rank run as
 CUDA graphs.
 
-Shapes: T tokens of a step, R rows of logits, H hidden, V vocabulary, E experts, S sequences, I attention tiles.
+Shapes: T tokens of a step, R rows of logits, H hidden, V vocabulary, E experts, S sequences, I tiles of attention, W
+block tables.
 """
 
 from __future__ import annotations
@@ -251,17 +252,15 @@ class DeviceRunner:
             norms = None
         rotation = self._rotations[self.config.layer_rotation(layer)]
         self._operations.rotate_and_store(qkv, cache, tiles, rotation, norms, config.norm_epsilon)
-        scores = config.score_scale, config.attention_softcap or 0.0, attention.sinks
-        out = self._operations.attend(qkv, cache, tiles, config.layer_window(layer), scores, *self._scratch)
-        return self._linear(attention.output, out)
+        how = config.layer_window(layer), (config.score_scale, config.attention_softcap or 0.0, attention.sinks)
+        return self._linear(attention.output, self._operations.attend(qkv, cache, tiles, *how, *self._scratch))
 
     def _mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
         """Return the output [T, H] of a mixture of experts, summed over tensor-parallel ranks. x_TH: normed input."""
-        experts, (tokens, hidden) = mixture.experts, x_TH.shape
+        config, experts, (tokens, hidden) = self.config, mixture.experts, x_TH.shape
         weights_TK, chosen_TK = mixture.router.choose(mixture.router.scores(x_TH, self._product))
-        count = chosen_TK.shape[1]
-        expert_N, order_N, ends_E = sort_copies(chosen_TK, experts.experts)
-        groups, plain = (expert_N, ends_E), self.config.activation == "silu" and self.config.swiglu_limit is None
+        count, (order_N, *groups) = chosen_TK.shape[1], sort_copies(chosen_TK, experts.experts)
+        plain = config.activation == "silu" and config.swiglu_limit is None
         activate = self._operations.swiglu if plain else experts.activate
         up_NX = self._grouped_product(experts.up, x_TH.index_select(0, order_N // count), groups)
         y_NH = self._grouped_product(experts.down, activate(up_NX), groups, experts.first)
@@ -271,8 +270,8 @@ class DeviceRunner:
             total_TH = total_TH + y_TKH[:, place] * weights_TK[:, place : place + 1]
         total_TH = total_TH.to(x_TH.dtype)
         if (shared := mixture.shared) is not None:
-            up_TF = self._activate(self._linear(shared.up, x_TH), shared.activation, shared.gated)
-            shared_TH = self._linear(shared.down, up_TF)
+            up_TF = self._linear(shared.up, x_TH)
+            shared_TH = self._linear(shared.down, self._activate(up_TF, shared.activation, shared.gated))
             if mixture.shared_gate is not None:
                 shared_TH = self._linear(mixture.shared_gate, x_TH).sigmoid() * shared_TH
             total_TH = total_TH + shared_TH
@@ -281,11 +280,11 @@ class DeviceRunner:
     def _grouped_product(self, layer: Any, x_NX: torch.Tensor, groups: Sequence[Any], first: int = 0) -> torch.Tensor:
         """Return x Wᵀ + b, [N, Y], of token copies `x_NX` for the stacked weights and biases of all experts in `layer`.
         groups: expert of each copy, ascending, and where each expert's end. first: output from which on b is added."""
-        expert_N, ends_E = groups
-        y_NY = self._operations.grouped_product(x_NX, layer.weight.unflatten(0, (len(ends_E), -1)), ends_E)
+        experts = len(groups[1])
+        y_NY = self._operations.grouped_product(x_NX, layer.weight.unflatten(0, (experts, -1)), groups[1])
         if layer.bias is not None:
-            bias_EZ = layer.bias.view(len(ends_E), -1)
-            y_NY[:, first : first + bias_EZ.shape[1]] += bias_EZ[expert_N]
+            bias_NZ = layer.bias.view(experts, -1)[groups[0]]
+            y_NY[:, first : first + bias_NZ.shape[1]] += bias_NZ
         return y_NY  # type: ignore[no-any-return]
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
@@ -368,8 +367,9 @@ class DeviceRunner:
 
     def _warm_up(self) -> None:
         """Run one step of `token_budget` tokens, decode steps of each padded size and the kernels of sampling, so that
-        all kernels are compiled and all memory is allocated before the first request. Decode steps are captured as CUDA
-        graphs, which share a memory pool; not with tp or pp, whose steps communicate.
+        all kernels are compiled and all memory is allocated before the first request.
+
+        Decode steps are captured as CUDA graphs, which share a memory pool; not with tp or pp, whose steps communicate.
         """
         numbers = self._numbers
         numbers[6:].fill_(self._limits.blocks * BLOCK_TOKENS)

@@ -121,8 +121,7 @@ class PagedCache:
         the layer with index `layer`, computed in float32 or float64. sinks: those of the query heads."""
         window = self._windows[layer]
         if window is not None:  # blocks before the window may have been freed
-            tokens = len(slots_C)
-            slots_C = slots_C[(tokens - 1) // window * window if self._chunks else max(0, tokens - window) :]
+            slots_C = slots_C[-((len(slots_C) - 1) % window + 1 if self._chunks else window) :]
         wide = at_least_float32(q_ND.dtype)
         k_KCD, *values = (each[slots_C].transpose(0, 1).to(wide) for each in self.pairs[self._layers[layer][1]])
         v_KCD = values[0] if values else k_KCD

@@ -314,12 +314,10 @@ class _Forward:
         for expert in range(config.experts):
             weight_BS1 = weights_BSE[..., expert, None]
             input_BSH = weight_BS1 * x_BSH if config.routed_input else x_BSH
-            both_BSX = self.expert_product(input_BSH, f"{name}.experts.up", expert)
-            interleaved = config.experts_interleaved
-            gate, up = (both_BSX[..., ::2], both_BSX[..., 1::2]) if interleaved else both_BSX.chunk(2, dim=-1)
+            both = self.expert_product(input_BSH, f"{name}.experts.up", expert)
+            gate, up = (both[..., ::2], both[..., 1::2]) if config.experts_interleaved else both.chunk(2, dim=-1)
             if config.swiglu_limit is not None:
-                limit = torch.tensor(config.swiglu_limit, dtype=torch.float64)
-                gate, up = torch.minimum(gate, limit), torch.maximum(torch.minimum(up, limit), -limit)
+                gate, up = gate.clamp(max=config.swiglu_limit), up.clamp(-config.swiglu_limit, config.swiglu_limit)
                 inner_BSF = gate / (1 + torch.exp(-config.swiglu_alpha * gate)) * (up + 1)
             else:
                 inner_BSF = self.activate(gate) * up
