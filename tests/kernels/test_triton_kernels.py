@@ -21,6 +21,7 @@ from tests.serving import device_reference as reference  # noqa: E402
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
 SIZE, KV_HEADS, GROUP, BLOCKS = 24, 2, 3, 20
+SCALE = SIZE**-0.5
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,9 @@ def step_of(chunks: list[tuple[int, int, list[int]]], tokens: int, rows: int):
     return integers[0].T.contiguous(), tokens, rows, *integers[1:], tables.to(DEVICE)
 
 
-def attend_in_pieces(module, pieces: list[int], window: int | None, batched: bool, tokens: int, section: int = 32):
+def attend_in_pieces(
+    module, pieces: list[int], window: int | None, batched: bool, tokens: int, section: int = 32, sinks=None
+):
     """Attention of the 45 tokens of one sequence read in pieces, alone or in a batch with another one."""
     module.SECTION = section
     cache = draw(BLOCKS * 16, KV_HEADS, SIZE, seed=1), draw(BLOCKS * 16, KV_HEADS, SIZE, seed=2)
@@ -72,17 +75,19 @@ def attend_in_pieces(module, pieces: list[int], window: int | None, batched: boo
         tiles = module.Tiles(*step_of(chunks, tokens, 16))
         tables = torch.arange(99 * SIZE // 2, device=DEVICE).view(99, -1) / 70
         module.rotate_and_store(qkv, cache, tiles, (tables.cos(), tables.sin()), None, 1e-5)
-        found.append(module.attend(qkv, cache, tiles, window, scratch, arrivals)[:count])
+        found.append(module.attend(qkv, cache, tiles, window, (SCALE, 0.0, sinks), scratch, arrivals)[:count])
         begin += count
         assert not bool(arrivals.any())
     return torch.cat(found), *cache
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
-def test_attention_is_that_of_the_reference_and_of_one_softmax(window: int | None):
-    found = attend_in_pieces(device, [45], window, True, 4)
-    for expected in (attend_in_pieces(reference, [45], window, True, 4),
-                     attend_in_pieces(reference, [45], window, True, 4, section=96)):  # fmt: skip
+def test_attention_is_that_of_the_reference_and_of_one_softmax(window: int | None, sinks: bool):
+    one_more = torch.tensor([9.0, -3.0, 0.0, 1.0, 2.0, -50.0], device=DEVICE) if sinks else None
+    for section in (32, 96):  # several sections, one
+        found = attend_in_pieces(device, [45], window, True, 4, section, one_more)
+        expected = attend_in_pieces(reference, [45], window, True, 4, 128 - section, one_more)
         assert all(same(*pair) for pair in zip(found, expected, strict=True))
 
 
@@ -168,11 +173,13 @@ def test_bits_of_attention_do_not_depend_on_how_sections_and_tiles_share_program
     arrivals, found = torch.zeros(200, dtype=torch.int32, device=DEVICE), []
     for programs, floats in ((1, 40_000), (8, 40_000), (512, 40_000), (8, 4 * GROUP * KV_HEADS * 5 * (SIZE + 2))):
         monkeypatch.setattr(device, "_PROGRAMS", programs)
-        found.append(device.attend(qkv, cache, tiles, None, torch.zeros(floats, device=DEVICE), arrivals))
+        scratch = torch.zeros(floats, device=DEVICE)
+        found.append(device.attend(qkv, cache, tiles, None, (SCALE, 0.0, None), scratch, arrivals))
         assert not bool(arrivals.any())
     assert all(torch.equal(each, found[0]) for each in found)
     monkeypatch.setattr(reference, "SECTION", 32)
-    expected = reference.attend(qkv, cache, reference.Tiles(*tiles), None, torch.zeros(1, device=DEVICE), arrivals)
+    of_one = None, (SCALE, 0.0, None), torch.zeros(1, device=DEVICE), arrivals
+    expected = reference.attend(qkv, cache, reference.Tiles(*tiles), *of_one)
     assert same(found[0], expected)
 
 
