@@ -117,6 +117,9 @@ PRUNERS = ("median", "halving", "none")  # of trials of a hyper-parameter search
 LEARNING_RATE_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 ADAPTER_KINDS = ("none", "lora", "rslora", "dora")
 ADAPTER_BASES = ("bf16", "int8", "nf4")
+DISTILLATION_LOSSES = ("forward_kl", "reverse_kl", "jsd")
+TEACHER_LAYOUTS = ("same", "replicated", "zero3", "replicated tp1", "zero3 tp1")
+TEACHER_DTYPES = ("float32", "bfloat16", "float16", "float64")
 CHECKPOINT_DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -9,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.data.cleaning.rules import list_enabled_rules
 from meshwright.recipe import CleanRecipe
 from meshwright.terminal import escape_control_characters
+from tests.adapters.adapter_cases import small, write_base
 
 
 @pytest.fixture
@@ -223,3 +226,14 @@ def test_recipe_maps_messages_and_keeps_the_reasoning_of_every_turn(command_line
     assert "ends the assistant's turns without a token" in outcome.errors
     plain = json.loads(command_line(*command).output)
     assert plain["documents"] == 20 and plain["marks"]["spans"] == 2 * plain["splits"]["train"]["documents"]
+
+
+def test_teacher_caches_its_most_probable_tokens_once(command_line, recipe: Path, tmp_path: Path):
+    config = dataclasses.replace(small(layers=1), vocabulary=257, max_positions=256)
+    write_base(tmp_path / "teacher", config, torch.float32)
+    given = ["data", "teacher", recipe, "data.tokenizer=bytes", f"distill.teacher={tmp_path / 'teacher'}", "--json"]
+    first, again = (json.loads(command_line(*given, "distill.top_k=3").output) for _ in range(2))
+    assert first["computed"] == first["sequences"] > 0 and again["computed"] == 0
+    assert 0 < first["mean_rest"] < 1 and first["directory"] == again["directory"]
+    refused = command_line(*given)
+    assert refused.code == 2 and "distill.top_k is 0" in refused.errors and len(refused.errors.splitlines()) == 1

@@ -84,7 +84,7 @@ def test_every_key_may_change_on_resume_or_is_refused(tiny_recipe: Path):
         "undesirable_weight",
     )
     needs_more |= {*(f"train.{key}" for key in of_objectives), *(f"data.{key}" for key in of_records)}
-    needs_more |= {key for key in SCHEMA.keys if key.startswith("adapter.")} | {"tune.space"}  # they need other keys
+    needs_more |= {key for key in SCHEMA.keys if key.startswith(("adapter.", "distill."))} | {"tune.space"}
     tables = {key.rpartition(".")[0] for key in SCHEMA.keys} - {""}
     for key in SCHEMA.keys.keys() - tables - needs_more:
         new = different(tiny_recipe, key)
@@ -116,6 +116,21 @@ def test_record_processing_may_not_change_on_resume(tiny_recipe: Path, key: str,
         check_resume_differences(
             load_recipe(tiny_recipe, records), load_recipe(tiny_recipe, [*records, f"{key}={value}"])
         )
+
+
+@pytest.mark.parametrize("key", [key for key in SCHEMA.keys if key.startswith("distill.")])
+def test_distillation_may_not_change_on_resume(tiny_recipe: Path, key: str):
+    old = ["distill.teacher=teacher"]
+    fields = {"hidden_weight": ["distill.hidden=true"], "layer_map": ["distill.hidden=true"]}
+    fields |= {"beta": ["distill.loss=jsd"]}
+    name = key.rpartition(".")[2]
+    old += ["distill.on_policy=0.5"] if name.startswith("on_policy_") else fields.get(name, [])
+    values = {"distill.loss": "jsd", "distill.hidden": "true", "distill.layer_map": "[[0, 1]]"}
+    values |= {"distill.layout": "zero3 tp1", "distill.dtype": "bfloat16", "distill.top_k": "4"}
+    values |= {"distill.on_policy_prompt": "3", "distill.on_policy": "0.25", "distill.teacher": "other"}
+    new = [*old, f"{key}={values.get(key, '0.125')}"]
+    with pytest.raises(UserError, match=f"{key} was .* may not change"):
+        check_resume_differences(load_recipe(tiny_recipe, old), load_recipe(tiny_recipe, new))
 
 
 def test_several_sources_instead_of_one_are_refused_by_name(tiny_recipe: Path):

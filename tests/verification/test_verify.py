@@ -237,7 +237,8 @@ def test_wrong_group_yields_different_values(monkeypatch: pytest.MonkeyPatch, tw
 
 def test_neutral_faults_are_listed():
     """Softmax is invariant under a shift of all logits by a value on which all ranks agree."""
-    shifts = {("loss.maximum", "all_reduce", kind) for kind in ("double", "drop", "stale")}
+    kinds, sites = ("double", "drop", "stale"), ("loss.maximum", "distill.maximum")
+    shifts = {(site, "all_reduce", kind) for kind in kinds for site in sites}
     assert set(NEUTRAL) == shifts | {(site, "all_reduce", "double") for site in ("validation.loss", "start.program")}
     assert all(len(reason) > 20 for reason in NEUTRAL.values())
 

@@ -16,6 +16,7 @@ from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.initialise import initial_value
 from meshwright.model.layers import Linear
 from meshwright.quantization.packing import PackedProduct, Packing
+from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX
 from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
 
@@ -29,15 +30,30 @@ def attach_adapters(
     tensor: TensorOperations | None = None,
     **options: Any,
 ) -> None:
-    """Add to the linear layers of `model` the adapters that its parameter `table` lists, and freeze all other
-    parameters; do nothing without adapter. layout: parallel layout of which `model` is one rank's part; None: one
-    device. tensor: communication of tensor parallelism, by which DoRA sums norms. options: `device` and `dtype` of the
-    adapters' parameters. The model's attribute `config` has the adapter's settings."""
+    """Add to the linear layers of `model` the adapters that its parameter `table` lists, freeze all other parameters if
+    there are any, and add the projections to a teacher's hidden states. layout: parallel layout of which `model` is one
+    rank's part; None: one device. tensor: communication of tensor parallelism, by which DoRA sums norms. options:
+    `device` and `dtype` of the added parameters. The model's attribute `config` has the settings of both."""
     config: Any = model.config
     adapter = config.adapter
-    if adapter is None:
-        return
-    layout = layout or Layout()
+    if adapter is not None:
+        _attach_low_rank(model, adapter, table, layout or Layout(), tensor, **options)
+    if config.projections:
+        model.projections = nn.ModuleDict(
+            {str(layer): nn.Linear(config.hidden, width, bias=False, **options) for layer, width in config.projections}
+        )
+
+
+def _attach_low_rank(
+    model: nn.Module,
+    adapter: AdapterConfig,
+    table: ParameterTable,
+    layout: Layout,
+    tensor: TensorOperations | None,
+    **options: Any,
+) -> None:
+    """Add to the linear layers of `model` the matrices of `adapter`, and freeze all other parameters. The arguments are
+    those of `attach_adapters`."""
     model.requires_grad_(False)
     tensors = {parameter.name: parameter for parameter in table.tensors}
     modules: dict[str, Any] = dict(model.named_modules())

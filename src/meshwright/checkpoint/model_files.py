@@ -89,14 +89,15 @@ def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]])
 def plan_model_files(
     table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES, stem: str = "model"
 ) -> ModelFiles:
-    """Plan the safetensors files that hold all parameter entries (exported tensors) of `table`.
+    """Plan the safetensors files that hold the exported parameter entries of `table`.
 
     dtype: dtype of trained parameters on disk ("float32", "bfloat16"); buffers and frozen parameters of a user's module
     keep their own dtype. shard_bytes: maximum tensor bytes per file; a larger tensor gets a file of its own. stem: name
     of the files without ".safetensors". Tensors are ordered by dtype, wider dtypes first (for alignment), then as in
     the table."""
-    codes = {entry.name: DTYPE_CODES[entry.kept or dtype] for entry in table.entries}
-    in_order = sorted(table.entries, key=lambda entry: -ITEM_BYTES[codes[entry.name]])
+    exported = [entry for entry in table.entries if entry.exported]
+    codes = {entry.name: DTYPE_CODES[entry.kept or dtype] for entry in exported}
+    in_order = sorted(exported, key=lambda entry: -ITEM_BYTES[codes[entry.name]])
     held: dict[str, list[ParameterEntry]] = {}  # by tensor: one entry, or those of all experts in order
     for entry in in_order:
         held.setdefault(entry.disk_name, []).append(entry)
@@ -123,7 +124,7 @@ def plan_model_files(
                 places[entry.name] = Location(name, offset, entry)
     index = None
     if len(shards) > 1:
-        total = sum(entry.numel * ITEM_BYTES[codes[entry.name]] for entry in table.entries)
+        total = sum(entry.numel * ITEM_BYTES[codes[entry.name]] for entry in exported)
         weight_map = {tensor: places[held[tensor][0].name].file for tensor in sorted(held)}
         index = to_json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     return ModelFiles(tuple(files), places, index)

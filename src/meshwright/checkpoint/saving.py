@@ -165,8 +165,8 @@ class Save:
                     write(model_file.name, memoryview(model_file.header), 0)
                     os.ftruncate(descriptors[model_file.name], model_file.size)
             for item in self.snapshot.slices:
-                if item.kind == "master":
-                    place = self.target.files.places[item.name]
+                place = self.target.files.places.get(item.name)
+                if item.kind == "master" and place is not None:
                     dtype = getattr(torch, place.entry.kept or self.target.options.dtype)
                     for start, part in _split_chunks(item.tensor, place.entry.transposed):
                         values = part.to(dtype)

@@ -13,6 +13,7 @@ from meshwright.cli.plumbing import file_option, json_option, overrides_argument
 from meshwright.cli.sample_text import make_mark_table, make_sample_table
 from meshwright.cli.tables import make_fact_table, make_table
 from meshwright.cli.tokenizer_text import make_report_tables, make_token_lines
+from meshwright.errors import UserError
 from meshwright.terminal import escape_control_characters, print_message, render_tables
 
 if TYPE_CHECKING:
@@ -147,7 +148,39 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
         answer(document, render_tables(parts))
 
 
-for one in (prepare, show, tokenizer, report, *data_records.COMMANDS):
+@plumbing.command("teacher", "meshwright data teacher recipe.toml distill.top_k=64")
+@click.argument("recipe")
+@overrides_argument
+@json_option
+def teacher(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Cache the teacher's distill.top_k most probable tokens of all of RECIPE's data, which distillation reads instead
+    of running the teacher; check those that exist already, byte for byte.
+
+    If it was killed, the same command continues where it stopped.
+
+    \f
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. as_json: print JSON.
+    """
+    from meshwright.launcher.recipe_checks import check_recipe, check_teacher_tokenizer
+    from meshwright.recipe import load_recipe
+
+    with result_printer(as_json) as answer:
+        loaded = load_recipe(recipe, list(overrides))
+        if not loaded.distill.top_k:
+            raise UserError(f"{loaded.where('distill.top_k')}: distill.top_k is 0: a teacher and top_k make a cache")
+        check_recipe(loaded)
+        data, _ = _load_prepared(recipe, overrides, check=False)
+        check_teacher_tokenizer(loaded, data)
+        from meshwright.training.teacher_cache import TeacherCache
+
+        document = TeacherCache(loaded, data).write(print_message)
+        facts = make_fact_table()
+        for name, value in document.items():
+            facts.add_row(name.replace("_", " "), str(value) if isinstance(value, str) else f"{value:,.6g}")
+        answer(document, render_tables([facts]))
+
+
+for one in (prepare, show, tokenizer, report, teacher, *data_records.COMMANDS):
     command.add_command(one)
 
 

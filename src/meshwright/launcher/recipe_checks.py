@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.data.tokenizers.tokenizer import find_least_vocabulary
+from meshwright.data import PreparedData
+from meshwright.data.tokenizers.tokenizer import FILES, find_least_vocabulary, find_tokenizer
 from meshwright.errors import UserError
 from meshwright.monitoring.trackers import check_trackers
 from meshwright.recipe import Recipe
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path
+from meshwright.spec.distillation import check_teacher, check_vocabularies, read_teacher_config
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.refuse import refuse
 
@@ -24,7 +26,11 @@ def check_recipe(recipe: Recipe) -> None:
     recipe.parsed_layout.refuse_unbuilt()
     if recipe.base_directory is not None:  # before its tokenizer is read, so that a damaged directory is reported
         config_from_path(recipe.base_directory)
-    check_vocabulary(recipe, find_least_vocabulary(recipe.data.tokenizer))
+    read_teacher_config(recipe)
+    least = find_least_vocabulary(recipe.data.tokenizer)
+    check_vocabulary(recipe, least)
+    student = config_from_recipe(recipe.model, recipe.data.sequence, least, recipe.adapter)
+    check_teacher(recipe, student, recipe.parsed_layout)
     check_profile_and_trackers(recipe)
 
 
@@ -33,6 +39,27 @@ def check_vocabulary(recipe: Recipe, tokens: int) -> None:
     layout = recipe.parsed_layout
     config = config_from_recipe(recipe.model, recipe.data.sequence, tokens, recipe.adapter)
     refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
+
+
+def check_teacher_tokenizer(recipe: Recipe, data: PreparedData) -> None:
+    """Raise `UserError` unless the teacher of distillation, if there is one, has the tokens of the data and the model's
+    vocabulary. Its directory may lack a tokenizer.json: then only the sizes are compared."""
+    if recipe.distill.teacher is None:
+        return
+    student = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary, recipe.adapter)
+    check_vocabularies(recipe, student.vocabulary)
+    if not Path(recipe.distill.teacher, FILES[0]).is_file():
+        return
+    found = find_tokenizer(recipe.distill.teacher)
+    assert found is not None, "a path"
+    theirs, ours = found.load().tokenizer.get_vocab(), data.tokenizer.tokenizer.get_vocab()
+    if theirs != ours:
+        token = min((token for token, number in ours.items() if theirs.get(token) != number), default=min(theirs))
+        raise UserError(
+            f"{recipe.where('distill.teacher')}: distill.teacher has another tokenizer than the data: token "
+            f"{token[:40]!r} is {theirs.get(token, 'unknown')} there and {ours.get(token, 'unknown')} here; set "
+            f'data.tokenizer = "{recipe.distill.teacher}"'
+        )
 
 
 def check_memory(recipe: Recipe, machine_bytes: int) -> None:

@@ -6,6 +6,7 @@ Shapes: B sequences, S tokens of a sequence, C of them on this rank (all, withou
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,14 @@ class Documents:
     `starts_BS`: for each token the index, in the unsharded sequence, at which its document begins; None: every sequence
     is one document. `indices_C`: with context parallelism, the index in the unsharded sequence of each token of this
     rank; otherwise None. `pairs`: for preference training, the pairs of chosen and rejected responses.
-    `host_starts_BS`: on GPUs, `starts_BS` on the CPU, from which the host derives bounds without waiting."""
+    `host_starts_BS`: on GPUs, `starts_BS` on the CPU, from which the host derives bounds without waiting. `teacher`:
+    for distillation, this rank's targets from the teacher (`training.teacher_targets.TeacherTargets`)."""
 
     starts_BS: torch.Tensor | None = None
     indices_C: torch.Tensor | None = None
     pairs: Pairs | None = None
     host_starts_BS: torch.Tensor | None = None
+    teacher: Any = None
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor | np.ndarray) -> Documents:
@@ -47,8 +50,7 @@ class Documents:
 
     def to(self, device: torch.device | str) -> Documents:
         """Return a copy on `device`, copied without waiting for a GPU; `host_starts_BS` is on the CPU."""
-        both = self.starts_BS, self.indices_C
-        starts_BS, indices_C = (None if each is None else move(each, device) for each in both)
+        starts_BS, indices_C = (x if x is None else move(x, device) for x in (self.starts_BS, self.indices_C))
         pairs = None if self.pairs is None else self.pairs.map(lambda tensor: move(tensor, device))
         return Documents(starts_BS, indices_C, pairs, self.on_host().starts_BS)
 

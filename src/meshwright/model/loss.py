@@ -53,7 +53,7 @@ class OutputHead(NamedTuple):
     `weight_VH`, `bias_V`: weight and bias of the V token IDs that start at `first_token`. `tensor`: communication over
     tp. `widest`: largest V of any tp rank (default: this rank's V). `compile_backend`: torch.compile backend that fuses
     the elementwise operations of the loss; None: they run eagerly. `softcap`: cap c that turns logits x into
-    c tanh(x / c) (Gemma 2); 0: none."""
+    c tanh(x / c) (Gemma 2); 0: none. `teacher`: a teacher's targets, whose `make_chunk` replaces `Chunk`, or None."""
 
     weight_VH: torch.Tensor
     tensor: TensorOperations
@@ -62,6 +62,7 @@ class OutputHead(NamedTuple):
     widest: int | None = None
     compile_backend: Any = None
     softcap: float = 0.0
+    teacher: Any = None
 
 
 class _Mode(NamedTuple):
@@ -104,7 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
             if sums is not None:
                 sums.add(chunk)
             elif any(wanted):
-                known.append(torch.stack([chunk.log_sum_C, chunk.target_C]))
+                known.append(torch.stack(chunk.known))
         context.gradients = None if sums is None else sums.collect()
         context.dtype = weight_VH.dtype
         if known:
@@ -150,7 +151,7 @@ class _Gradients:
         """Return the accumulated gradients of hidden states, weight and bias; None where not required."""
         return self.hidden_TH, self.weight_VH, self.bias_V
 
-    def add(self, chunk: _Chunk, factors_T: torch.Tensor | None = None) -> None:
+    def add(self, chunk: Chunk, factors_T: torch.Tensor | None = None) -> None:
         """Add the gradients of one chunk of tokens; its logits are overwritten. `factors_T`: factors on the losses of
         all T tokens; None: 1."""
         hidden_TH, weight_VH = self._inputs
@@ -180,7 +181,7 @@ def _recompute_gradients(
     return sums.collect()
 
 
-class _Chunk:
+class Chunk:
     """Logits and losses (nats) of one chunk of C tokens, from which `differentiate` computes the logits' gradients.
     `tokens`: slice that selects the chunk from all T tokens; `logits_CV`: logits of this rank's V token IDs, later
     overwritten; `targets_C`: target token IDs, -100 for ignored tokens; `head`: vocabulary slice and communication.
@@ -205,9 +206,8 @@ class _Chunk:
         # Indexing, because gather and scatter touch the whole chunk on a CPU.
         self._targets = (torch.arange(len(indices_C), device=indices_C.device), torch.where(self._here_C, indices_C, 0))
 
-        self.log_sum_C, self.target_C = (
-            self._reduce_softmax_statistics(head.tensor) if known_2C is None else (known_2C[0], known_2C[1])
-        )
+        self.known = list(self._reduce_softmax_statistics(head.tensor) if known_2C is None else known_2C)
+        self.log_sum_C, self.target_C = self.known
         self.losses_C = (self.log_sum_C - self.target_C) * self._counted_C
 
     def _reduce_softmax_statistics(self, tensor: TensorOperations) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,12 +263,12 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
         logits_CV.mul_(slope_CV)
 
 
-def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> _Chunk:
+def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> Chunk:
     """Build a chunk of tokens from given logits [C, V] and targets [C], without the matmul of the output head. The
     hardware probe uses it to time the computation of losses (constructor) and of logit gradients (`differentiate`)."""
     vocabulary = logits_CV.shape[1]
     head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)
-    return _Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)
+    return Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)
 
 
 @functools.cache
@@ -289,8 +289,8 @@ def cap_logits_(logits: torch.Tensor, softcap: float) -> torch.Tensor:
 
 def _logit_chunks(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, known_2T: torch.Tensor | None = None
-) -> Iterator[_Chunk]:
-    """Compute the logits of the output head chunk by chunk of tokens and yield each `_Chunk`. All chunks share one
+) -> Iterator[Chunk]:
+    """Compute the logits of the output head chunk by chunk of tokens and yield each `Chunk`. All chunks share one
     logit buffer, so a chunk must be used before the next one is requested. Chunks have nearly equal numbers of tokens.
 
     All tp ranks cut the tokens into the same chunks, because they communicate in every chunk. `known_2T`: log-sum-exp
@@ -305,5 +305,6 @@ def _logit_chunks(
             logits_CV += head.bias_V
         if head.softcap:
             cap_logits_(logits_CV, head.softcap)
-        yield _Chunk(part, logits_CV, targets_T[part], head, None if known_2T is None else known_2T[:, part])
+        known_2C = None if known_2T is None else known_2T[:, part]
+        yield (head.teacher.make_chunk if head.teacher else Chunk)(part, logits_CV, targets_T[part], head, known_2C)
         start += tokens

@@ -101,6 +101,8 @@ class Transformer(nn.Module):
         )
         self._norm: Callable[..., torch.Tensor] = nn.Module.__call__
         self.compiled = False
+        self.tapped: dict[int, Any] = {}
+        """Layer -> its output in the last forward pass, which distillation compares; only for the keys given."""
         self._loss_backend: Any = None
         self._widest = min(width, config.vocabulary)
 
@@ -168,9 +170,11 @@ class Transformer(nn.Module):
             losses_T = token_cross_entropy(states_TH, targets_T, self.output_head())
             responses_BD = self.axes.context.reduce(pairs.log_probabilities(losses_T), RESPONSES_SITE)
             return StageOutput(units.leave("head", responses_BD), balance)
-        layers, recompute = len(stage.layers), self.axes.recompute.kind
-        keep = keeps_head_gradient(len(targets_T), self._widest, layers, recompute, at_once)
-        loss = linear_cross_entropy(states_TH, targets_T, self.output_head(), keep)
+        keep = keeps_head_gradient(len(targets_T), self._widest, len(stage.layers), self.axes.recompute.kind, at_once)
+        teacher = None if documents is None else documents.teacher
+        loss = linear_cross_entropy(states_TH, targets_T, self.output_head()._replace(teacher=teacher), keep)
+        if teacher is not None:
+            loss = loss + teacher.match_hidden(self, targets_BS)
         if normed_BSH is not None:
             later, more = self._predict_later(normed_BSH, tokens_BS, targets_BS, documents, counted_B, keep)
             balance = more if balance is None else balance + more
@@ -288,6 +292,8 @@ class Transformer(nn.Module):
             else:
                 x_BSH, _ = block(x_BSH, rotation, None, None, cache, layer)
             x_BSH = units.leave(f"layers.{layer}", x_BSH)
+            if layer in self.tapped:
+                self.tapped[layer] = x_BSH
         if cache is not None:
             cache.advance(sequence)
         return x_BSH, losses

@@ -44,6 +44,7 @@ _FIXED_BECAUSE = {
     "run": "the initial values and the sample order depend on it",
     "model": "the saved tensors are those of the old model",
     "adapter": "the saved tensors are those of the old adapter",
+    "distill": "the result would match neither the old settings nor the new ones",
     "data": "the sample order would change",
     "train": "the result would match neither the old settings nor the new ones",
 }

@@ -10,6 +10,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import shorten_repr
 from meshwright.planner.cost.engines import ENGINES, Engine
+from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.spec.config import ModelConfig
 
@@ -27,6 +28,7 @@ class Problem:
         precision: Such as "bf16".
         documents: Average number packed into a sequence.
         pairs: True for training on response pairs, not next tokens.
+        teacher: The teacher of distillation; None: none.
         assumed: Line on what was assumed about the model, if anything.
         reserve: Bytes of a device to keep free.
         process: (name, bytes) of what the process of a rank on a CPU holds in addition to tensors.
@@ -42,6 +44,7 @@ class Problem:
     precision: str = "bf16"
     documents: float = 1.0
     pairs: bool = False
+    teacher: TeacherWork | None = None
     assumed: str | None = None
     reserve: float = 0.0
     process: tuple[tuple[str, int], ...] = ()

@@ -2,6 +2,7 @@
 
 from meshwright.recipe.adapter import AdapterRecipe
 from meshwright.recipe.data import CleanRecipe, DataRecipe, SourceRecipe
+from meshwright.recipe.distill import DistillRecipe
 from meshwright.recipe.recipe import SCHEMA, Recipe, format_overrides, load_recipe, load_recipe_text, resolve_recipe
 from meshwright.recipe.tables import (
     CheckpointRecipe,
@@ -21,6 +22,7 @@ __all__ = [
     "CollectivesRecipe",
     "DataRecipe",
     "Dimension",
+    "DistillRecipe",
     "ModelRecipe",
     "Recipe",
     "RunRecipe",

@@ -16,6 +16,7 @@ from meshwright.limits import shorten_repr
 from meshwright.names import OBJECTIVES_OF_RECORDS
 from meshwright.recipe.adapter import AdapterRecipe
 from meshwright.recipe.data import DataRecipe
+from meshwright.recipe.distill import DistillRecipe
 from meshwright.recipe.tables import (
     CheckpointRecipe,
     CollectivesRecipe,
@@ -66,6 +67,7 @@ class Recipe(Table):
     adapter: AdapterRecipe = AdapterRecipe()
     data: DataRecipe
     train: TrainRecipe
+    distill: DistillRecipe = DistillRecipe()
     collectives: CollectivesRecipe = CollectivesRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     track: TrackRecipe = TrackRecipe()
@@ -79,10 +81,11 @@ class Recipe(Table):
     @classmethod
     def _default_tokenizer(cls, tables: Any) -> Any:
         """Fill in the default of data.tokenizer in the recipe's raw tables: if the weights of model.from are loaded and
-        no tokenizer is named, it is model.from, since weights fit only their own tokenizer. Returns the tables.
+        no tokenizer is named, it is model.from, since weights fit only their own tokenizer; else it is that of
+        distill.teacher. Returns the tables.
         """
-        names = ("model", "data", "adapter")
-        model, data, adapter = (tables.get(name) if isinstance(tables, Mapping) else None for name in names)
+        names = ("model", "data", "adapter", "distill")
+        model, data, adapter, distill = (tables.get(name) if isinstance(tables, Mapping) else None for name in names)
         if not isinstance(model, Mapping) or not isinstance(data, Mapping):
             return tables
         adapted = isinstance(adapter, Mapping) and adapter.get("kind", "none") != "none"
@@ -92,6 +95,8 @@ class Recipe(Table):
             and "tokenizer" not in data
         ):
             return {**tables, "data": {**data, "tokenizer": model["from"]}}
+        if isinstance(distill, Mapping) and isinstance(distill.get("teacher"), str) and "tokenizer" not in data:
+            return {**tables, "data": {**data, "tokenizer": distill["teacher"]}}
         return tables
 
     @model_validator(mode="after")
@@ -127,6 +132,10 @@ class Recipe(Table):
             raise ValueError(
                 f'model.mup_base_hidden scales the rates of "adamw"; those of "{self.train.optimizer}" scale otherwise'
             )
+        if self.distill.teacher is not None and self.data.records in OBJECTIVES_OF_RECORDS:
+            raise ValueError(
+                f'distill.teacher learns from texts and responses; data.records "{self.data.records}" has none'
+            )
         if self.model.prediction_layers and self.objective != "next-token":
             raise ValueError(
                 f'model.prediction_layers trains on next tokens; objective "{self.objective}" has no such loss'
@@ -136,9 +145,11 @@ class Recipe(Table):
     @property
     def objective(self) -> str:
         """Training objective, such as "next-token" or "dpo": that of `train.objective` if it is set, else "dpo" for
-        preference records, "kto" for unpaired ones and "next-token" for all others.
+        preference records, "kto" for unpaired ones, "distillation" with a teacher and "next-token" for all others.
         """
-        return self.train.objective or OBJECTIVES_OF_RECORDS.get(self.data.records, ("next-token",))[0]
+        usual = OBJECTIVES_OF_RECORDS.get(self.data.records, ("next-token",))[0]
+        found = self.train.objective or usual
+        return "distillation" if found == "next-token" and self.distill.teacher is not None else found
 
     @property
     def base_directory(self) -> str | None:

@@ -73,9 +73,8 @@ class ModelConfig:
     ``prediction_layers``: 1 trains a module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2),
     whose loss has the factor ``prediction_loss``; 0: none.
     ``latent``: sizes of multi-head latent attention; None: grouped-query attention. ``head_dim`` is then the size of a
-    head's query, with and without position.
-
-    ``adapter``: LoRA adapter on linear layers, with which the model's own parameters are frozen; it is not in
+    head's query, with and without position. ``adapter``: LoRA adapter, with which the model's own parameters are
+    frozen. ``projections``: (layer, teacher's hidden size) of each layer that distillation compares. Neither is in
     ``config.json``.
 
     In an encoder attention is bidirectional and layers are post-norm (``embedding_norm`` is the first norm).
@@ -157,6 +156,7 @@ class ModelConfig:
     pad_token: int | None = None
     adapter: AdapterConfig | None = None
     mup_base_hidden: int | None = None  # see spec.width_scaling
+    projections: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ``UserError`` if the fields contradict each other or the family."""

@@ -125,6 +125,9 @@ class ParameterEntry:
 
     ``packed``: format in which a frozen matrix is held in blocks of 64 elements; None: the dtype of the parameters.
 
+    ``exported``: False for a trained parameter that is not part of the model, such as a projection to a teacher's
+    hidden states: checkpoints hold it under training/ alone.
+
     ``kept``: dtype, such as "int64", of a buffer or frozen parameter of a user's module, which is in checkpoints but
     not in flat buffers; None for a trained parameter.
     """
@@ -149,6 +152,7 @@ class ParameterEntry:
     stacked: bool = False
     trainable: bool = True
     packed: Literal["nf4", "int8"] | None = None
+    exported: bool = True
     kept: str | None = None
 
     @property

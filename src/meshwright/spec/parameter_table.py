@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.layout import Layout
@@ -90,6 +90,16 @@ class ParameterTable:
             return self
         tensors = tuple(tensor for tensor in self.tensors if tensor.trainable)
         entries = tuple(entry for entry in self.entries if entry.trainable)
+        return ParameterTable(entries, tensors, self.units, self.tied)
+
+    @cached_property
+    def frozen(self) -> ParameterTable:
+        """Table of the same model with all parameters frozen, such as a teacher's."""
+        tensors = tuple(
+            replace(tensor, entries=tuple(replace(entry, trainable=False) for entry in tensor.entries))
+            for tensor in self.tensors
+        )
+        entries = tuple(entry for tensor in tensors for entry in tensor.entries)
         return ParameterTable(entries, tensors, self.units, self.tied)
 
     @cached_property

@@ -8,7 +8,7 @@ builder, planner, checkpoint, gradient reduction and server read the same table.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -31,14 +31,31 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
     builder.build()
     units: dict[str, dict[str, list[ParameterEntry]]] = {}
     adapter = config.adapter
-    for entry in builder.entries if adapter is None else add_adapter_entries(builder.entries, adapter):
+    entries = builder.entries if adapter is None else add_adapter_entries(builder.entries, adapter)
+    for entry in (*entries, *make_projection_entries(config)):
         units.setdefault(entry.unit, {}).setdefault(entry.tensor, []).append(entry)
     tensors = []
     for unit, grouped in units.items():
         found = [ModelParameter(name, unit, tuple(parts)) for name, parts in grouped.items()]
         tensors += sorted(found, key=lambda tensor: not tensor.decay)
-    entries = tuple(entry for tensor in tensors for entry in tensor.entries)
-    return ParameterTable(entries, tuple(tensors), tuple(units), config.tied_head or config.prediction_layers > 0)
+    ordered = tuple(entry for tensor in tensors for entry in tensor.entries)
+    return ParameterTable(ordered, tuple(tensors), tuple(units), config.tied_head or config.prediction_layers > 0)
+
+
+def make_projection_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yield the entries of the projections to a teacher's hidden states (distillation), [teacher's hidden, hidden]
+    each. They belong to the FSDP unit of the head, whose loss uses them, and are replicated over tp."""
+    for layer, width in config.projections:
+        yield ParameterEntry(
+            name=f"distillation.projections.{layer}.weight",
+            shape=(width, config.hidden),
+            tensor=f"projections.{layer}.weight",
+            unit="head",
+            partial="sequence",
+            initial=Initial("normal", config.hidden**-0.5),
+            decay=True,
+            exported=False,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
+from meshwright.training.distillation import Distillation
+from meshwright.training.distillation_loss import make_distillation
 from meshwright.training.objective import NextToken, Objective
 from meshwright.training.precision import PARAMETER_DTYPES, Arithmetic, set_matmul_precision
 from meshwright.training.preference import MISMATCHED, Preferences
@@ -84,7 +86,7 @@ class LanguageModelTask:
         self.splits: dict[str, Any] = {"train": self.tokens, "validation": self.validation_tokens}
         if recipe.data.records == "unpaired":
             self.splits |= {name + MISMATCHED: split.mismatched for name, split in self.splits.items()}
-        self.objective = make_objective(recipe, self.splits)
+        self.objective = make_objective(recipe, self.splits, config.layers)
         self.passes = ForwardBackward(
             self.model,
             self.parallel,
@@ -102,7 +104,8 @@ class LanguageModelTask:
         self.objective.begin(self, "train", [rows])
         if self.recipe.objective == "kto":  # it has run the forward passes of the mismatched responses
             self.passes.mark("forward")
-        return [self._load_micro_batch("train", each) for each in rows]
+        loaded = [self._load_micro_batch("train", each) for each in rows]
+        return self.objective.complete(self, loaded, rows, step)
 
     def samples_of_step(self, step: int) -> NDArray[np.int64]:
         """Return the indices, in the training split, of the sequences that this rank reads in the step with index
@@ -149,7 +152,8 @@ class LanguageModelTask:
             units_per_step=self.recipe.train.batch * sequence,
             notes=tuple(self.data.format_packing_lines()),
             metric_names=(*names, *(f"validation_{name}" for name in names)),
-            flops_per_unit=training_flops_per_token(config, sequence),
+            flops_per_unit=training_flops_per_token(config, sequence)
+            + (0.0 if (teacher := self.objective.teacher_work) is None else teacher.forward_flops_per_token(sequence)),
         )
 
     def prepare(self, start: RunStart) -> None:
@@ -165,7 +169,8 @@ class LanguageModelTask:
         objective.begin(self, "validation", self.split_sequences(count, beyond))
         sums = torch.zeros(2 + objective.metric_sums, dtype=torch.float64, device=mesh.device)
         for group in self.split_sequences(count, beyond):
-            micro_batches = [self._load_micro_batch("validation", rows, padded=True) for rows in group]
+            loaded = [self._load_micro_batch("validation", rows, padded=True) for rows in group]
+            micro_batches = self.objective.complete(self, loaded, group, None)
             shares = self._rank_contributions(self.passes.evaluate(micro_batches))
             sums[0] += shares[0]
             sums[1] += objective.terms_share(micro_batches, mesh)
@@ -275,13 +280,15 @@ class LanguageModelTask:
             collectives=self.mesh.communicator.programs.named,
             responses=self.objective.most_terms * (loss.responses if (loss := self.objective.pair_loss) else 0),
             estimates_kl=self.recipe.objective == "kto",
+            teacher=self.objective.teacher_work,
         )
 
     def _rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:
         """Divide the loss and the metric sums of the last forward passes by the number of ranks that compute the same
         values, so that all-reducing them gives the totals; return float64 [1 + metrics]. loss: scalar, summed over this
         rank's micro-batches."""
-        metrics = self.passes.figures[: self.objective.metric_sums]
+        figures = self.passes.figures if self.objective.figures is None else self.objective.figures
+        metrics = figures[: self.objective.metric_sums]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
 
     def split_sequences(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
@@ -308,10 +315,11 @@ class LanguageModelTask:
         return shard_sequences(parts[0], parts[1], documents.to(self.mesh.device), self.mesh)
 
 
-def make_objective(recipe: Recipe, splits: Mapping[str, PackedDataset]) -> Objective:
-    """Build the training objective that a recipe names: a preference loss, else next-token cross-entropy. splits: data
-    by name, "train", "validation" ..."""
+def make_objective(recipe: Recipe, splits: Mapping[str, PackedDataset], layers: int = 0) -> Objective:
+    """Build the training objective that a recipe names: a preference loss, distillation, else next-token
+    cross-entropy. splits: data by name, "train", "validation" ... layers: of the model."""
     pair_loss = make_preference(recipe)
     if pair_loss is None:
-        return NextToken()
+        distillation = make_distillation(recipe, layers)
+        return NextToken() if distillation is None else Distillation(recipe, distillation)
     return Preferences(pair_loss, cast(Mapping[str, PackedExamples], splits))

@@ -27,6 +27,7 @@ from meshwright.probe.communication import choose_precision
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.spec.distillation import add_projections
 from meshwright.spec.refuse import refuse
 from meshwright.toml import parse_toml
 from meshwright.training.deterministic import deterministic
@@ -353,4 +354,4 @@ def resolve_model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
         config = dataclasses.replace(config, bos_token=data.tokenizer.start, eos_token=data.tokenizer.end)
     if data.turn_end is not None and data.turn_end not in config.eos_tokens:
         config = dataclasses.replace(config, more_eos_tokens=(*config.more_eos_tokens, data.turn_end))
-    return config
+    return add_projections(config, recipe)

@@ -15,13 +15,17 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.comm.mesh import Mesh
-from meshwright.data import TokenBatch
+from meshwright.data import PreparedData, TokenBatch
+from meshwright.layout import Layout
 from meshwright.model.documents import Documents
+from meshwright.model.transformer import Transformer
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import TermCount, count_targets, loss_share
 from meshwright.parallel.zero_engine import ZeroEngine
+from meshwright.planner.cost.teacher import TeacherWork
+from meshwright.spec.config import ModelConfig
 from meshwright.training.preference_loss import Preference
 from meshwright.training.task import RunStart
 
@@ -32,6 +36,10 @@ class Policy(Protocol):
 
     mesh: Mesh
     parallel: ZeroEngine
+    model: Transformer
+    config: ModelConfig
+    layout: Layout
+    data: PreparedData
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -72,12 +80,15 @@ class Objective(Protocol):
 
     pair_loss: the loss of preferences, None for a loss per token. metric_sums: number of sums over the terms from which
     metrics are computed. metric_names: names of the metrics that `report` returns. most_terms: maximum number of
-    response pairs, or of single labelled responses, in a sequence."""
+    response pairs, or of single labelled responses, in a sequence. figures: metric sums of the last forward passes,
+    where the objective itself adds them up. teacher_work: a teacher, as the planner counts it."""
 
     pair_loss: Preference | None
     metric_sums: int
     metric_names: Sequence[str]
     most_terms: int
+    figures: torch.Tensor | None
+    teacher_work: TeacherWork | None
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
         """Add to `documents` what the loss needs besides tokens and targets (for a preference loss, the response pairs
@@ -110,6 +121,13 @@ class Objective(Protocol):
         samples, such as KTO's KL estimate. policy: the model being trained; split: "train" or "validation"; passes:
         this rank's micro-batches of each forward pass, as arrays of sequence indices. Collective."""
 
+    def complete(
+        self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None
+    ) -> list[MicroBatch]:
+        """Return this rank's micro-batches with what models compute for them: a teacher's targets, the student's own
+        samples. policy: the model being trained; rows: indices of the sequences of each micro-batch, in the training
+        split for the step with index `step`, in the validation split if that is None. Collective."""
+
     def state(self) -> dict[str, Any]:
         """Return the objective's entries of a checkpoint's `state.json`: checksums that identify its inputs."""
 
@@ -121,6 +139,8 @@ class NextToken:
     metric_sums = 0
     metric_names: Sequence[str] = ()
     most_terms = 0
+    figures: torch.Tensor | None = None
+    teacher_work: TeacherWork | None = None
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
         """Return `documents` unchanged: the loss needs only tokens and targets."""
@@ -152,6 +172,12 @@ class NextToken:
 
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
         """Do nothing before a step: the loss needs only tokens and targets. The arguments are ignored."""
+
+    def complete(
+        self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None
+    ) -> list[MicroBatch]:
+        """Return the micro-batches unchanged: the loss has no teacher. The other arguments are ignored."""
+        return list(micro_batches)
 
     def state(self) -> dict[str, Any]:
         """Return an empty dict: no inputs except the data need an entry in `state.json`."""

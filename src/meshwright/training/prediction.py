@@ -109,6 +109,7 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
     return step_time(
         task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
         optimizer=_optimizer_name(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
+        teacher=task.objective.teacher_work,
         in_place=in_place(
             machine, trainer.layout.precision or default_precision(machine),
             engines.engine("meshwright", compile=train.compile),
@@ -129,6 +130,7 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
         task.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
         optimizer=_optimizer_name(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
         documents=documents, pairs=task.objective.pair_loss is not None,
+        teacher=task.objective.teacher_work,
         compile=trainer.recipe.train.compile, architecture="" if machine is None else machine.device.architecture,
     )  # fmt: skip
     if trainer.recipe.train.compile and not found.compiled:

@@ -26,6 +26,7 @@ from meshwright.model.pairs import Pairs
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import TermCount, count_pairs, loss_share
+from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.spec.policy import PREFERENCE_FIGURES
 from meshwright.training.objective import Policy
 from meshwright.training.preference_loss import Preference
@@ -79,6 +80,8 @@ class Preferences:
     which `begin` sets before each step."""
 
     metric_sums = PREFERENCE_FIGURES
+    figures: torch.Tensor | None = None  # the forward passes add them up
+    teacher_work: TeacherWork | None = None
 
     def __init__(self, pair_loss: Preference, splits: Mapping[str, PackedExamples | MismatchedRows]) -> None:
         """Count the loss terms of every sequence in the splits. `reference`, the reference log-probabilities, is None
@@ -204,6 +207,12 @@ class Preferences:
                 progress(done := done + mesh.dp.size * sum(map(len, rows)))
             all_reduce_responses(responses, mesh)
         return Reference(splits, identity)
+
+    def complete(
+        self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None
+    ) -> list[MicroBatch]:
+        """Return the micro-batches unchanged: the loss has no teacher. The other arguments are ignored."""
+        return list(micro_batches)
 
     def state(self) -> dict[str, Any]:
         """Return the objective's entry of `state.json`: the checksum of the reference log-probabilities, which a

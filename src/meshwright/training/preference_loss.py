@@ -94,7 +94,7 @@ class Preference:
 def make_preference(recipe: Recipe) -> Preference | None:
     """Build the preference loss that a recipe (the settings of a run) selects; None for next-token training."""
     train = recipe.train
-    if recipe.objective == "next-token":
+    if recipe.objective in ("next-token", "distillation"):
         return None
     smoothing, weights = train.preference_smoothing, (train.desirable_weight, train.undesirable_weight)
     return Preference(recipe.objective, recipe.preference_beta, smoothing, recipe.preference_margin, weights)

@@ -12,7 +12,7 @@ from meshwright.collectives.named import load_named_programs
 from meshwright.launcher.host_memory import read_machine_memory
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_threads import choose_local_threads
-from meshwright.launcher.recipe_checks import check_memory, check_recipe, check_vocabulary
+from meshwright.launcher.recipe_checks import check_memory, check_recipe, check_teacher_tokenizer, check_vocabulary
 from meshwright.launcher.rendezvous import check_port_free
 from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
@@ -44,6 +44,7 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
     data = prepare(recipe.data, recipe.run.seed, log=print_message)
     check_resume(recipe, data.sha256)
     check_vocabulary(recipe, data.vocabulary)
+    check_teacher_tokenizer(recipe, data)
     check_memory(recipe, read_machine_memory())
     ranks = recipe.parsed_layout.world_size
     threads = choose_local_threads(recipe, ranks)

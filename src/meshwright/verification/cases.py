@@ -14,6 +14,7 @@ from meshwright.spec.policy import TILE_QUERIES
 from meshwright.spec.refuse import refuse
 from meshwright.training.preference_loss import Preference
 from meshwright.verification.problem import ADAMW, SGD, Problem, choose_sequence_length, scale_down_config
+from meshwright.verification.teaching import Teaching
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class CaseBuilder:
     """Builder of the verification cases (named small training problems) for one layout and model.
 
     layout: layout to be verified. config: model, which is scaled down before use. dtype: parameter dtype, "float64" or
-    "float32". preference: settings of the preference loss (DPO or IPO); None: next-token loss. batch: wanted global
+    "float32". preference: settings of the preference loss (DPO or IPO); None: next-token loss. teaching:
+    distillation, whose teacher is scaled down too; None: no teacher. batch: wanted global
     batch in sequences; if it is not a multiple of dp x micro-batches, the smallest multiple that is at least 8 is used
     instead. compiled: True if the recipe trains under torch.compile.
     """
@@ -44,6 +46,7 @@ class CaseBuilder:
     config: ModelConfig
     dtype: str = "float64"
     preference: Preference | None = None
+    teaching: Teaching | None = None
     batch: int = 8
     compiled: bool = False
 
@@ -81,9 +84,8 @@ class CaseBuilder:
         model."""
         config = self._scale_down(layers)
         sequence = choose_sequence_length(self.layout)
-        return self._check_runnable(
-            Problem(config, self._choose_batch(), self.dtype, sequence, preference=self.preference)
-        )
+        problem = Problem(config, self._choose_batch(), self.dtype, sequence, preference=self.preference)
+        return self._check_runnable(self._teach(problem))
 
     def make_updates(self, ranks: int = 1, layers: int = 5) -> Problem:
         """Return a problem of four optimizer steps with weight decay and gradient clipping. Step 1 (from 0) is
@@ -145,17 +147,30 @@ class CaseBuilder:
         sequence = choose_sequence_length(self.layout, tokens)
         window = None if config.sliding_window is None else TILE_QUERIES + 9
         config = dataclasses.replace(config, max_positions=2 * sequence, sliding_window=window)
-        return self._check_runnable(
-            Problem(config, self._choose_batch(), self.dtype, sequence, 1, SGD, preference=self.preference)
-        )
+        problem = Problem(config, self._choose_batch(), self.dtype, sequence, 1, SGD, preference=self.preference)
+        return self._check_runnable(self._teach(problem))
 
-    def _scale_down(self, layers: int) -> ModelConfig:
-        """Return the builder's model scaled down for the layout. layers: minimum number of layers; with pipeline
-        parallelism the model has at least one layer more than there are stages."""
+    def _teach(self, problem: Problem) -> Problem:
+        """Return `problem` with a scaled-down teacher, and projections to its hidden states, if there is a teacher."""
+        if self.teaching is None:
+            return problem
+
+        def scale(teacher: ModelConfig) -> ModelConfig:
+            """Return a small model of the teacher's kind, of another depth than the student."""
+            small = self._scale_down(problem.config.layers - 1, teacher)
+            window = None if small.sliding_window is None else problem.config.sliding_window or small.sliding_window
+            return dataclasses.replace(small, max_positions=problem.config.max_positions, sliding_window=window)
+
+        teaching = self.teaching.scale_down(self.layout, problem.config, scale)
+        return dataclasses.replace(problem, config=teaching.add_projections(problem.config), teaching=teaching)
+
+    def _scale_down(self, layers: int, config: ModelConfig | None = None) -> ModelConfig:
+        """Return the builder's model, or `config`, scaled down for the layout. layers: minimum number of layers; with
+        pipeline parallelism the model has at least one layer more than there are stages."""
         layout = self.layout
         layers = max(layers, generate_for_layout(layout).stages + (layout.pp > 1))  # uneven: one stage has a layer more
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1
-        return scale_down_config(self.config, layout.tp, ulysses, layers, layout.ep, layout.etp)
+        return scale_down_config(config or self.config, layout.tp, ulysses, layers, layout.ep, layout.etp)
 
     def _choose_batch(self) -> int:
         """Return the global batch in sequences: the builder's `batch` if it is a multiple of dp x micro-batches, else

@@ -23,7 +23,8 @@ from meshwright.verification.reference import Reference
 
 _SHIFT = "log-sum-exp does not depend on the value that is subtracted from all logits"
 NEUTRAL: dict[tuple[str, str, str], str] = {
-    ("loss.maximum", "all_reduce", kind): f"{_SHIFT}, and all ranks still subtract the same value"
+    (site, "all_reduce", kind): f"{_SHIFT}, and all ranks still subtract the same value"
+    for site in ("loss.maximum", "distill.maximum")
     for kind in ("double", "drop", "stale")
 } | {
     ("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call; their quotient is unchanged",

@@ -36,6 +36,8 @@ def list_in_backward_order(reference: Reference) -> list[str]:
             place = (1, int(layer[1]), _FORWARD.index(layer[2]))
         elif later := re.fullmatch(r"prediction\.(?:block\.)?(.+)", module):
             place = (3, 0, _FORWARD.index(later[1]))
+        elif projection := re.fullmatch(r"projections\.(\d+)", module):
+            place = (4, int(projection[1]), 0)
         else:
             place = (2 if module in ("final_norm", "head") else 0, 0, _FORWARD.index(module))
         places += [(place, entry.name) for entry in tensor.entries]

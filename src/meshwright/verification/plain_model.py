@@ -20,6 +20,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.training.preference_loss import Preference
 from meshwright.verification.plain_preferences import preference_loss, single_response_loss
 from meshwright.verification.samples import IGNORED, Batch
+from meshwright.verification.teaching import Taught, distillation_loss, hidden_loss
 
 Weights = Mapping[str, torch.Tensor]  # model parameter -> its values, [output, input] for matrices
 
@@ -38,24 +39,35 @@ class BatchLoss(NamedTuple):
     excess_loads: dict[str, torch.Tensor]
 
 
-def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: Preference | None = None) -> BatchLoss:
+def run_batch(
+    config: ModelConfig,
+    weights: Weights,
+    batch: Batch,
+    preference: Preference | None = None,
+    taught: Taught | None = None,
+) -> BatchLoss:
     """Run the forward pass of a batch of full sequences and return its losses. weights: float64 tensors by the names of
     the training engine, which fuses query, key and value, and gate and up. preference: settings of the preference loss
-    (DPO or IPO); None: next-token loss."""
+    (DPO or IPO); None: next-token loss. taught: distillation; None: no teacher."""
     tokens_BS, targets_BS, ids_BS = (
         torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.document_ids)
     )
     model = _Forward(config, weights, ids_BS)
     x_BSH = model.hidden(tokens_BS)
-    head = weights["embedding.weight"] if config.tied else weights["head.weight"]
-    logits_BSV = cap(x_BSH @ head.T / config.logit_divisor, config.logit_softcap)
+    logits_BSV, head = model.logits(x_BSH)
     log_probabilities_BSV = F.log_softmax(logits_BSV, dim=-1)
     counted_BS = targets_BS != IGNORED
     chosen_BS = log_probabilities_BSV.gather(2, targets_BS.clamp(min=0)[..., None])[..., 0]
     chosen_BS = torch.where(counted_BS, chosen_BS, 0.0)
     if preference is None:
         counted_B = counted_BS.sum(dim=1)
-        loss = -chosen_BS.sum()
+        losses_BS = -chosen_BS
+        if taught is not None:
+            teacher = _Forward(taught.teaching.teacher, taught.weights, ids_BS)
+            wanted_BSV, _ = teacher.logits(teacher.hidden(tokens_BS))
+            losses_BS = distillation_loss(taught.teaching.loss, logits_BSV, wanted_BSV, losses_BS)
+            losses_BS = losses_BS + hidden_loss(taught.teaching.loss, weights, model.outputs, teacher.outputs)
+        loss = torch.where(counted_BS, losses_BS, 0.0).sum()
     elif preference.objective == "kto":
         counted_B = count_responses(batch)
         loss = single_response_loss(preference, sum_by_response(chosen_BS, batch), counted_B, batch)
@@ -116,13 +128,15 @@ def cap(x: torch.Tensor, limit: float | None) -> torch.Tensor:
 class _Forward:
     """Forward pass of a reference transformer on one batch. config: the model. weights: float64 tensors by the training
     engine's names. ids_BS: document number of each token. Attributes: `balance_losses`: load-balancing loss [B] of each
-    mixture of experts; `excess_loads`: router-bias name -> [E], each expert's number of tokens minus the mean."""
+    mixture of experts; `excess_loads`: router-bias name -> [E], each expert's number of tokens minus the mean;
+    `outputs`: output [B, S, H] of each layer."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ids_BS: torch.Tensor) -> None:
         """Compute attention visibility and position ids from the document numbers."""
         self.config, self.weights = config, weights
         self.balance_losses: list[torch.Tensor] = []
         self.excess_loads: dict[str, torch.Tensor] = {}
+        self.outputs: list[torch.Tensor] = []
         places_S = torch.arange(ids_BS.shape[1])
         same_BSS = ids_BS[:, :, None] == ids_BS[:, None, :]
         self.distance_SS = places_S[:, None] - places_S[None, :]
@@ -147,7 +161,14 @@ class _Forward:
             mlp = self.mixture if config.has_experts(layer) else self.feed_forward
             y_BSH = mlp(before(x_BSH, f"{name}.mlp_norm"), f"{name}.mlp")
             x_BSH = x_BSH + config.residual_scale * after(y_BSH, f"{name}.mlp_post_norm")
+            self.outputs.append(x_BSH)
         return self.norm(x_BSH, "final_norm")
+
+    def logits(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next-token logits [B, S, V] of final hidden states, and the weight of the output head [V, H]."""
+        config = self.config
+        head = self.weights["embedding.weight" if config.tied else "head.weight"]
+        return cap(x_BSH @ head.T / config.logit_divisor, config.logit_softcap), head
 
     def predict_later(
         self, x_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, head: torch.Tensor

@@ -17,6 +17,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.preference_loss import Preference
+from meshwright.verification.teaching import Teaching
 
 SEQUENCE = 23  # tokens
 VALIDATION_SEQUENCES = 5
@@ -65,12 +66,12 @@ class Problem:
 
     config: the model. dtype: dtype of parameters. master_dtype: dtype of master weights, gradients and optimizer state;
     None: `dtype`. training: optimizer settings. seed: seed of initial weights and data. preference: settings of the
-    preference loss; None: next-token loss. nan_step: step (from 0) in which the last rank produces NaN
-    activations; None: no such step. resumed_at: numbers of steps after which a checkpoint is saved and a new trainer
-    resumes from it. fused_gradient_accumulation: True if weight-gradient kernels accumulate directly into the gradient
-    buffer, as in large models. compile_backend: backend of torch.compile for layers, final norm and loss, such as
-    "inductor"; None: they run eagerly. late_completion: True if collective calls complete only when they are waited
-    for (`late_completion.py`).
+    preference loss; None: next-token loss. teaching: distillation; None: no teacher. nan_step: step (from 0) in which
+    the last rank produces NaN activations; None: no such step. resumed_at: numbers of steps after which a checkpoint is
+    saved and a new trainer resumes from it. fused_gradient_accumulation: True if weight-gradient kernels accumulate
+    directly into the gradient buffer, as in large models. compile_backend: backend of torch.compile for layers, final
+    norm and loss, such as "inductor"; None: they run eagerly. late_completion: True if collective calls complete only
+    when they are waited for (`late_completion.py`).
     """
 
     config: ModelConfig
@@ -81,6 +82,7 @@ class Problem:
     training: TrainingSettings = TrainingSettings()
     seed: int = 11
     preference: Preference | None = None
+    teaching: Teaching | None = None
     master_dtype: str | None = None
     nan_step: int | None = None
     resumed_at: tuple[int, ...] = ()
@@ -134,6 +136,7 @@ class Problem:
                     "compile": self.compile_backend is not None,
                     "validation_sequences": VALIDATION_SEQUENCES,
                 },
+                "distill": {} if self.teaching is None else self.teaching.to_table(),
             }
         )
 

@@ -26,10 +26,12 @@ from meshwright.model.transformer import Transformer
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.recipe import CollectivesRecipe
 from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL
+from meshwright.training.distillation import Distillation
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.precision import Arithmetic
 from meshwright.training.preference import Preferences
+from meshwright.training.teacher import Teacher
 from meshwright.training.trainer import StepOutcome, Trainer
 from meshwright.verification.late_completion import complete_late
 from meshwright.verification.local_faults import LocalFault
@@ -159,6 +161,14 @@ class _RecordingTrainer(Trainer):
         return verdict
 
 
+def make_teacher(problem: Problem, mesh: Mesh) -> Teacher:
+    """Return the teacher of a distillation problem on this rank, drawn from the problem's seed + 1. Collective."""
+    assert problem.teaching is not None
+    given, layers = problem.teaching, [teacher for _, teacher in problem.teaching.loss.layer_map]
+    dtype = getattr(torch, problem.dtype)
+    return Teacher(given.teacher, mesh, (given.layout, problem.sequence), dtype, layers, problem.seed + 1)
+
+
 class _VerificationRun:
     """Training run of a `Problem` (model, data, optimizer settings) on one rank. It saves checkpoints and resumes from
     them as the problem requires."""
@@ -218,6 +228,8 @@ class _VerificationRun:
             assert problem.preference is not None
             task.objective.reference = data.response_reference()
             task.objective.most_terms = 2 * MOST_PAIRS // problem.preference.responses
+        if isinstance(task.objective, Distillation):
+            task.objective.teacher = make_teacher(problem, self.mesh)
         return trainer
 
     def _save_checkpoint(self, trainer: Trainer) -> None:

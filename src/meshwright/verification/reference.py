@@ -18,6 +18,7 @@ from meshwright.verification.adapted_weights import merge_adapter_weights
 from meshwright.verification.plain_model import count_responses, run_batch, score_responses
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, TrainingSettings
 from meshwright.verification.samples import Batch, make_sequences
+from meshwright.verification.teaching import Taught
 
 ParameterValues = dict[str, torch.Tensor]  # parameter entry -> its values, flattened as the model stores them
 SCORES_AT_ONCE = 1 << 23  # maximum number of attention scores and logits of one forward pass
@@ -45,6 +46,7 @@ class Reference:
     finite_steps: list[int] = field(default_factory=list)
     updates: int = 0
     final_loss: float = math.nan
+    _taught: Taught | None = field(default=None, repr=False)
     _parts: dict[tuple[int, int], list[ParameterValues]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,6 +66,9 @@ class Reference:
             for value in (initial.pop(entry.name),)
         }
         weights = self._round_to_master(initial)
+        if problem.teaching is not None:
+            teacher = problem.teaching.make_weights(problem.seed + 1, getattr(torch, problem.dtype))
+            self._taught = Taught(problem.teaching, teacher)
         self.optimizer = {kind: {name: torch.zeros_like(w) for name, w in weights.items()} for kind in kinds}
         self.weights.append(weights)
         scale, finite_in_a_row = training.loss_scale, 0
@@ -146,7 +151,7 @@ class Reference:
         loss = 0.0
         excess_loads: dict[str, torch.Tensor] = {}
         for part in self._split_batch(batch):
-            found = run_batch(problem.config, tensors, part, problem.preference)
+            found = run_batch(problem.config, tensors, part, problem.preference, self._taught)
             (found.objective / terms).backward(retain_graph=True)  # through the concatenation, which parts share
             loss += float(found.loss) / terms
             for name, load_E in found.excess_loads.items():
@@ -164,9 +169,8 @@ class Reference:
         parameter dtype first."""
         tensors = self._engine_tensors(self._make_leaves(weights))
         batch = self._estimate_kl(weights, batch)
-        found = [
-            run_batch(self.problem.config, tensors, part, self.problem.preference) for part in self._split_batch(batch)
-        ]
+        losses = self.problem.preference, self._taught
+        found = [run_batch(self.problem.config, tensors, part, *losses) for part in self._split_batch(batch)]
         return sum(float(each.loss) for each in found) / max(1, sum(each.terms for each in found))
 
     def _count_terms(self, batch: Batch) -> int:

@@ -30,6 +30,7 @@ from meshwright.verification.mutations import plant_all_faults
 from meshwright.verification.problem import Problem, scale_down_layout
 from meshwright.verification.ranks import COMPILING_SECONDS, WHOLE, StepRange, run_rank
 from meshwright.verification.reference import Reference
+from meshwright.verification.teaching import make_teaching
 
 DTYPES = ("float64", "float32")
 DEFAULT_MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2")
@@ -117,6 +118,7 @@ class _Verifier:
         self.dtype, self.log = dtype, log
         self.collectives = CollectivesRecipe() if recipe is None else recipe.collectives
         self.preference = None if recipe is None else make_preference(recipe)
+        self.teaching = None if recipe is None else make_teaching(recipe)
         self.compiled = recipe is not None and recipe.train.compile
         self.thorough = thorough
         self.entries: list[dict[str, Any]] = []
@@ -193,7 +195,7 @@ class _Verifier:
         with another model, which are skipped."""
         layout = scale_down_layout(wanted)
         ranks = self.ranks(layout.world_size)
-        maker = CaseBuilder(layout, config, self.dtype, self.preference)
+        maker = CaseBuilder(layout, config, self.dtype, self.preference, self.teaching)
         return plant_all_faults(maker, self.reference, ranks, self.log, self.collectives, planted)
 
     def compare(self, case: Case, layout: Layout) -> Comparison:
@@ -223,7 +225,8 @@ class _Verifier:
         """Choose the verification cases for a layout. wanted: the layout that the user named; layout: the same layout
         scaled down to few ranks; config: the model."""
         # Over the grid, one batch size that suits most layouts, so that references are shared.
-        maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8, self.compiled)
+        losses, batch = (self.preference, self.teaching), 24 if self.many else 8
+        maker = CaseBuilder(layout, config, self.dtype, *losses, batch, self.compiled)
         if self.thorough:
             return maker.make_all_cases()
         cases = [*maker.make_default_cases(), *([maker.make_bf16_case()] if wanted.precision == "bf16" else [])]

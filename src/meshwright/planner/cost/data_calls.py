@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from meshwright.collectives.cutting import compute_sent_bytes
 from meshwright.collectives.named import NamedProgram
 from meshwright.layout import Layout
+from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, padded_numel
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
@@ -38,6 +39,7 @@ class Work:
             ("data", "all_reduce").
         responses: Most responses with preferences in a sequence; 0 for next-token training.
         estimates_kl: A step runs its micro-batches forward once more, for KTO's estimate of the KL divergence.
+        teacher: The teacher of distillation; None: none.
     """
 
     batch: int
@@ -48,6 +50,7 @@ class Work:
     collectives: Mapping[tuple[str, str], NamedProgram] = field(default_factory=dict)
     responses: int = 0
     estimates_kl: bool = False
+    teacher: TeacherWork | None = None
 
 
 class DataCalls:

@@ -132,6 +132,8 @@ class Step:
         totals = layout.micro_batches / of.replicas * ranks[0]
         busiest = totals.sum(axis=(1, 2)).argmax()
         breakdown = dict(zip(MICRO_BATCH_PARTS, totals[busiest].sum(axis=0).tolist(), strict=True))
+        if problem.teacher is not None:
+            breakdown["compute"] *= 1 + problem.teacher.compute_share(problem.config, problem.sequence)
         breakdown |= {"pipeline": 0.0, "bubble": 0.0}
         if layout.pp > 1:
             if program is None:

@@ -16,12 +16,14 @@ from meshwright.planner.cost.blocks import block, embedding, head
 from meshwright.planner.cost.data_calls import AXES_OF, DataCalls, Work, by_axis, by_site
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operators import CollectiveCall
+from meshwright.planner.cost.teacher import FIGURES, TeacherWork
 from meshwright.planner.cost.tensor_parallel import hidden_bytes
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.distillation import make_teacher_layout
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.policy import PREFERENCE_FIGURES
@@ -80,19 +82,27 @@ class _Step(DataCalls):
             self.gradients(unit, count)
         self.gathers()
         self.partial_gradients(units)
-        self.verdict(PREFERENCE_FIGURES if self.work.responses else 0)
+        teacher = self.work.teacher
+        self.verdict(PREFERENCE_FIGURES if self.work.responses else FIGURES if teacher else 0)
         if self.work.estimates_kl:
             self.sent.update(_Step(self.config, replace(self.layout, recompute="none"), self.work, self.rank).forward())
+            self.all_reduce("loss.kl", "world", self.layout.world_size, 16)
+        if teacher is not None and not teacher.top_k:
+            layout = make_teacher_layout(self.layout, teacher.held, teacher.config)
+            size = teacher.item_bytes or self.work.parameter_bytes
+            work = replace(self.work, teacher=None, parameter_bytes=size)
+            rank = self.rank * layout.world_size // self.layout.world_size
+            found = _Step(teacher.config, layout, work, rank).forward()
+            self.sent.update({call: sent for call, sent in found.items() if not call[0].startswith("loss.")})
         return self.sent
 
     def forward(self) -> Counter[tuple[str, str]]:
-        """Count the calls of the step's forward passes without gradients, from which KTO estimates the KL divergence,
-        and of its sum; return bytes sent by (call site, axis)."""
+        """Count the calls of forward passes without gradients, of KTO's mismatched responses or of a teacher; return
+        bytes sent by (call site, axis)."""
         for stage, count in self.passes().items():
             self.operators(self.stages[stage], count)
         self.pipeline()
         self.gathers(forward_only=True)
-        self.all_reduce("loss.kl", "world", self.layout.world_size, 16)
         backward = ("gradients", "backward", "router")
         return Counter({call: sent for call, sent in self.sent.items() if not any(at in call[0] for at in backward)})
 
@@ -122,9 +132,20 @@ class _Step(DataCalls):
                     frozen[site] -= skipped
                     self.collective(one, site, size, count * (one.count - skipped) * (1 + one.again))
         self.adapter_norms(stage, count)
+        if stage.last and self.work.teacher is not None:
+            self.distillation(self.work.teacher, count)
         if self.config.router_loss and not self.work.responses and any(map(self.config.has_experts, stage.layers)):
             # Of responses with preferences every rank counts the targets itself.
             self.all_reduce("router.targets", "cp", self.layout.cp, 8 * self.rows, count)
+
+    def distillation(self, teacher: TeacherWork, count: int) -> None:
+        """Count the all-reduces over tp of the distillation loss of `count` micro-batches."""
+        at, tp = self.micro_batch, self.layout.tp
+        for chunk in loss_chunks(self.tokens, min(at.vocabulary, self.config.vocabulary), self.work.device):
+            for site, numbers in teacher.list_sums(self.layout):
+                self.all_reduce(site, "tp", tp, numbers * chunk * at.wide, count)
+        if teacher.projected and self.layout.tensor_sequence_parallel:
+            self.all_reduce("distill.hidden", "tp", tp, at.wide, count)
 
     def adapted_layers(self) -> set[str]:
         """Return the names of the linear layers that have an adapter, such as "layers.0.attention.qkv"."""

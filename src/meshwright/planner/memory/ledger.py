@@ -14,11 +14,13 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import check_options, unknown
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed, Starts
+from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.compiled_blocks import known
 from meshwright.planner.memory.saved import position_tables, saved_activations
 from meshwright.planner.memory.snapshot import BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
 from meshwright.planner.memory.states import flats_of, gradient_buffers, states
+from meshwright.planner.memory.teacher import list_teacher_tensors
 from meshwright.program.consumed_sends import (
     Row,
     Value,
@@ -126,6 +128,7 @@ class LedgerOptions(TypedDict, total=False):
         device: "cpu" (gloo), the default, or "cuda" (NCCL).
         routed: Token copies by layer with experts.
         pairs: True for training on response pairs.
+        teacher: The teacher of distillation; None: none.
         compile: Blocks, norm and loss are compiled; the result's `compiled` says if that is modelled.
         architecture: Of a CUDA device, as in the catalogue.
     """
@@ -137,6 +140,7 @@ class LedgerOptions(TypedDict, total=False):
     device: str
     routed: Mapping[int, Routed] | None
     pairs: bool
+    teacher: TeacherWork | None
     compile: bool
     architecture: str
 
@@ -202,6 +206,7 @@ class _Step:
         self.at, self.config, self.layout = at, config, layout
         self.compiled = options.get("compile", False)
         self.workspace = 0
+        self.teacher = options.get("teacher")
         if at.device == "cuda":
             self.workspace = CUBLAS_WORKSPACES.get(options.get("architecture", ""), CUBLAS_WORKSPACE)
         self.place = layout.coordinates(rank)
@@ -248,17 +253,15 @@ class _Step:
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
             for table in position_tables(self.config, self.at.whole, self.at.dtype):
                 yield Item("workspace", table.name, table.shape, table.dtype, table.bytes, None, "start", "end")
+        for category, name, size in list_teacher_tensors(self.teacher, self.at, self.place["pp"]):
+            yield Item(category, name, (), "", size, None, "start", "end")
         for way in ("forward", "backward") if self.workspace else ():
-            size = self.workspace
-            yield Item("workspace", f"cuBLAS, {way}", (size,), "uint8", size, None, "start", "end")
+            yield Item("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace, None, "start", "end")
         shape = self.layout.micro_batches * self.at.rows, self.at.tokens
         targets = (shape[0],) if self.config.head == "classes" else shape
-        for name, of in (("batch.tokens", shape), ("batch.targets", targets)):
+        documents = [("batch.documents", (shape[0], self.at.whole))] if self.at.masked else []
+        for name, of in (("batch.tokens", shape), ("batch.targets", targets), *documents):
             yield Item("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
-        if self.at.masked:
-            whole = shape[0], self.at.whole
-            size = 8 * whole[0] * whole[1]
-            yield Item("workspace", "batch.documents", whole, "int64", size, None, "start of step", "end of step")
 
     def _moments(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_Highest, int]]:
         """Yield (peak, other bytes then) of each computing step; updates `alive`: bytes by (category, name, stage)."""
@@ -349,15 +352,13 @@ class _Step:
 
     def _stage(self, stage: Stage, at_once: bool) -> StageSnapshots:
         """Build the generator of a stage's memory snapshots. at_once: backwards directly follow their forwards."""
-
-        at = self.at
         kept, whole = (
             saved_activations(each, stage, at_once=at_once, tp_rank=self.place["tp"], compiled=self.compiled)
-            for each in (at, replace(at, layout=replace(self.layout, recompute="none")))
+            for each in (self.at, replace(self.at, layout=replace(self.layout, recompute="none")))
         )
         flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
         buffers = Buffers(self.partition.units(stage), flats, gradient_buffers(self.flats), self.table.tied)
-        return StageSnapshots(at, stage, buffers, kept, whole, compiled=self.compiled, queued=self.split)
+        return StageSnapshots(self.at, stage, buffers, kept, whole, compiled=self.compiled, queued=self.split)
 
     def _stream(self) -> int:
         """Return the bytes of the hidden states that pass from stage to stage."""

@@ -129,7 +129,7 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
             precision=STORED.get(problem.precision, problem.precision),
             rank=pp_rank * layout.tp * layout.cp * layout.dp, documents=problem.documents > 1,
             device=problem.cluster.kind, compile=problem.compile, pairs=problem.pairs,
-            architecture=problem.cluster.device.architecture,
+            teacher=problem.teacher, architecture=problem.cluster.device.architecture,
         )  # fmt: skip
         items = tuple(item for item in found.items if item.category not in ("framework", "unexplained"))
         peak, moment, compiled = found.peak_bytes, found.moment, found.compiled

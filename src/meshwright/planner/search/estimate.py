@@ -20,6 +20,7 @@ from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.planner.cost.reference_step import in_place
 from meshwright.planner.cost.step_time import Step, StepTime, default_precision
+from meshwright.planner.cost.teacher import make_teacher_work
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.process_constants import find_process_items
 from meshwright.planner.memory.rank_memory import RankMemory, fullest
@@ -191,13 +192,15 @@ def problem_of(
         config, assumed = model_of(model), model_substitution_note(model)
     chosen = options.get("precision") or default_precision(where)
     where.peak(chosen)
-    pairs = recipe is not None and recipe.objective != "next-token"
+    pairs = recipe is not None and recipe.objective not in ("next-token", "distillation")
+    teacher = None if recipe is None else make_teacher_work(recipe)
     process: tuple[tuple[str, int], ...] = ()
     if where.kind == "cpu" and where.measured is not None:
         process = find_process_items(chosen, where.device.name, where.measured.threads, compile)
     whose = engines.engine(options.get("engine", "meshwright"), compile=compile)
     return Problem(
-        config, where, sequence, batch, whose, compile, optimizer, chosen, documents, pairs, assumed, process=process
+        config, where, sequence, batch, whose, compile, optimizer, chosen, documents, pairs, teacher, assumed,
+        process=process,
     )  # fmt: skip
 
 

@@ -1,0 +1,115 @@
+"""The teacher of distillation as data: its layout on the ranks of a run, the layers that are compared, the projections
+that the student gets, and the check that it can teach the model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.recipe import Recipe
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_path
+from meshwright.spec.refuse import refuse
+
+
+def read_teacher_config(recipe: Recipe) -> ModelConfig | None:
+    """Read the model configuration of `distill.teacher`; None without a teacher. Raises `UserError` if its directory is
+    missing or damaged, or its model cannot be run."""
+    if recipe.distill.teacher is None:
+        return None
+    try:
+        config = config_from_path(recipe.distill.teacher)
+        if config.encoder or config.planning_only:
+            raise UserError(f"{config.family} is an encoder" if config.encoder else str(config.planning_only))
+    except UserError as error:
+        raise UserError(f"{recipe.where('distill.teacher')}: distill.teacher: {error}") from None
+    return config
+
+
+def map_layers(recipe: Recipe, layers: int) -> tuple[tuple[int, int], ...]:
+    """Return the pairs (student's layer, teacher's layer), from 0, whose outputs are compared: `distill.layer_map`, or
+    one for each layer of the student, of which layer i of n corresponds to the end of the i-th n-th of the teacher
+    (uniform mapping: Jiao et al. 2019, arXiv:1909.10351, section 3.1); none without `distill.hidden`. layers: of the
+    student."""
+    if not recipe.distill.hidden:
+        return ()
+    if recipe.distill.layer_map:
+        return tuple((student, teacher) for student, teacher in recipe.distill.layer_map)
+    teacher = read_teacher_config(recipe)
+    assert teacher is not None, "checked by the recipe"
+    return tuple((layer, max(0, (layer + 1) * teacher.layers // layers - 1)) for layer in range(layers))
+
+
+def add_projections(config: ModelConfig, recipe: Recipe) -> ModelConfig:
+    """Return `config` with the projections to a teacher's hidden states that the recipe's [distill] table asks for."""
+    pairs, teacher = map_layers(recipe, config.layers), read_teacher_config(recipe)
+    if not pairs or teacher is None:
+        return config
+    return dataclasses.replace(config, projections=tuple((student, teacher.hidden) for student, _ in pairs))
+
+
+def make_teacher_layout(layout: Layout, text: str, config: ModelConfig) -> Layout:
+    """Return the layout of a teacher on the ranks of a run. layout: of the run; text: a value of `distill.layout`;
+    config: of the teacher. Raises `UserError` if the run's layout does not allow it."""
+    words = text.split()
+    sharded = words[0] == "zero3" or (words[0] == "same" and layout.zero == 3)
+    made = layout.with_(zero=3 if sharded else 0, hybrid=layout.hybrid if sharded else None, recompute="none")
+    if not config.experts:
+        made = made.with_(ep=1, etp=1)
+    if "tp1" in words:
+        if layout.pp > 1 or layout.expert_parallel:
+            raise UserError(f'distill.layout "{text}" runs on dp, zero, hs, tp and cp alone, not on "{layout}"')
+        made = made.with_(tp=1)
+    return made
+
+
+def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
+    """Raise `UserError` unless the teacher that the recipe names can teach `student` on a layout, apart from its
+    vocabulary (`check_vocabularies`)."""
+    teacher, given = read_teacher_config(recipe), recipe.distill
+    if teacher is None:
+        return
+    sequence = recipe.data.sequence
+    if sequence > teacher.max_positions:
+        raise UserError(f"distill.teacher has {teacher.max_positions} positions; shorten data.sequence {sequence}")
+    for of_student, of_teacher in map_layers(recipe, student.layers):
+        for whose, layer, layers in (("model", of_student, student.layers), ("teacher", of_teacher, teacher.layers)):
+            if layer >= layers:
+                raise UserError(
+                    f"{recipe.where('distill.layer_map')}: distill.layer_map names layer {layer} of the {whose}, whose "
+                    f"layers are 0 to {layers - 1}"
+                )
+    if given.hidden and layout.pp > 1:
+        raise UserError(
+            f'layout "{layout}": distill.hidden compares layers that pipeline ranks do not hold together; leave pp out'
+        )
+    if given.on_policy and (layout.pp > 1 or layout.cp > 1 or (layout.tp > 1 and layout.tensor_sequence_parallel)):
+        raise UserError(
+            f'layout "{layout}": distill.on_policy samples token by token, on dp with any zero and tpN:nosp; leave out '
+            "pp, cp and tp's sequence parallelism"
+        )
+    if given.on_policy and student.latent:
+        raise UserError(f"distill.on_policy: latent attention (family {student.family}) is not sampled in training yet")
+    if given.on_policy and recipe.data.records != "text" and recipe.data.pack:
+        raise UserError("distill.on_policy continues the prompt of one example a sequence: set data.pack = false")
+    if given.on_policy and (given.on_policy_prompt or 1) >= sequence:
+        raise UserError(f"distill.on_policy_prompt {given.on_policy_prompt} leaves nothing of data.sequence {sequence}")
+    if given.top_k >= teacher.vocabulary:
+        raise UserError(f"distill.top_k {given.top_k} is not below the teacher's vocabulary of {teacher.vocabulary}")
+    try:
+        if not given.top_k:
+            refuse(make_teacher_layout(layout, given.layout, teacher), teacher, recipe.train.batch, sequence)
+    except UserError as error:
+        raise UserError(f"distill.teacher on the run's ranks: {error}") from None
+
+
+def check_vocabularies(recipe: Recipe, student: int) -> None:
+    """Raise `UserError` unless the teacher has as many token IDs as the model, `student`."""
+    teacher = read_teacher_config(recipe)
+    if teacher is not None and teacher.vocabulary != student:
+        raise UserError(
+            f"{recipe.where('distill.teacher')}: distill.teacher has a vocabulary of {teacher.vocabulary:,} token IDs "
+            f"and the model one of {student:,}: their distributions cannot be compared; use the teacher's tokenizer "
+            f"and model.vocabulary = {teacher.vocabulary}"
+        )

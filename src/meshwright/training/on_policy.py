@@ -1,0 +1,138 @@
+"""On-policy sequences of distillation: the student continues prompts token by token, with a KV cache (Agarwal et al.
+2023, arXiv:2306.13649, algorithm 1).
+
+A token depends on its logits and on a uniform number keyed by (seed, step, sequence, position), not on the layout.
+
+Shapes: B sequences, S tokens of each, N query heads, K key-value heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from meshwright.model.documents import Documents
+from meshwright.model.loss import IGNORED
+from meshwright.model.precision import at_least_float32
+from meshwright.model.transformer import Transformer
+from meshwright.model.units import Units
+from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.spec.config import ModelConfig
+
+_STEP, _TOKENS = 1, 2  # purposes of random numbers
+
+
+def chooses_samples(fraction: float, seed: int, step: int) -> bool:
+    """Return True if the step with index `step` trains on the student's own samples: the case for `fraction` of all
+    steps, equally on all ranks."""
+    return bool(np.random.default_rng([seed, step, _STEP]).random() < fraction)
+
+
+def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch.Tensor]:
+    """Return the prompt of each sequence of a micro-batch (token IDs, 1-D): of text, the tokens before index
+    `text_tokens` that belong to the document of the last of them; of an example (None), those before its first
+    target."""
+    tokens_BS, targets_BS, documents = micro_batch
+    prompts = []
+    for row, tokens_S in enumerate(tokens_BS):
+        start, stop = 0, text_tokens
+        if stop is None:
+            trained = (targets_BS[row] != IGNORED).nonzero()
+            stop = int(trained[0]) + 1 if len(trained) else 1
+        elif documents.starts_BS is not None:
+            start = int(documents.starts_BS[row, stop - 1])
+        prompts.append(tokens_S[start:stop])
+    return prompts
+
+
+class Sampler:
+    """Sampler of the continuations of prompts from the model being trained. units: hooks around its FSDP units. device:
+    of its parameters. ends: token IDs that end a sequence. temperature: divides the logits. seed: of the run."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        units: Units,
+        device: torch.device,
+        *,
+        ends: Sequence[int],
+        temperature: float,
+        seed: int,
+    ) -> None:
+        self._model, self._units, self._device = model, units, device
+        self._ends, self._temperature, self._seed = tuple(ends), temperature, seed
+
+    @torch.no_grad()
+    def replace(
+        self, micro_batch: MicroBatch, prompts: Sequence[torch.Tensor], step: int, rows: NDArray[np.int64]
+    ) -> MicroBatch:
+        """Return a micro-batch of the same size, of the prompts and the student's continuations, each sequence one
+        document. Its targets are the sampled tokens up to the one that ends the sequence. rows: indices of the
+        sequences in the training split. Collective."""
+        tokens_BS, _, _ = micro_batch
+        count, length = tokens_BS.shape
+        device = self._device
+        uniform_BS = np.stack([np.random.default_rng([self._seed, step, _TOKENS, row]).random(length) for row in rows])
+        uniform = torch.from_numpy(uniform_BS).to(device)
+        lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        text_BL = torch.zeros(count, length + 1, dtype=torch.int64, device=device)
+        for row, prompt in enumerate(prompts):
+            text_BL[row, : len(prompt)] = prompt
+        targets_BS = torch.full((count, length), IGNORED, dtype=torch.int64, device=device)
+        ended_B = torch.zeros(count, dtype=torch.bool, device=device)
+        ends = torch.tensor(self._ends, dtype=torch.int64, device=device)
+        cache = _DenseCache(self._model.config, count, length)
+        for place in range(length):
+            logits_BV = self._next_logits(text_BL[:, place : place + 1], cache)
+            sums_BV = torch.softmax(logits_BV.double() / self._temperature, dim=1).cumsum(dim=1)
+            wanted_B1 = (uniform[:, place] * sums_BV[:, -1])[:, None]
+            drawn_B = torch.searchsorted(sums_BV, wanted_B1, right=True)[:, 0].clamp(max=logits_BV.shape[1] - 1)
+            samples_B = place + 1 >= lengths_B
+            text_BL[:, place + 1] = torch.where(samples_B, drawn_B, text_BL[:, place + 1])
+            targets_BS[:, place] = torch.where(samples_B & ~ended_B, drawn_B, IGNORED)
+            ended_B |= samples_B & torch.isin(drawn_B, ends)
+        return text_BL[:, :-1].contiguous(), targets_BS, Documents()
+
+    def _next_logits(self, tokens_B1: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Return the next-token logits [B, V] after one more token of each sequence."""
+        hidden_B1H = self._model.hidden(tokens_B1, units=self._units, cache=cache)
+        self._units.enter("head", None)  # ZeRO-3 has resharded the output head
+        return self._model.scores(hidden_B1H)[:, 0]
+
+
+class _DenseCache:
+    """KV cache of `count` sequences of up to `length` tokens in plain tensors (implements `AttentionCache`), for one
+    new token of each at a time."""
+
+    def __init__(self, config: ModelConfig, count: int, length: int) -> None:
+        self._config, self._shape = config, (count, length)
+        self._pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.length = 0
+
+    def attend(
+        self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Store the key and value of the new token of each sequence; return its attention [B, N, 1, D]."""
+        assert v_BKSD is not None and q_BNSD.shape[2] == 1
+        if layer not in self._pairs:
+            shapes = ((self._shape[0], x.shape[1], self._shape[1], x.shape[3]) for x in (k_BKSD, v_BKSD))
+            self._pairs[layer] = tuple(k_BKSD.new_zeros(shape) for shape in shapes)  # type: ignore[assignment]
+        keys, values = self._pairs[layer]
+        keys[:, :, self.length], values[:, :, self.length] = k_BKSD[:, :, 0], v_BKSD[:, :, 0]
+        window, stop = self._config.layer_window(layer), self.length + 1
+        seen = slice(0 if window is None else max(0, stop - window), stop)
+        wide = at_least_float32(q_BNSD.dtype)
+        q = q_BNSD.to(wide).unflatten(1, (keys.shape[1], -1))[:, :, :, 0]
+        scores = self._config.score_scale * torch.einsum("bkgd,bkcd->bkgc", q, keys[:, :, seen].to(wide))
+        if cap := self._config.attention_softcap:
+            scores = cap * torch.tanh(scores / cap)
+        out = torch.einsum("bkgc,bkcd->bkgd", scores.softmax(dim=-1), values[:, :, seen].to(wide))
+        return out.flatten(1, 2)[:, :, None].to(q_BNSD.dtype)
+
+    def advance(self, tokens: int) -> None:
+        """Count the new token of each sequence."""
+        self.length += tokens

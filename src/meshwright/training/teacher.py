@@ -1,0 +1,140 @@
+"""The teacher of distillation on one rank: a frozen model on the run's own ranks, which only runs forward.
+
+It has the tensor, context, expert and pipeline parallelism of the run (or is left unsharded over tp). Its parameters
+are replicated over data-parallel ranks, or sharded as under ZeRO-3.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from meshwright.comm.mesh import Axis, Mesh
+from meshwright.layout import Layout
+from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
+from meshwright.model.loss import OutputHead
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.flat_buffers import slice_entries
+from meshwright.parallel.pipeline import Key, Pipeline
+from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.parallel.zero_engine import ZeroEngine
+from meshwright.program.pipeline import Kind
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.distillation import make_teacher_layout
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.partition import Partition
+from meshwright.spec.stage_times import program_for
+
+
+class Teacher:
+    """Frozen model of configuration `config` on one rank. mesh: of the run. held: a value of `distill.layout`, which
+    says how it is held, and the number of tokens of a sequence. dtype: of its parameters. layers: layers whose outputs
+    are returned. seed: draws the parameters; None: `load` reads them. Raises `UserError` if it cannot run on the
+    layout. Collective."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        held: tuple[str, int],
+        dtype: torch.dtype,
+        layers: Sequence[int] = (),
+        seed: int | None = None,
+    ) -> None:
+        self.config, self.layers, (text, sequence) = config, tuple(layers), held
+        self.mesh = mesh = _change_mesh(mesh, make_teacher_layout(mesh.layout, text, config))
+        table = parameter_table(config).frozen
+        program = program_for(mesh.layout, config, sequence)
+        partition = Partition.of(program, config, table, sequence)
+        self._model = Transformer(
+            config, axes=axis_operations(mesh), device="meta", dtype=dtype, stages=partition.stages_on(mesh.pp.rank)
+        )
+        self._model.requires_grad_(False)
+        self.engine = ZeroEngine(self._model, table, mesh, seed=seed, parameter_dtype=dtype, partition=partition)
+        self._pipeline = Pipeline(program, mesh.pp)
+
+    def load(self, directory: Path) -> None:
+        """Load the weights of a Hugging Face directory. `UserError` if they are damaged or of another model."""
+        files = CheckpointFiles(directory)
+        names = match_entries(files, self.engine.table, self.config)
+        self.engine.load(slice_entries(lambda entry: read_entry(files, entry, names)))
+
+    @torch.no_grad()
+    def run(self, micro_batches: Sequence[MicroBatch]) -> dict[int, TeacherStates]:
+        """Run forward and return {index of a micro-batch: its states} for those whose last stage is on this rank. The
+        parameters of the output head stay unsharded until the next call. Collective."""
+        forward = _Forward(self, micro_batches)
+        self._pipeline.run_forwards(forward, len(micro_batches))
+        if forward.found:
+            self.engine.prefetchers[self.engine.partition.stages[-1].index].enter("head", None)
+        return forward.found
+
+    def output_head(self, student: Axis) -> OutputHead:
+        """Return the rows of the teacher's output head for the vocabulary slice of this rank of `student`, the axis tp
+        of the run."""
+        head = self._model.output_head()
+        if self.mesh.tp.size == student.size:
+            return head
+        width = -(-self.config.vocabulary // student.size)
+        return head._replace(weight_VH=head.weight_VH[student.rank * width : (student.rank + 1) * width])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TeacherStates:
+    """Output of the teacher for a micro-batch. states_TH: input of its output head; layers: layer -> its output
+    [B, S, H] (this tp rank's token slice with sequence parallelism)."""
+
+    states_TH: torch.Tensor
+    layers: dict[int, torch.Tensor]
+
+
+class _Forward:
+    """Executor of the forwards of a teacher's pipeline stages (implements `parallel.pipeline.Compute`). Attribute
+    `found`: the states of the micro-batches whose last stage is on this rank."""
+
+    def __init__(self, teacher: Teacher, micro_batches: Sequence[MicroBatch]) -> None:
+        self._teacher, self._micro_batches = teacher, micro_batches
+        self.found: dict[int, TeacherStates] = {}
+
+    def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Run the forward of a micro-batch through one stage and return the stage's output; None for the last."""
+        assert kind == Kind.FORWARD
+        engine, model = self._teacher.engine, self._teacher._model
+        stage, units = engine.partition.stages[key[0]], engine.prefetchers[key[0]]
+        units.keeps_last = False
+        tokens_BS, _, documents = self._micro_batches[key[2]]
+        model.tapped = dict.fromkeys(self._teacher.layers)
+        out_BSH = model.hidden(tokens_BS, documents, units, stage=stage, x_BSH=x)
+        if not stage.last:
+            return out_BSH
+        self.found[key[2]] = TeacherStates(out_BSH.flatten(0, 1), model.tapped)
+        model.tapped = {}
+        return None
+
+    def buffer(self, key: Key) -> torch.Tensor:
+        """Return an uninitialised buffer in which the input of a stage is received."""
+        tokens_BS, mesh = self._micro_batches[key[2]][0], self._teacher.mesh
+        rows, sequence = tokens_BS.shape
+        if mesh.layout.tensor_sequence_parallel:
+            sequence //= mesh.tp.size
+        shape = rows, sequence, self._teacher.config.hidden
+        return torch.empty(shape, dtype=self._teacher.engine.parameter_dtype, device=mesh.device)
+
+
+def _change_mesh(mesh: Mesh, layout: Layout) -> Mesh:
+    """Return the mesh of a teacher with another layout on the same ranks. Where it has no tp but the run does, ranks
+    along tp hold the same."""
+    changed = copy.copy(mesh)
+    changed.layout = layout
+    if layout.tp != mesh.tp.size:
+        changed.tp = Axis("tp", (mesh.rank,), 0, None, mesh.communicator)
+        changed.rank = mesh.rank // mesh.tp.size
+    if not layout.expert_parallel:
+        changed.expert_data, changed.expert_shard = mesh.data, mesh.shard
+        changed.expert_replica = mesh.replica
+    return changed

@@ -1,0 +1,240 @@
+"""The teacher's side of a micro-batch in distillation: logits, computed chunk by chunk from its final hidden states, or
+its most probable tokens from a cache, and the outputs of some of its layers.
+
+With tensor parallelism each rank holds a vocabulary slice of student and teacher; log-sum-exps and the divergence's
+sums are all-reduced in the forward pass alone.
+
+Shapes: T tokens, C tokens of a chunk, V vocabulary (of this rank), K most probable tokens, H hidden of the teacher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from meshwright.model.axis_operations import TensorOperations
+from meshwright.model.loss import IGNORED, Chunk, OutputHead, cap_logits_
+from meshwright.model.precision import at_least_float32
+from meshwright.training.distillation_loss import DistillationLoss
+
+FIGURES = 3
+SITES = ("distill.maximum", "distill.sum", "distill.divergence")
+TOP_K_SITE = "distill.top_k"
+HIDDEN_SITE = "distill.hidden"
+_SMALLEST = -87.0  # log of the smallest probability of "all other tokens": of float32
+
+
+@dataclass(slots=True)
+class TeacherTargets:
+    """The teacher's side of a micro-batch on this rank.
+
+    loss: the loss's settings. figures (float64 [3]): sums over target tokens of cross-entropy, divergence and squared
+    differences of hidden states, to which every forward pass adds. Of a running teacher, `states_TH`: input of its
+    output head, and `head`: the head's rows for this rank's vocabulary slice of the student. Of a cache, `top_ids_TK`
+    and `top_T1K`: the K most probable tokens (int64) and log-probabilities [T, K + 1] at the loss's temperature, the
+    last one of all other tokens together. layers: layer of the teacher -> its output [B, S, H] (this tp rank's token
+    slice with sequence parallelism)."""
+
+    loss: DistillationLoss
+    figures: torch.Tensor
+    states_TH: torch.Tensor | None = None
+    head: OutputHead | None = None
+    top_ids_TK: torch.Tensor | None = None
+    top_T1K: torch.Tensor | None = None
+    layers: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def make_chunk(self, *arguments: Any) -> Chunk:
+        """Return the chunk of tokens of the student's loss for `arguments`, those of `Chunk`."""
+        return (LogitChunk if self.top_ids_TK is None else TopKChunk)(*arguments)
+
+    def match_hidden(self, model: Any, targets_BS: torch.Tensor) -> torch.Tensor | float:
+        """Return the weighted loss of the hidden states, summed over target tokens (scalar), 0 without any pair of
+        layers. model: the student after its forward pass, whose tapped outputs are taken; targets_BS: -100 for ignored
+        tokens."""
+        pairs, tensor = self.loss.layer_map, model.axes.tensor
+        if not pairs:
+            return 0.0
+        if tensor.sequence_parallel:
+            targets_BS = targets_BS.chunk(tensor.size, dim=1)[tensor.rank]
+        counted_BS = targets_BS != IGNORED
+        total = torch.zeros((), dtype=at_least_float32(self.layers[pairs[0][1]].dtype), device=targets_BS.device)
+        for student, teacher in pairs:
+            x_BSH, model.tapped[student] = model.tapped[student], None
+            wanted_BSH = self.layers[teacher]
+            if wanted_BSH.shape[1] > x_BSH.shape[1]:  # the teacher is not sharded over tp
+                wanted_BSH = wanted_BSH.chunk(tensor.size, dim=1)[tensor.rank]
+            wide = at_least_float32(x_BSH.dtype)
+            found_BSH = model.projections[str(student)](x_BSH).to(wide)
+            error_BS = (found_BSH - wanted_BSH.to(wide)).square().mean(dim=-1)
+            total = total + (error_BS * counted_BS).sum() / len(pairs)
+        if tensor.sequence_parallel:
+            total = tensor.reduce(total, HIDDEN_SITE)
+        self.figures[2] += total.detach()
+        return self.loss.hidden_weight * total
+
+
+class _SoftChunk(Chunk):
+    """Chunk of C tokens whose loss is `mixing` times the cross-entropy plus the rest of T² times a divergence. A
+    subclass computes the divergence. The arguments are those of `Chunk`; `known_KC` has further rows, which the
+    forward pass computed."""
+
+    def __init__(
+        self,
+        tokens: slice,
+        logits_CV: torch.Tensor,
+        targets_C: torch.Tensor,
+        head: OutputHead,
+        known_KC: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(tokens, logits_CV, targets_C, head, None if known_KC is None else known_KC[:2])
+        self._teacher: TeacherTargets = head.teacher
+        self._loss, self._head = self._teacher.loss, head
+        self._prepare(tokens)
+        if known_KC is None:
+            self.known += self._reduce(head.tensor)
+            figures = torch.stack([self.losses_C, self._divergence_C * self._counted_C]).double().sum(dim=1)
+            self._teacher.figures[:2] += figures
+            soft = (1 - self._loss.mixing) * self._loss.temperature**2
+            self.losses_C = self._loss.mixing * self.losses_C + soft * self._divergence_C * self._counted_C
+        else:
+            self.known += list(known_KC[2:])
+
+    _divergence_C: torch.Tensor
+
+    def _prepare(self, tokens: slice) -> None:
+        """Compute the teacher's side of the tokens, without communication."""
+        raise NotImplementedError
+
+    def _reduce(self, tensor: TensorOperations) -> list[torch.Tensor]:
+        """Set `_divergence_C` and return the rows [C] that `_soft_gradient` needs, from all-reduces over tp."""
+        raise NotImplementedError
+
+    def _soft_gradient(self, part: slice) -> torch.Tensor:
+        """Return the gradient of the divergence with respect to logits / T, [tokens of the slice, V]."""
+        raise NotImplementedError
+
+    def _scaled(self, part: slice) -> torch.Tensor:
+        """Return the student's logits / T of some tokens in a type of at least 32 bits."""
+        return self._logits_CV[part].to(self._counted_C.dtype) / self._loss.temperature
+
+    def differentiate(self, factors_C: torch.Tensor | None = None) -> torch.Tensor:
+        """Overwrite the chunk's logits with their gradients and return them, [C, V]; `factors_C` as in `Chunk`."""
+        factors_C = torch.ones_like(self._counted_C) if factors_C is None else factors_C
+        # T² times the derivative 1 / T of logits / T.
+        soft_C = (1 - self._loss.mixing) * self._loss.temperature * self._counted_C * factors_C
+        pieces = []
+        for part in self._token_slices():
+            piece = self._soft_gradient(part) * soft_C[part, None]
+            if self._softcap:
+                piece *= 1 - (self._logits_CV[part].to(piece.dtype) / self._softcap).square()
+            pieces.append(piece.to(self._logits_CV.dtype))
+        super().differentiate(factors_C * self._loss.mixing)
+        for part, piece in zip(self._token_slices(), pieces, strict=True):
+            self._logits_CV[part] += piece
+        return self._logits_CV
+
+
+class LogitChunk(_SoftChunk):
+    """Chunk whose divergence is over the whole vocabulary: the teacher's logits are computed from its hidden states."""
+
+    def _prepare(self, tokens: slice) -> None:
+        states_TH, head = self._teacher.states_TH, self._teacher.head
+        assert states_TH is not None and head is not None
+        logits_CV = states_TH[tokens] @ head.weight_VH.T
+        self._wanted_CV = cap_logits_(logits_CV, head.softcap) if head.softcap else logits_CV
+
+    def _log_probabilities(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probabilities of teacher and student on this rank's vocabulary slice."""
+        _, _, log_q_sum_C, log_p_sum_C, *_ = self.known
+        wanted = self._wanted_CV[part].to(self._counted_C.dtype) / self._loss.temperature
+        return wanted - log_p_sum_C[part, None], self._scaled(part) - log_q_sum_C[part, None]
+
+    def _reduce(self, tensor: TensorOperations) -> list[torch.Tensor]:
+        parts = [
+            torch.stack([
+                torch.logsumexp(self._scaled(part), dim=1),
+                torch.logsumexp(self._wanted_CV[part].to(self._counted_C.dtype) / self._loss.temperature, dim=1),
+            ])
+            for part in self._token_slices()
+        ]  # fmt: skip
+        sums_2C = _sum_logarithms(torch.cat(parts, dim=1), tensor)
+        self.known = [*self.known[:2], *sums_2C]
+        totals = []
+        for part in self._token_slices():
+            terms = self._loss.terms(*self._log_probabilities(part))
+            totals.append(torch.stack([each.sum(dim=1) for each in terms]))
+        totals_2C = torch.cat(totals, dim=1)
+        tensor.all_reduce(totals_2C, SITES[2])
+        self._divergence_C, weight_C = totals_2C
+        self.known = self.known[:2]
+        return [*sums_2C, weight_C]
+
+    def _soft_gradient(self, part: slice) -> torch.Tensor:
+        log_p, log_q = self._log_probabilities(part)
+        return self._loss.terms(log_p, log_q)[1] - log_q.exp() * self.known[4][part, None]
+
+
+class TopKChunk(_SoftChunk):
+    """Chunk whose divergence has K + 1 outcomes: the teacher's K most probable tokens, and all others together."""
+
+    def _prepare(self, tokens: slice) -> None:
+        ids_TK, top = self._teacher.top_ids_TK, self._teacher.top_T1K
+        assert ids_TK is not None and top is not None
+        local_CK = ids_TK[tokens] - self._head.first_token
+        self._held_CK = (local_CK >= 0) & (local_CK < self._logits_CV.shape[1])
+        self._places_CK = torch.where(self._held_CK, local_CK, 0)
+        self._log_p_CO = top[tokens].to(self._counted_C.dtype).clamp(min=_SMALLEST)
+
+    def _gather(self, part: slice) -> torch.Tensor:
+        """Return the student's logits / T of the K tokens, 0 for those of other ranks."""
+        return self._scaled(part).gather(1, self._places_CK[part]) * self._held_CK[part]
+
+    def _reduce(self, tensor: TensorOperations) -> list[torch.Tensor]:
+        sums = [torch.logsumexp(self._scaled(part), dim=1) for part in self._token_slices()]
+        log_sum_C = _sum_logarithms(torch.cat(sums)[None], tensor)[0]
+        found_CK = torch.cat([self._gather(part) for part in self._token_slices()])
+        tensor.all_reduce(found_CK, TOP_K_SITE)
+        log_q_CK = found_CK - log_sum_C[:, None]
+        rest_C = torch.log1p(-log_q_CK.exp().sum(dim=1).clamp(max=1 - 1e-7 if log_q_CK.dtype == torch.float32 else 1))
+        log_q_CO = torch.cat([log_q_CK, rest_C.clamp(min=_SMALLEST)[:, None]], dim=1)
+        cost_CO, weights_CO = self._loss.terms(self._log_p_CO, log_q_CO)
+        self._divergence_C = cost_CO.sum(dim=1)
+        weight_C, rest_C = weights_CO.sum(dim=1), weights_CO[:, -1] / log_q_CO[:, -1].exp()
+        return [log_sum_C, weight_C, rest_C]
+
+    def _soft_gradient(self, part: slice) -> torch.Tensor:
+        _, _, log_sum_C, weight_C, rest_C = (each[part] for each in self.known)
+        gradient = (self._scaled(part) - log_sum_C[:, None]).exp() * (rest_C - weight_C)[:, None]
+        log_q_CK = self._gather(part) - log_sum_C[:, None]
+        weights_CK = self._loss.terms(self._log_p_CO[part, :-1], log_q_CK)[1]
+        tokens, ranks = self._held_CK[part].nonzero(as_tuple=True)
+        exact_CK = weights_CK - log_q_CK.exp() * weight_C[:, None]
+        gradient[tokens, self._places_CK[part][tokens, ranks]] = exact_CK[tokens, ranks]
+        return gradient
+
+
+def _sum_logarithms(values_NC: torch.Tensor, tensor: TensorOperations) -> torch.Tensor:
+    """Return log Σ exp of `values_NC` over the tp ranks, [N, C]."""
+    highest_NC = values_NC.clone()
+    tensor.all_reduce(highest_NC, SITES[0], op="max")
+    sums_NC = (values_NC - highest_NC).exp()
+    tensor.all_reduce(sums_NC, SITES[1])
+    return highest_NC + sums_NC.log()
+
+
+def top_log_probabilities(
+    states_TH: torch.Tensor, weight_VH: torch.Tensor, softcap: float, temperature: float, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the IDs [T, K] (int64) and log-probabilities [T, K + 1] of each token's K most probable next tokens at a
+    temperature, the last of all other tokens together, from the unsharded output head."""
+    logits = states_TH @ weight_VH.T
+    if softcap:
+        logits = cap_logits_(logits, softcap)
+    log_p_TV = F.log_softmax(logits.double() / temperature, dim=1)
+    values_TK, ids_TK = log_p_TV.topk(top_k, dim=1)
+    others = log_p_TV.scatter(1, ids_TK, float("-inf"))
+    rest_T1 = torch.logsumexp(others, dim=1, keepdim=True).clamp(min=_SMALLEST)
+    return ids_TK, torch.cat([values_TK, rest_T1], dim=1)

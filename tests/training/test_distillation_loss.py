@@ -1,0 +1,109 @@
+"""Distillation losses and their gradients equal plain float64 formulas under autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.model.axis_operations import SINGLE_DEVICE
+from meshwright.model.loss import OutputHead, linear_cross_entropy
+from meshwright.training.distillation_loss import DistillationLoss
+from meshwright.training.teacher_targets import TeacherTargets, top_log_probabilities
+
+TOKENS, VOCABULARY, HIDDEN, TEACHER = 13, 31, 7, 5
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def expected(loss: DistillationLoss, logits: torch.Tensor, wanted: torch.Tensor, targets: torch.Tensor, k: int) -> Any:
+    """Return the summed loss by its definition, on whole distributions or on the teacher's `k` most probable tokens."""
+    total = logits.new_zeros(())
+    for row, target in enumerate(targets.tolist()):
+        if target < 0:
+            continue
+        p, q = (torch.softmax(each[row] / loss.temperature, dim=0) for each in (wanted, logits))
+        if k:
+            top = p.argsort(descending=True)[:k]
+            p, q = (torch.cat([each[top], 1 - each[top].sum(dim=0, keepdim=True)]) for each in (p, q))
+        if loss.divergence == "forward_kl":
+            divergence = (p * (p / q).log()).sum()
+        elif loss.divergence == "reverse_kl":
+            divergence = (q * (q / p).log()).sum()
+        else:
+            m = loss.beta * p + (1 - loss.beta) * q
+            divergence = loss.beta * (p * (p / m).log()).sum() + (1 - loss.beta) * (q * (q / m).log()).sum()
+        hard = -(torch.softmax(logits[row], dim=0)[target]).log()
+        total = total + loss.mixing * hard + (1 - loss.mixing) * loss.temperature**2 * divergence
+    return total
+
+
+LOSSES = [
+    DistillationLoss("forward_kl", 1.0, 0.0),
+    DistillationLoss("forward_kl", 2.5, 0.3),
+    DistillationLoss("reverse_kl", 0.7, 0.5),
+    DistillationLoss("jsd", 1.7, 0.2, beta=0.3),
+]
+
+
+@pytest.mark.parametrize("k", [0, 6])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.divergence)
+def test_loss_and_gradients_equal_their_definition(
+    loss: DistillationLoss, softcap: float, k: int, monkeypatch: pytest.MonkeyPatch
+):
+    torch.manual_seed(3)
+    monkeypatch.setattr("meshwright.model.loss.loss_chunks", lambda tokens, *_: [5, 5, 3])
+    hidden, weight, states, teacher = (draw(TOKENS, HIDDEN), draw(VOCABULARY, HIDDEN), draw(TOKENS, TEACHER),
+                                       draw(VOCABULARY, TEACHER))  # fmt: skip
+    targets = torch.randint(0, VOCABULARY, (TOKENS,))
+    targets[::4] = -100
+    cap = (lambda x: softcap * torch.tanh(x / softcap)) if softcap else (lambda x: x)
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    wanted = expected(loss, cap(leaves[0] @ leaves[1].T), cap(states @ teacher.T), targets, k)
+    (3 * wanted).backward()
+    figures = torch.zeros(3, dtype=torch.float64)
+    found = TeacherTargets(loss, figures, states, OutputHead(teacher, SINGLE_DEVICE.tensor, softcap=softcap))
+    if k:
+        found.top_ids_TK, found.top_T1K = top_log_probabilities(states, teacher, softcap, loss.temperature, k)
+    for keep in (True, False):
+        figures.zero_()
+        ours = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        head = OutputHead(ours[1], SINGLE_DEVICE.tensor, softcap=softcap, teacher=found)
+        value = linear_cross_entropy(ours[0], targets, head, keep)
+        (3 * value).backward()
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+        for mine, theirs in zip(ours, leaves, strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+        mixed = loss.mixing * figures[0] + (1 - loss.mixing) * loss.temperature**2 * figures[1]
+        assert float(mixed) == pytest.approx(float(wanted), rel=1e-12)
+
+
+def test_all_tokens_in_the_cache_give_the_loss_of_the_running_teacher():
+    torch.manual_seed(4)
+    loss = DistillationLoss("jsd", 2.0, 0.1, beta=0.7)
+    hidden, weight, targets = draw(TOKENS, HIDDEN), draw(VOCABULARY, HIDDEN), torch.randint(0, VOCABULARY, (TOKENS,))
+    states, teacher = draw(TOKENS, TEACHER), draw(VOCABULARY, TEACHER)
+    cached = top_log_probabilities(states, teacher, 0.0, loss.temperature, VOCABULARY)
+    running = TeacherTargets(loss, torch.zeros(3), states, OutputHead(teacher, SINGLE_DEVICE.tensor))
+    stored = TeacherTargets(loss, torch.zeros(3), top_ids_TK=cached[0], top_T1K=cached[1])
+    values = [
+        linear_cross_entropy(hidden, targets, OutputHead(weight, SINGLE_DEVICE.tensor, teacher=each))
+        for each in (running, stored)
+    ]
+    torch.testing.assert_close(values[0], values[1], rtol=1e-12, atol=0)
+
+
+def test_a_student_that_equals_its_teacher_has_no_divergence():
+    torch.manual_seed(5)
+    hidden, weight = draw(TOKENS, HIDDEN), draw(VOCABULARY, HIDDEN)
+    targets = torch.randint(0, VOCABULARY, (TOKENS,))
+    for loss in LOSSES:
+        figures = torch.zeros(3, dtype=torch.float64)
+        teacher = TeacherTargets(loss, figures, hidden, OutputHead(weight, SINGLE_DEVICE.tensor))
+        linear_cross_entropy(hidden, targets, OutputHead(weight, SINGLE_DEVICE.tensor, teacher=teacher))
+        assert abs(float(figures[1])) < 1e-13 < math.log(2)

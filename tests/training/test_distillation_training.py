@@ -1,0 +1,312 @@
+"""Distillation runs match one device on every layout, resume with their projections, and refuse other teachers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from meshwright.checkpoint.agreement import Agreement
+from meshwright.checkpoint.model_directory import save_huggingface
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.data import prepare
+from meshwright.data.tokenizers.tokenizer import find_tokenizer
+from meshwright.errors import UserError
+from meshwright.launcher.recipe_checks import check_recipe, check_teacher_tokenizer
+from meshwright.layout import Layout
+from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.loop import resolve_model_config
+from meshwright.training.precision import Arithmetic
+from meshwright.training.task import RunStart
+from meshwright.training.teacher_cache import MANIFEST, TeacherCache
+from tests.adapters.adapter_cases import small, write_base
+from tests.training import training_cases as cases
+
+METRICS = ("hard_loss", "divergence", "hidden_loss")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher with the vocabulary of the byte tokenizer and another width and depth than the student."""
+    home = tmp_path_factory.mktemp("distillation")
+    config = dataclasses.replace(small(layers=4), vocabulary=257, max_positions=64, hidden=48, intermediate=36)
+    write_base(home / "teacher", config, torch.float32)
+    (home / "text.py").write_text(Path(cases.SOURCES[0]).read_text()[:24_000])
+    return home
+
+
+def changes(home: Path, distill: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the changes of a recipe that distils the teacher in `home` into a model of two layers."""
+    return {
+        "model_layers": 2, "train_steps": 4, "train_warmup": 0, "train_validate_every": 2, "checkpoint_every": 2,
+        "data": {"source": str(home / "text.py"), "tokenizer": "bytes", "sequence": 32, "cache": str(home / "cache")},
+        "distill": {"teacher": str(home / "teacher"), "loss": "jsd", "temperature": 2.0} | distill,
+    } | more  # fmt: skip
+
+
+def figures(place: Path) -> list[list[float | None]]:
+    return [
+        [line.get(prefix + name) for name in METRICS for prefix in ("", "validation_")]
+        for line in cases.metrics(place)
+        if "loss" in line
+    ]
+
+
+def run(ranks: LocalRanks | None, home: Path, name: str, layout: str, distill: dict[str, Any], **more: Any) -> Any:
+    return cases.run_without_error(ranks, home / name, f"{layout} fp32", **changes(home, distill, **more))
+
+
+HIDDEN = {"hidden": True, "layer_map": [[0, 1], [1, 3]]}
+CACHED = {"top_k": 16}
+SAMPLED = {"on_policy": 1.0, "on_policy_prompt": 24}
+
+
+def write_cache(home: Path) -> dict[str, Any]:
+    recipe = cases.recipe(home / "alone", "dp1", **changes(home, CACHED))
+    return TeacherCache(recipe, prepare(recipe.data, recipe.run.seed)).write(lambda line: None)
+
+
+@pytest.mark.parametrize(
+    "layout, name, distill",
+    [
+        ("dp2 zero3 mb2", "hidden", HIDDEN),
+        ("tp2", "cached", CACHED),
+        ("cp2", "cached", CACHED),
+        ("pp2 mb2", "cached", CACHED),
+        ("dp2 zero3", "sampled", SAMPLED),
+        ("tp2:nosp", "sampled", SAMPLED),
+    ],
+)
+def test_layouts_match_steps_and_metrics_of_one_device(
+    two: LocalRanks, home: Path, layout: str, name: str, distill: dict[str, Any]
+):
+    steps = {"train_steps": 4 if name == "hidden" else 2}
+    if not (home / name).exists():
+        if name == "cached":
+            write_cache(home)
+        run(None, home, name, "dp1", distill, **steps)
+    place = f"{name} {layout}".replace(":", "-")
+    result = run(two, home, place, layout, distill, **steps)[0]["result"]
+    if name != "sampled":  # sampling sends more
+        assert result["measured"]["sent_bytes_per_step"] == result["predicted"]["sent_bytes_per_step"]
+    cases.assert_same_steps(home / place, home / name)
+    for ours, theirs in zip(figures(home / place), figures(home / name), strict=True):
+        assert ours == [None if value is None else pytest.approx(value, rel=1e-4) for value in theirs]
+    line = cases.metrics(home / name)[0]
+    weight = 0.5 * line["hard_loss"] + 0.5 * 4 * line["divergence"] + line.get("hidden_loss", 0.0)
+    assert line["loss"] == pytest.approx(weight, rel=1e-5)
+    assert ("hidden_loss" in line) == (name == "hidden")
+
+
+def test_run_resumes_on_another_layout_with_its_projections(two: LocalRanks, home: Path):
+    if not (home / "hidden").exists():
+        run(None, home, "hidden", "dp1", HIDDEN)
+    cases.run(two, home / "resumed", "dp2 zero2 fp32", 2, **changes(home, HIDDEN))
+    run(two, home, "resumed", "tp2", HIDDEN)
+    cases.assert_same_steps(home / "resumed", home / "hidden")
+    checkpoint = home / "resumed/run/checkpoints/step-000004"
+    names = load_file(checkpoint / "model.safetensors").keys()
+    assert not any("distill" in name or "projection" in name for name in names)
+    assert LlamaForCausalLM.from_pretrained(checkpoint).config.num_hidden_layers == 2
+    held = "".join(path.read_text() for path in (checkpoint / "training").glob("*.json"))
+    assert "distillation.projections.1.weight" in held and '"exp_avg"' in held
+    state = json.loads((checkpoint / "training/state.json").read_text())
+    assert len(state["teacher"]) == 16
+
+
+def test_changed_teacher_is_refused_on_resume(home: Path):
+    other = home / "other teacher"
+    shutil.copytree(home / "teacher", other)
+    distill = {"teacher": str(other)}
+    cases.run(None, home / "changed", "dp1 fp32", 2, **changes(home, distill))
+    config = dataclasses.replace(small(layers=4), vocabulary=257, max_positions=64, hidden=48, intermediate=36)
+    shutil.rmtree(other)
+    write_base(other, config, torch.bfloat16)
+    (outcome,) = cases.run(None, home / "changed", "dp1 fp32", **changes(home, distill))
+    assert "distill.teacher has changed since this run began" in outcome["error"]
+
+
+def test_cache_holds_what_transformers_computes_and_continues(home: Path):
+    document = write_cache(home)
+    recipe = cases.recipe(home / "alone", "dp1", **changes(home, CACHED))
+    data = prepare(recipe.data, recipe.run.seed)
+    cache = TeacherCache(recipe, data)
+    cache.open()
+    batch = data.split("train").read_batch([3])
+    ids, values = cache.read("train", np.array([3]))
+    stop = next(
+        (number for number, same in enumerate(batch.document_ids[0] == batch.document_ids[0, 0]) if not same), 32
+    )
+    with torch.no_grad():
+        model = LlamaForCausalLM.from_pretrained(home / "teacher", dtype=torch.float64)
+        logits = model(torch.from_numpy(batch.tokens[:, :stop]).long()).logits[0]
+    expected = torch.log_softmax(logits / 2.0, dim=-1)
+    best = expected.topk(16)
+    np.testing.assert_array_equal(ids[0, :stop], best.indices)
+    np.testing.assert_allclose(values[0, :stop, :-1], best.values, atol=1e-4)
+    np.testing.assert_allclose(np.exp(values[0]).sum(-1), 1.0, atol=1e-5)
+    # A file that is missing, cut or damaged is computed again, the others are kept.
+    names = sorted(path for path in cache.directory.glob("train-00000-*.npy"))
+    names[0].write_bytes(names[0].read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"is damaged \(train-00000-ids.npy\)"):
+        TeacherCache(recipe, data).open()
+    raw = bytearray(names[1].read_bytes())
+    raw[-1] ^= 64
+    names[1].write_bytes(raw)
+    again = write_cache(home)
+    assert 0 < again["computed"] <= 256 and again["computed"] < max(again["sequences"], 257)
+    assert again | {"computed": 0} == document | {"computed": 0} and write_cache(home)["computed"] == 0
+    (cache.directory / MANIFEST).unlink()
+    assert write_cache(home)["computed"] == 0
+
+
+def test_missing_and_stale_caches_are_refused_in_one_line(home: Path):
+    write_cache(home)
+    for distill, differs in (({"top_k": 8}, "top_k"), (CACHED | {"temperature": 1.0}, "temperature")):
+        (outcome,) = cases.run(None, home / f"stale {differs}", "dp1 fp32", **changes(home, distill))
+        assert (
+            "the teacher's logits are not cached" in outcome["error"]
+            and f"stale: another {differs}" in outcome["error"]
+        )
+        assert "\n" not in outcome["error"] and "meshwright data teacher" in outcome["error"]
+
+
+@pytest.mark.parametrize(
+    "layout, distill, message",
+    [
+        ("dp1", {"teacher": "missing"}, "distill.teacher: .*missing"),
+        ("dp1", {"hidden": True, "layer_map": [[0, 4]]}, "names layer 4 of the teacher, whose layers are 0 to 3"),
+        ("dp1", {"hidden": True, "layer_map": [[2, 0]]}, "names layer 2 of the model, whose layers are 0 to 1"),
+        ("pp2 mb2", {"hidden": True}, "distill.hidden compares layers that pipeline ranks do not hold together"),
+        ("tp2", {"on_policy": 0.5}, "distill.on_policy samples token by token"),
+        ("cp2", {"on_policy": 0.5}, "distill.on_policy samples token by token"),
+        ("dp1", {"on_policy": 0.5, "on_policy_prompt": 32}, "on_policy_prompt 32 leaves nothing"),
+        ("dp1", {"top_k": 257}, "top_k 257 is not below"),
+        ("pp2 mb2", {"layout": "zero3 tp1"}, "runs on dp, zero, hs, tp and cp alone"),
+    ],
+)
+def test_impossible_teachers_are_refused_in_one_line(home: Path, layout: str, distill: dict[str, Any], message: str):
+    recipe = cases.recipe(home / "refused", layout, **changes(home, distill))
+    with pytest.raises(UserError, match=message) as caught:
+        check_recipe(recipe)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "distill, message",
+    [
+        ({"teacher": None, "loss": "jsd"}, "loss is set without teacher"),
+        ({"beta": 0.3, "loss": "forward_kl"}, 'beta belongs to loss "jsd"'),
+        ({"layer_map": [[0, 0]]}, "layer_map is set without hidden"),
+        ({"temprature": 2.0}, "temperature"),
+        ({"top_k": 4, "hidden": True}, "hidden needs a running teacher"),
+        ({"hidden": True, "layer_map": [[0, 0], [0, 1]]}, "twice"),
+    ],
+)
+def test_contradictory_keys_are_refused_by_name(home: Path, distill: dict[str, Any], message: str):
+    given = changes(home, distill)
+    given["distill"] = {key: value for key, value in given["distill"].items() if value is not None and key != "x"}
+    if "teacher" in distill:
+        del given["distill"]["temperature"]
+    with pytest.raises(UserError, match=message):
+        cases.recipe(home / "refused", "dp1", **given)
+
+
+def test_teacher_of_another_vocabulary_or_tokenizer_is_refused(home: Path):
+    config = dataclasses.replace(small(), max_positions=64)
+    write_base(home / "wider", config, torch.float32)
+    recipe = cases.recipe(home / "refused", "dp1", **changes(home, {"teacher": str(home / "wider")}))
+    data = prepare(recipe.data, recipe.run.seed)
+    with pytest.raises(UserError, match="has a vocabulary of 499 token IDs and the model one of 257"):
+        check_teacher_tokenizer(recipe, data)
+    named = home / "named"
+    shutil.copytree(home / "teacher", named)
+    for path in data.tokenizer_directory.iterdir():
+        shutil.copy(path, named)
+    recipe = cases.recipe(home / "refused", "dp1", **changes(home, {"teacher": str(named)}))
+    check_teacher_tokenizer(recipe, data)
+    other = json.loads((named / "tokenizer.json").read_text())
+    vocabulary = other["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (named / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(UserError, match="another tokenizer than the data: token 'a' is 98 there and 97 here"):
+        check_teacher_tokenizer(recipe, data)
+
+
+def test_on_policy_step_trains_on_samples_of_the_current_student(home: Path):
+    """Replays the first step by transformers: same uniform numbers, whole prefixes instead of a cache."""
+    distill = {"on_policy": 1.0, "on_policy_prompt": 20, "on_policy_temperature": 0.8}
+    task, recipe, model = make_task(home, distill)
+    rows = task.samples_of_step(0)
+    ((tokens, targets, documents),) = task.load_step(0)
+    batch = task.tokens.read_batch(rows)
+    assert documents.starts_BS is None and documents.teacher is not None
+    drawn = 0
+    for row, number in enumerate(rows.tolist()):
+        uniform = np.random.default_rng([recipe.run.seed, 0, 2, number]).random(32)
+        same = batch.document_ids[row, :20] == batch.document_ids[row, 19]
+        text, ended = batch.tokens[row, :20][same].tolist(), False
+        assert targets[row, : len(text) - 1].eq(-100).all()
+        while len(text) <= 32:
+            with torch.no_grad():
+                logits = model(torch.tensor([text])).logits[0, -1]
+            sums = torch.softmax(logits / 0.8, dim=0).cumsum(0)
+            text.append(int((sums <= uniform[len(text) - 1] * sums[-1]).sum()))
+            assert int(targets[row, len(text) - 2]) == (-100 if ended else text[-1])
+            ended, drawn = ended or text[-1] == 256, drawn + 1
+        assert tokens[row].tolist() == text[:-1]
+    assert drawn > 50
+
+
+def make_task(home: Path, distill: dict[str, Any]) -> Any:
+    """Return a task in float64 with its teacher, its recipe and the student of its initial values in transformers."""
+    recipe = cases.recipe(home / "task", "dp1", **changes(home, distill, train_batch=4))
+    data = prepare(recipe.data, recipe.run.seed)
+    config, mesh = resolve_model_config(recipe, data), Mesh.single()
+    task = LanguageModelTask(recipe, Layout(), config, data, mesh, arithmetic=Arithmetic(torch.float64, torch.float64))
+    task.prepare(RunStart(home, Agreement(mesh), None, lambda line: None))
+    save_huggingface(task.model, home / "student", tokenizer_from=home / "teacher")
+    return task, recipe, LlamaForCausalLM.from_pretrained(home / "student", dtype=torch.float64)
+
+
+def test_student_of_a_trained_model_gets_closer_to_it_than_by_the_text_alone(shared_data: Path, tmp_path: Path):
+    """Two layers of stories260k's width, three seeds; KL(teacher, student) on validation text by transformers."""
+    source = shared_data / "stories260k"
+    teacher = LlamaForCausalLM.from_pretrained(source, dtype=torch.float64)
+    text = tmp_path / "text.txt"
+    text.write_text((shared_data / "tinyshakespeare.txt").read_text()[:60_000])
+    data = {"source": str(text), "tokenizer": str(source), "sequence": 64, "validation_fraction": 0.0}
+    model = {"hidden": 64, "heads": 8, "kv_heads": 4, "intermediate": 172, "layers": 2, "family": "llama", "tied": True}
+    more = {"train_steps": 15, "train_warmup": 0, "train_learning_rate": 1e-2, "checkpoint_every": 0}
+    divergence: dict[str, list[float]] = {"alone": [], "distilled": []}
+    for seed in range(3):
+        for name, found in divergence.items():
+            place = tmp_path / f"{name} {seed}"
+            distill = {"teacher": str(source), "mixing": 0.0} if name == "distilled" else {}
+            cases.run_without_error(
+                None, place, "dp1 fp32", run_seed=seed, model=model, distill=distill,
+                data=data | {"cache": str(tmp_path / "cache")}, **more,
+            )  # fmt: skip
+            student = LlamaForCausalLM.from_pretrained(place / "run/checkpoints/step-000015", dtype=torch.float64)
+            tokens = torch.tensor([held_out(shared_data, source)])
+            with torch.no_grad():
+                log_p, log_q = (each(tokens).logits[0].log_softmax(-1) for each in (teacher, student))
+            found.append(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()))
+    assert all(ours < 0.95 * theirs for ours, theirs in zip(*reversed(divergence.values()), strict=True)), divergence
+
+
+def held_out(shared_data: Path, source: Path) -> list[int]:
+    """Return tokens of text that no student saw."""
+    files = find_tokenizer(str(source))
+    assert files is not None
+    text = (shared_data / "tinyshakespeare.txt").read_text()[70_000:71_500]
+    return [1, *files.load().encode([text])[0].tolist()][:400]
