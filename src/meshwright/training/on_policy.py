@@ -114,9 +114,11 @@ class _DenseCache:
         self.length = 0
 
     def attend(
-        self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Store the key and value of the new token of each sequence; return its attention [B, N, 1, D]."""
+        self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Store the key and value of the new token of each sequence; return its attention [B, N, 1, D]. sinks: one
+        more score of each query head [N]; None: none."""
         assert v_BKSD is not None and q_BNSD.shape[2] == 1
         if layer not in self._pairs:
             shapes = ((self._shape[0], x.shape[1], self._shape[1], x.shape[3]) for x in (k_BKSD, v_BKSD))
@@ -130,7 +132,11 @@ class _DenseCache:
         scores = self._config.score_scale * torch.einsum("bkgd,bkcd->bkgc", q, keys[:, :, seen].to(wide))
         if cap := self._config.attention_softcap:
             scores = cap * torch.tanh(scores / cap)
-        out = torch.einsum("bkgc,bkcd->bkgd", scores.softmax(dim=-1), values[:, :, seen].to(wide))
+        if sinks is not None:
+            more = sinks.to(wide).view(scores.shape[1:3])[None, :, :, None].expand(len(scores), -1, -1, 1)
+            scores = torch.cat([scores, more], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : keys[:, :, seen].shape[2]]
+        out = torch.einsum("bkgc,bkcd->bkgd", weights, values[:, :, seen].to(wide))
         return out.flatten(1, 2)[:, :, None].to(q_BNSD.dtype)
 
     def advance(self, tokens: int) -> None:
