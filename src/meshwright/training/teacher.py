@@ -15,7 +15,8 @@ import torch
 
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.layout import Layout
-from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
+from meshwright.model.checkpoint_files import CheckpointFiles
+from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.model.loss import OutputHead
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations

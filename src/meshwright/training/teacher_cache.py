@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from meshwright.data import PreparedData
 from meshwright.data.files import canonical_json, find_damage, hash_file, read_json, write_atomic
 from meshwright.errors import UserError, error_reason
+from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.documents import Documents
-from meshwright.model.huggingface import CheckpointFiles, load_huggingface
+from meshwright.model.huggingface import load_huggingface
 from meshwright.recipe import Recipe
 from meshwright.training.teacher_targets import top_log_probabilities
 
