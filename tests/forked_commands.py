@@ -125,19 +125,26 @@ def _run_command(request: Request) -> NoReturn:
         os.dup2(descriptor, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     started_rank.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": _ForkedRank})
+    if "torch.distributed.run" in request.words:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        subprocess_handler.Popen = _ForkedRank
     _run_python(request.words, request.environment, ())
 
 
 class _ForkedRank(subprocess.Popen):
-    """A rank that is forked instead of executed."""
+    """A rank of our launcher or of torchrun that is forked instead of executed."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
-                       shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):  # fmt: skip
+                       shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid,
+                       umask, start_new_session, process_group):  # fmt: skip
         self.pid = os.fork()
         if self.pid == 0:
-            os.dup2(p2cread, 0)
-            if c2pwrite != -1:
-                os.dup2(c2pwrite, 1)
+            for given, standard in ((p2cread, 0), (c2pwrite, 1), (errwrite, 2)):
+                if given != -1:
+                    os.dup2(given, standard)
+            if start_new_session:
+                os.setsid()
             _run_python(tuple(args)[1:], env, pass_fds)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
@@ -158,7 +165,9 @@ def _run_python(words: Sequence[str], environment: Mapping[str, str], keep: Sequ
         atexit._clear()
         os.environ.clear()
         os.environ.update(environment)
-        words = [word for word in words if word != "-P"]
+        words = list(words)
+        while words[0] in ("-P", "-u"):
+            del words[0]
         if words[0] == "-m":
             sys.argv = words[1:]
             warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)  # the server has loaded it

@@ -197,14 +197,12 @@ def test_externally_started_ranks_join_and_only_rank_0_prints(recipe, tmp_path):
     arguments = ["-m", "meshwright", "train", str(recipe), "layout=dp2 zero1 fp32", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-    ended = subprocess.run(
-        [*torchrun, str(free_port()), *arguments, "train.steps=2"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["step"] == 2  # one document, not two
-    assert ended.stderr.count("layout: dp2 zero1 fp32 on 2 cpu processes") == 1
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    ended = ForkedCommand([*torchrun, str(free_port()), *arguments, "train.steps=2"], tmp_path, environment)
+    output, said = ended.communicate(timeout=200)
+    assert ended.returncode == 0, said
+    assert json.loads(output)["step"] == 2  # one document, not two
+    assert said.count("layout: dp2 zero1 fp32 on 2 cpu processes") == 1
     assert len(json.loads((tmp_path / "run/ranks.json").read_text())) == 2
 
     place = f"run.rendezvous=tcp://127.0.0.1:{free_port()}"

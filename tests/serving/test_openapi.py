@@ -6,12 +6,8 @@ import json
 from typing import Any
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 from starlette.testclient import TestClient
 
 from meshwright.serving.gate import HttpSettings
@@ -22,7 +18,6 @@ from meshwright.serving.protocol.errors import ApiError
 from meshwright.serving.protocol.unsupported import UNSUPPORTED
 from tests.serving.fake_engine import FakeEngine, make_prompts
 
-CHECKS = [not_a_server_error, response_schema_conformance, status_code_conformance]
 MODELS = {
     "/v1/completions": bodies.CompletionBody,
     "/v1/chat/completions": bodies.ChatBody,
@@ -42,18 +37,25 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
 @pytest.fixture(scope="module")
 def schema(client: TestClient) -> Any:
     """The OpenAPI document as schemathesis parses it."""
+    import schemathesis  # most of a second, which processes that run other files of tests save
+
     return schemathesis.openapi.from_asgi("/openapi.json", client.app)
 
 
-@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
 @pytest.mark.parametrize("path", MODELS)
-def test_requests_generated_from_document_cause_no_server_error(schema: Any, path: str, mode: GenerationMode):
+def test_requests_generated_from_document_cause_no_server_error(schema: Any, path: str, mode: str):
     """bench/ runs more of them, and schemathesis' whole engine."""
+    from schemathesis import GenerationMode
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
-    @given(schema[path]["POST"].as_strategy(generation_mode=mode))
+    checks = [not_a_server_error, response_schema_conformance, status_code_conformance]
+
+    @given(schema[path]["POST"].as_strategy(generation_mode=GenerationMode[mode]))
     @settings(max_examples=4, deadline=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
-    def call(case: schemathesis.Case) -> None:
-        case.call_and_validate(checks=CHECKS)
+    def call(case: Any) -> None:
+        case.call_and_validate(checks=checks)
 
     call()
 

@@ -115,7 +115,10 @@ def watch(case: Case) -> Watched:
     partition = Partition(table, stages, ((0,) * case.stages,))
     model = Transformer(case.config, axes=axis_operations(mesh), device="meta", dtype=dtype)
     master = torch.float64 if dtype == torch.float64 else torch.float32
-    parallel = ZeroEngine(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
+    parallel = ZeroEngine(
+        model, table, mesh, seed=3 if device == "cpu" else None,  # tensors without memory have no values
+        parameter_dtype=dtype, master_dtype=master, partition=partition,
+    )  # fmt: skip
     queue = WeightGradients(parallel.gradients)
     if case.backend is None or case.queued:
         defer_weight_gradients(model, queue)
