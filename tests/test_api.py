@@ -17,6 +17,7 @@ import pytest
 
 import meshwright as mw
 from tests.conftest import TINY_RECIPE, Outcome
+from tests.forked_commands import ForkedCommand
 
 TEXT = "".join(f"def answer_{number}():\n    return {number}\n" for number in range(300))
 TRAINING = ("train.steps=2", "run.directory=runs/tiny", "layout=dp1 mb2")
@@ -114,11 +115,9 @@ def test_examples_with_trained_model_run_as_documented(function: Any, trained: P
 
 def test_fit_example_runs_in_script(place: Path):
     program = "import meshwright as mw; from tests.test_api import run_examples; run_examples(mw.fit)"
-    outcome = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=place,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])},
-    )  # fmt: skip
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    script = ForkedCommand(["-c", program], place)
+    output, errors = script.communicate()
+    assert script.returncode == 0, output + errors
 
 
 # --- equality with the commands

@@ -24,6 +24,7 @@ from meshwright.errors import UserError
 from meshwright.inspection.dtypes import ELEMENT_TYPES
 from meshwright.inspection.report import inspect_model
 from meshwright.inspection.statistics import BLOCK, compute_statistics
+from tests.forked_commands import ForkedCommand
 
 ODD = torch.tensor([0.0, -0.0, 1.5, float("nan"), float("inf"), -float("inf"), -2.25, 3.0])
 TENSORS = {
@@ -277,7 +278,8 @@ def test_a_run_directory_means_its_newest_checkpoint(
 ):
     (tmp_path / "text.txt").write_text("\n\n".join(f"The {number}th of the short lines." for number in range(400)))
     options = [f"data.source={tmp_path}/text.txt", f"data.cache={tmp_path}/cache", f"run.directory={tmp_path}/run"]
-    assert command_line("train", tiny_recipe, *options, "train.steps=2", "checkpoint.every=1").code == 0
+    training = ["-m", "meshwright", "train", str(tiny_recipe), *options, "train.steps=2", "checkpoint.every=1"]
+    assert ForkedCommand(training, tmp_path).wait() == 0
     document = json.loads(command_line("inspect", tmp_path / "run", "--layout", "pp2 zero3 dp2", "--json").output)
     assert document["path"].endswith("step-000002") and document["family"] == "llama"
     assert document["elements"] == document["parameters_of_config"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +25,7 @@ from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe.tables import RunRecipe
 from meshwright.training import worker
+from tests.forked_commands import ForkedCommand
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123"}
@@ -256,14 +255,7 @@ def test_ranks_meet_by_every_method(tmp_path):
     for rank in range(2):
         environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environment |= {"OMP_NUM_THREADS": "1", "SLURM_PROCID": str(rank)}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, json.dumps(methods)],
-                env=os.environ | environment,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
+        started.append(ForkedCommand(["-c", RANK, json.dumps(methods)], tmp_path, os.environ | environment))
     try:
         outputs = [process.communicate(timeout=120)[0] for process in started]
     finally:
