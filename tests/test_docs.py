@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import importlib
 import inspect
 import json
@@ -105,9 +106,14 @@ def limits(schema: dict[str, Any]) -> str:
     return ", ".join(f"{sign} {value:g}" for sign, value in parts if value is not None)
 
 
+@functools.cache
+def recipe_schema() -> dict[str, Any]:
+    return Recipe.model_json_schema()
+
+
 def schema_of(key: str) -> dict[str, Any]:
     """The JSON schema of a key, as pydantic derives it."""
-    whole = Recipe.model_json_schema()
+    whole = recipe_schema()
     found: dict[str, Any] = whole
     for part in key.split("."):
         found = found["properties"][part]
