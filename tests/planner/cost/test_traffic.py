@@ -125,7 +125,7 @@ def test_bytes_sent_in_preference_training_match_prediction(four, tmp_path):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = {
         "source": str(tmp_path / "pairs.jsonl"), "records": "preference", "template": "instruction",
-        "tokenizer": "bytes", "sequence": 128, "cache": str(tmp_path / "cache"),
+        "tokenizer": "bytes", "sequence": 192, "cache": str(tmp_path / "cache"),
     }  # fmt: skip
     data["clean"] = {"exact_duplicates": False}
     labels = [
