@@ -149,9 +149,10 @@ def test_torchrun_gives_the_same_losses(whole, place):
 )
 def test_example_classifier_beats_majority_class(starter, place):
     script = REPOSITORY / "examples" / "bert_classifier.py"
-    faster = ("train.steps=120", "train.batch=32", "train.learning_rate=2e-3", "train.validation_sequences=500")
+    faster = ("train.steps=160", "train.batch=32", "train.learning_rate=15e-4", "train.validation_sequences=500")
+    once = ("train.validate_every=160", "checkpoint.every=160")
     start = outcome if starter[:2] == MESHWRIGHT else executed
-    code, output, errors = start(place, *starter, script, *faster, "train.validate_every=120")
+    code, output, errors = start(place, *starter, script, *faster, *once)
     assert code == 0, errors
     accuracy, most = (float(part.partition("%")[0]) for part in output.split(": ")[-2:])
     assert accuracy > most + 10, output
