@@ -413,14 +413,14 @@ if __name__ == "__main__":
             with unset_fake_temporarily():
                 return list(list_kernel_calls(*arguments))
 
-        def causal_call(q: torch.Tensor, *mask: Any) -> Any:
+        def causal_call(q: torch.Tensor, tensors: list[torch.Tensor], window: int, scale: float | None) -> Any:
             """As with lengths that the host reads from its own memory."""
-            cu_seqlens, lengths, window, scale = mask
-            if lengths is not None:
+            if tensors:
+                cu_seqlens, lengths = tensors
                 with unset_fake_temporarily():
                     longest = int(lengths[0])
                 return varlen_attention.FlashCall(cu_seqlens[0], longest, True, window - 1 if window else None, scale)
-            return plain_call(q, *mask)
+            return plain_call(q, tensors, window, scale)
 
         plain_call = varlen_attention._causal_call
 
