@@ -28,7 +28,7 @@ def machine() -> dict[str, Any]:
         words = next((line for line in lines if line.startswith("flags")), "").split()
         flags = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in words]
     versions = {}
-    for package in ("meshwright", "torch", "transformers", "accelerate", "numpy"):
+    for package in ("meshwright", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -20,6 +20,7 @@ import statistics
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,9 @@ def meshwright(place: Path, compiled: bool) -> None:
     )
 
 
-def trainer(place: Path, kind: str) -> None:
-    """The transformers Trainer: bf16 autocast, SDPA, fused AdamW; steps are counted between its own callbacks."""
+def trainer(place: Path, kind: str, build: Callable[[Any], Any] | None = None) -> None:
+    """The transformers Trainer: bf16 autocast, SDPA, fused AdamW; steps are counted between its own callbacks. build:
+    function (config) -> model; None: a Llama with random weights."""
     import os
     import time
 
@@ -154,7 +156,7 @@ def trainer(place: Path, kind: str) -> None:
         max_position_embeddings=SEQUENCE + 1,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    model = build(config) if build else LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
     flattened = kind == "trainer-flattened"
     collate = DataCollatorWithFlattening() if flattened else DataCollatorForSeq2Seq(tokenizer, padding=True)
     tokens: list[int] = []

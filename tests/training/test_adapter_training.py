@@ -63,6 +63,21 @@ def test_run_resumes_on_another_layout_and_saves_peft_directory(ranks: LocalRank
     assert found["measured"]["sent_bytes_per_step"] == found["predicted"]["sent_bytes_per_step"]
 
 
+def test_dropout_drops_the_same_elements_on_every_layout(ranks: LocalRanks, base: Path, tmp_path: Path):
+    targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+    dropped = {"kind": "lora", "rank": 2, "targets": targets, "dropout": 0.3}
+    one, none = tmp_path / "one", tmp_path / "none"
+    settings = {"train_steps": 3, "checkpoint_every": 0}
+    cases.run_without_error(None, one, "mb2 ac:full fp32", **changes(base, adapter=dropped, **settings))
+    for number, layout in enumerate(("dp2 zero3 fp32", "tp2 fp32", "cp2 ac:selective fp32", "pp2 mb2 fp32")):
+        other = tmp_path / str(number)
+        cases.run_without_error(ranks, other, layout, **changes(base, adapter=dropped, **settings))
+        cases.assert_same_steps(other, one)
+    cases.run_without_error(None, none, "fp32", **changes(base, adapter=dropped | {"dropout": 0.0}, **settings))
+    with pytest.raises(AssertionError):
+        cases.assert_same_steps(none, one)
+
+
 @pytest.mark.parametrize(
     ("adapter", "expected"),
     [
@@ -70,7 +85,7 @@ def test_run_resumes_on_another_layout_and_saves_peft_directory(ranks: LocalRank
         ({"kind": "lora", "targets": ["lm_head"]}, "output head"),
         ({"kind": "lora", "rank": 13}, "rank 13 is above the width"),
         ({"kind": "loar"}, "lora"),
-        ({"kind": "lora", "dropout": 0.1}, "dropout"),
+        ({"kind": "dora", "dropout": 0.1}, "DoRA trains without dropout"),
         ({"rank": 4}, "kind"),
     ],
 )

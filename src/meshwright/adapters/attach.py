@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.adapters.dora import WeightDecomposed
+from meshwright.adapters.dropout import Dropout, TokenKeys
 from meshwright.adapters.low_rank import LowRank, Rows
 from meshwright.layout import Layout
 from meshwright.model.axis_operations import TensorOperations
@@ -55,6 +56,7 @@ def _attach_low_rank(
     """Add to the linear layers of `model` the matrices of `adapter`, and freeze all other parameters. The arguments are
     those of `attach_adapters`."""
     model.requires_grad_(False)
+    model.token_keys = tokens = TokenKeys()  # type: ignore[assignment]
     tensors = {parameter.name: parameter for parameter in table.tensors}
     modules: dict[str, Any] = dict(model.named_modules())
     for parameter in table.tensors:
@@ -73,6 +75,16 @@ def _attach_low_rank(
             modules[layer].adapter = WeightDecomposed(*settings, sums, **options)
         else:
             modules[layer].adapter = LowRank(*settings, **options)
+        if adapter.dropout:
+            features = _list_features(table, first.entries[0], layout, tensor.rank if tensor else 0)
+            modules[layer].adapter.dropout = Dropout(adapter.dropout, layer, features, tokens)
+
+
+def _list_features(table: ParameterTable, first: ParameterEntry, layout: Layout, tp_rank: int) -> torch.Tensor:
+    """Return the index in the unsharded layer of each input that a rank has, int64. first: entry of a matrix A."""
+    coordinates = dict.fromkeys(("tp", "cp", "dp", "pp", "ep", "etp"), 0) | {"tp": tp_rank}
+    boxes = table.local_slices(first, layout, coordinates)
+    return torch.cat([torch.arange(box.start[1], box.start[1] + box.shape[1]) for box in boxes])
 
 
 def _list_rows(weight: ModelParameter, second: ModelParameter, layout: Layout) -> Iterator[Rows]:

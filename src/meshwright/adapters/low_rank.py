@@ -6,14 +6,16 @@ key and value are one layer).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.adapters.dropout import Dropout
 from meshwright.model.layers import Linear
+from meshwright.quantization.packing import PackedProduct
 
 
 class Rows(NamedTuple):
@@ -30,7 +32,10 @@ class LowRank(nn.Module):
     features of all adapted matrices, R]; both are uninitialised.
 
     rows: range of output features of each adapted matrix, in ascending order; inputs: X; rank: R; scale: s; options:
-    `device` and `dtype` of the parameters. Attribute `enabled`: False to return y, the base layer's output."""
+    `device` and `dtype` of the parameters. Attributes: `enabled`: False to return y, the base layer's output;
+    `dropout`: of the input x; None: without."""
+
+    dropout: Dropout | None = None
 
     def __init__(self, rows: Sequence[Rows], inputs: int, rank: int, scale: float, **options: Any) -> None:
         super().__init__()
@@ -44,13 +49,27 @@ class LowRank(nn.Module):
         sums. `layer`: the base layer; unused here (DoRA reads its weight)."""
         return y + self.product(x, y.shape[-1]) if self.enabled else y
 
+    def split(self, low: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
+        """Yield (output features, part of `low`, part of `b`) of each adapted matrix. low: x Aᵀ, [..., M x R]; b: as
+        the parameter."""
+        sizes = [each.size for each in self.rows]
+        return zip(self.rows, low.split(self.rank, dim=-1), b.split(sizes), strict=True)
+
+    def adapted_product(self, x: torch.Tensor, layer: Linear) -> torch.Tensor:
+        """Return the output of the adapted layer without bias, [..., Y], for its input `x` [..., X]. `layer`: the base
+        layer. One autograd function adds B's products to W x, and their gradients to that of x, without copies."""
+        fused = type(self) is LowRank and self.enabled and not torch.compiler.is_compiling()
+        if not fused or layer.weight.requires_grad or (self.dropout is not None and self.dropout.active):
+            return self(x, layer.base_product(x), layer)  # type: ignore[no-any-return]
+        return _AdaptedProduct.apply(x, layer.weight, self.a, self.b, self, layer.packed)  # type: ignore[no-untyped-call, no-any-return]
+
     def product(self, x: torch.Tensor, outputs: int) -> torch.Tensor:
         """Return s x Aᵀ Bᵀ, the adapter's contribution to the layer's output, [..., Y], for `x` [..., X]; zeros for
         output features without adapter. outputs: Y."""
-        low = F.linear(x, self.a) * self.scale
+        dropped = self.dropout is not None and self.dropout.active
+        low = (self.dropout.product(x, self.a) if dropped else F.linear(x, self.a)) * self.scale  # type: ignore[union-attr]
         parts, end = [], 0
-        factors = zip(self.rows, low.split(self.rank, dim=-1), self.b.split([r.size for r in self.rows]), strict=True)
-        for each, low_R, b_YR in factors:
+        for each, low_R, b_YR in self.split(low, self.b):
             if each.start > end:
                 parts.append(low.new_zeros(*low.shape[:-1], each.start - end))
             parts.append(F.linear(low_R, b_YR))
@@ -58,3 +77,52 @@ class LowRank(nn.Module):
         if end < outputs:
             parts.append(low.new_zeros(*low.shape[:-1], outputs - end))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """Autograd function of x (W + s B A)ᵀ with a frozen W, which may be packed."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        adapter: LowRank,
+        packed: PackedProduct | None,
+    ) -> torch.Tensor:
+        """Return x (W + s B A)ᵀ, [..., Y]. weight: W, or its records if `packed`; a, b: parameters of `adapter`."""
+        low = F.linear(x, a)
+        y = F.linear(x, weight if packed is None else packed.unpack(weight, x.dtype))
+        context.save_for_backward(x, weight, a, b, low)
+        context.adapter, context.packed = adapter, packed
+        out, low, y = torch.empty_like(y), low.flatten(0, -2), y.flatten(0, -2)
+        flat, end = out.view(y.shape), 0
+        for each, low_R, b_YR in adapter.split(low, b):
+            flat[:, end : each.start] = y[:, end : each.start]
+            end = each.start + each.size
+            part = slice(each.start, end)
+            torch.addmm(y[:, part], low_R, b_YR.T, alpha=adapter.scale, out=flat[:, part])
+        flat[:, end:] = y[:, end:]
+        return out
+
+    @staticmethod
+    def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of x, a and b, given that of the output."""
+        x, weight, a, b, low = context.saved_tensors
+        adapter, dx, shape = context.adapter, None, x.shape
+        dy, low = dy.flatten(0, -2), low.flatten(0, -2)
+        d_low, d_b = torch.empty_like(low), torch.empty_like(b)
+        parts = zip(adapter.split(low, b), adapter.split(d_low, d_b), strict=True)
+        for (each, low_R, b_YR), (_, d_low_R, d_b_YR) in parts:
+            part = dy[:, each.start : each.start + each.size]
+            torch.mm(part, b_YR, out=d_low_R)
+            torch.mm(part.T, low_R, out=d_b_YR)
+        d_low *= adapter.scale
+        d_b *= adapter.scale
+        d_a = d_low.T @ x.flatten(0, -2)
+        if context.needs_input_grad[0]:
+            dx = dy @ (weight if context.packed is None else context.packed.unpack(weight, dy.dtype))
+            dx = torch.addmm(dx, d_low, a, out=dx).view(shape)
+        return dx, None, d_a, d_b, None, None

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     "meshwright plan mixtral-8x7b-v0.1 --cluster 16x8xa100-80 --sequence 4096 --batch 1024 --html plan.html",
     "meshwright plan recipes/quickstart.toml --cluster this",
     'meshwright plan recipes/quickstart.toml "layout=dp2 zero1" train.batch=32 --cluster this',
+    "meshwright plan llama-2-7b adapter.kind=lora adapter.base=nf4 --cluster 1xrtx4090 --sequence 2048 --batch 8",
     "meshwright plan --jobs rows.jsonl > answers.jsonl",
     'meshwright plan llama-3.1-8b --serve --layout "tp2" --dtype bf16 --memory 48GiB --max-length 8192',
     "meshwright plan --calibrate runs/first runs/second",
@@ -74,7 +75,8 @@ def command(
 ) -> None:  # fmt: skip
     """Predict time and memory of training MODEL on a cluster: of one layout, or of the fastest layouts that fit.
 
-    MODEL is a preset, a Hugging Face directory, a config.json or a recipe; KEY=VALUE overrides one field of the recipe.
+    MODEL is a preset, a Hugging Face directory, a config.json or a recipe; KEY=VALUE overrides one field of the recipe;
+    adapter.KEY=VALUE adds an adapter to other models.
     Memory is that of the fullest rank. Each time has a lower and an upper bound, far enough apart for the published
     runs that the planner is tested with. With --serve, predict the memory of a server instead.
 
@@ -114,7 +116,8 @@ def command(
         _run_jobs(jobs)
         return
     model, overrides = split_overrides(names)
-    refuse_overrides(overrides, model)
+    adapter = [one for one in overrides if one.startswith("adapter.") and not (model or "").endswith(".toml")]
+    refuse_overrides([one for one in overrides if one not in adapter], model)
     if model is None:
         raise UserError("MODEL is missing: a preset such as llama-3-8b, a directory, a config.json or a recipe")
     from meshwright.planner.api import plan
@@ -135,7 +138,7 @@ def command(
         found = plan(
             model if recipe is None else recipe, cluster, parsed, sequence=sequence, batch=batch, engine=engine,
             compile=compiled or None, optimizer=optimizer, precision=precision, documents=documents, top=top,
-            reserve=reserve,
+            reserve=reserve, **({"adapter": adapter} if adapter else {}),
         )  # fmt: skip
         document = found.to_json_dict(ledger=every_tensor, operations=explained)
         lines = _format_plan(found, model, shutil.get_terminal_size((WIDE, 24)).columns, every_tensor, explained)

@@ -23,13 +23,15 @@ class Documents:
     is one document. `indices_C`: with context parallelism, the index in the unsharded sequence of each token of this
     rank; otherwise None. `pairs`: for preference training, the pairs of chosen and rejected responses.
     `host_starts_BS`: on GPUs, `starts_BS` on the CPU, from which the host derives bounds without waiting. `teacher`:
-    for distillation, this rank's targets from the teacher (`training.teacher_targets.TeacherTargets`)."""
+    for distillation, this rank's targets from the teacher (`training.teacher_targets.TeacherTargets`). `samples_B`:
+    random key of each sequence, int64, for dropout; None: nothing is dropped."""
 
     starts_BS: torch.Tensor | None = None
     indices_C: torch.Tensor | None = None
     pairs: Pairs | None = None
     host_starts_BS: torch.Tensor | None = None
     teacher: Any = None
+    samples_B: torch.Tensor | None = None
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor | np.ndarray) -> Documents:
@@ -50,9 +52,10 @@ class Documents:
 
     def to(self, device: torch.device | str) -> Documents:
         """Return a copy on `device`, copied without waiting for a GPU; `host_starts_BS` is on the CPU."""
-        starts_BS, indices_C = (x if x is None else move(x, device) for x in (self.starts_BS, self.indices_C))
+        all_three = self.starts_BS, self.indices_C, self.samples_B
+        starts_BS, indices_C, samples_B = (None if each is None else move(each, device) for each in all_three)
         pairs = None if self.pairs is None else self.pairs.map(lambda tensor: move(tensor, device))
-        return Documents(starts_BS, indices_C, pairs, self.on_host().starts_BS)
+        return Documents(starts_BS, indices_C, pairs, self.on_host().starts_BS, samples_B=samples_B)
 
     def select_tokens(self, indices_C: torch.Tensor) -> Documents:
         """Return a copy for the context-parallel rank that holds the C tokens at the indices `indices_C` of each

@@ -121,21 +121,22 @@ _weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.sha
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the inputs (token copies, weights, end indices) of the grouped product for backward: the `setup_context`
-    function of torch.library.register_autograd."""
-    *tensors, bias_EZ, first = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.biased = None if bias_EZ is None else slice(first, first + bias_EZ.shape[1])
+    """Save the inputs (token copies, weights, end indices) of the grouped product that backward reads: the
+    `setup_context` function of torch.library.register_autograd."""
+    x_NX, weight_EYX, ends_E, bias_EZ, first = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x_NX if needs_weight else None, weight_EYX if needs_x else None, ends_E)
+    ctx.biased = slice(first, first + bias_EZ.shape[1]) if bias_EZ is not None and ctx.needs_input_grad[3] else None
 
 
 def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the grouped product's input, weight and bias (None for the rest), given the output
-    gradient `dy_NY`: the `backward` function of torch.library.register_autograd."""
+    """Return the gradients of the grouped product's input, weight and bias (None where not needed, and for the rest),
+    given the output gradient `dy_NY`: the `backward` function of torch.library.register_autograd."""
     x_NX, weight_EYX, ends_E = ctx.saved_tensors
     operators = torch.ops.meshwright
     return (
-        operators.grouped_product_input(dy_NY, weight_EYX, ends_E),
-        operators.grouped_product_weight(dy_NY, x_NX, ends_E),
+        None if weight_EYX is None else operators.grouped_product_input(dy_NY, weight_EYX, ends_E),
+        None if x_NX is None else operators.grouped_product_weight(dy_NY, x_NX, ends_E),
         None,
         None if ctx.biased is None else bias_gradients(dy_NY[:, ctx.biased], ends_E),
         None,

@@ -26,7 +26,7 @@ class Linear(nn.Module):
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
     packed: PackedProduct | None = None  # the product with a packed weight
-    adapter: nn.Module | None  # (input, output without bias) -> output with the adapter's product added
+    adapter: Any  # `adapters.low_rank.LowRank`, which computes the product in place of `base_product`
     taps: Taps | None = None  # set during a compiled call
 
     def __init__(self, x: int, y: int, bias: bool, **options: Any) -> None:
@@ -44,11 +44,13 @@ class Linear(nn.Module):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output without bias, [..., Y], that of its adapter included, for `x` [..., X]."""
-        if self.packed is None:
-            y = linear(x, self.weight, None, self.weight_gradients, self.taps)
-        else:
-            y = self.packed(x, self.weight)
-        return y if self.adapter is None else self.adapter(x, y, self)  # type: ignore[no-any-return]
+        return self.base_product(x) if self.adapter is None else self.adapter.adapted_product(x, self)  # type: ignore[no-any-return]
+
+    def base_product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x Wᵀ, [..., Y], without bias and adapter, for `x` [..., X]."""
+        if self.packed is not None:
+            return self.packed(x, self.weight)
+        return linear(x, self.weight, None, self.weight_gradients, self.taps)
 
 
 class RowParallelLinear(Linear):

@@ -65,7 +65,10 @@ class Transformer(nn.Module):
 
     `axes`: communication and activation checkpointing (`parallel.axes.axis_operations` builds them for a mesh).
     `device`, `dtype`: of the parameters (None: torch's defaults). `stages`: pipeline stages that this rank holds (None:
-    the whole model); parameter names do not depend on them."""
+    the whole model); parameter names do not depend on them. Attribute `token_keys`: random keys of the current
+    micro-batch's tokens, where adapters drop elements of their inputs (`adapters.dropout.TokenKeys`)."""
+
+    token_keys: Any = None
 
     def __init__(
         self, config: ModelConfig, *, axes: AxisOperations = SINGLE_DEVICE, device: torch.device | str | None = None,

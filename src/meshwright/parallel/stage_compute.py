@@ -75,6 +75,11 @@ class StageCompute:
         if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")  # the phase of waiting for another stage
         stage = self._stages[key[0]]
+        if (
+            self.model.token_keys is not None and kind != Kind.WEIGHT_GRADIENT
+        ):  # backward recomputes with the same masks
+            tokens_BS, _, documents = self._micro_batches[key[2]]
+            self.model.token_keys.set(documents, tokens_BS.shape[1])
         if kind == Kind.FORWARD:
             out = self._forward(key, stage, x)
             self.mark("forward")

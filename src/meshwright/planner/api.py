@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from meshwright.limits import shorten_repr
 from meshwright.names import check_options
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
+from meshwright.planner.models import adapted_model, is_recipe, layout_of_recipe, recipe_of, values_from_recipe
 from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.planner.search.estimate import Estimate, priced, problem_of, recipe_layout
 from meshwright.planner.search.nearest import Nearest, nearest
@@ -44,6 +44,8 @@ class PlanOptions(TypedDict, total=False):
         documents: Average number of documents packed into one sequence; 1 unless given.
         top: Number of layouts that a search returns, 1 to 100; 5 unless given.
         reserve: Memory of a device to keep free: a fraction, `0.1`, or a size, `"8GiB"`; 0 unless given.
+        adapter: Adapter on a model that is not a recipe: keys of the table `[adapter]`, such as `{"kind": "lora"}`, or
+            overrides such as `["adapter.kind=lora"]`.
     """
 
     engine: str | Engine
@@ -53,6 +55,7 @@ class PlanOptions(TypedDict, total=False):
     documents: float
     top: int
     reserve: str | float
+    adapter: Mapping[str, Any] | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,10 @@ def plan(
     given: dict[str, Any] = {"sequence": sequence, "batch": batch}
     given |= {name: options.get(name) for name in ("optimizer", "compile")}
     recipe = _recipe(model)
+    if "adapter" in options:
+        if recipe is not None:
+            raise UserError("adapter: a recipe has its own, in its table [adapter]")
+        model = adapted_model(model, options["adapter"])  # type: ignore[arg-type]
     if recipe is not None:
         given = values_from_recipe(recipe, given)
     for name, example in _EXAMPLES.items():

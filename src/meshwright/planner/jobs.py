@@ -18,7 +18,7 @@ from meshwright.untrusted import parse_json
 FIELDS = {
     "model": (str, dict), "cluster": (str, dict), "sequence": (int,), "batch": (int,), "layout": (str,),
     "engine": (str,), "compile": (bool,), "optimizer": (str,), "top": (int,), "precision": (str,),
-    "documents": (int, float), "reserve": (str, int, float),
+    "documents": (int, float), "reserve": (str, int, float), "adapter": (dict,),
 }  # fmt: skip
 NEEDED = ("model", "cluster", "sequence", "batch")
 

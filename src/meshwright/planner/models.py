@@ -12,7 +12,7 @@ from meshwright.limits import limit_error
 from meshwright.names import LISTED, TOKENIZERS, unknown
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_fields import foreign_architecture_note
-from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.spec.config_from_recipe import config_from_recipe, with_adapter
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, read_config
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.presets import PRESETS, preset
@@ -52,6 +52,16 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
     close = difflib.get_close_matches(text.lower(), list(PRESETS), 1)
     hint = "" if close else "; expected a preset, a Hugging Face directory, a config.json or a recipe"
     raise UserError(unknown("model", text, PRESETS, LISTED) + hint)
+
+
+def adapted_model(
+    wanted: ModelConfig | str | Path | Mapping[str, Any], adapter: Mapping[str, Any] | Sequence[str]
+) -> ModelConfig:
+    """Return the model config of `wanted`, as of `model_of`, with an adapter. adapter: keys of a recipe's table
+    [adapter], or overrides such as "adapter.rank=16". Raises `UserError` if they are wrong or do not fit the model."""
+    from meshwright.recipe.adapter import read_adapter
+
+    return with_adapter(model_of(wanted), read_adapter(adapter))
 
 
 def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
 from meshwright.names import ADAPTER_BASES, ADAPTER_KINDS
-from meshwright.tables import Name, Positive, Size, Table, named
+from meshwright.tables import Name, Positive, Schema, Size, Table, named
 
 
 class AdapterRecipe(Table):
@@ -16,9 +17,10 @@ class AdapterRecipe(Table):
 
     kind: "none" trains the model itself; "lora", "rslora" (scale alpha / sqrt(rank)) and "dora" (trained magnitudes)
     train an adapter. rank: inner size of the two matrices. alpha: numerator of their scale; None: 2 x rank. dropout:
-    only 0. base: number format of the frozen linear layers: "bf16" is that of the run's parameters, "nf4" (QLoRA) and
-    "int8" pack them in blocks of 64. targets: linear layers, by full name, last parts of the name, pattern with * ? or
-    [], or "all-linear". from_path: PEFT directory whose adapter values are the initial ones; None: A random, B zero.
+    probability of 0 of an element of the adapter's input. base: number format of the frozen linear layers: "bf16" is
+    that of the run's parameters, "nf4" (QLoRA) and "int8" pack them in blocks of 64. targets: linear layers, by full
+    name, last parts of the name, pattern with * ? or [], or "all-linear". from_path: PEFT directory whose adapter
+    values are the initial ones; None: A random, B zero.
     """
 
     kind: Annotated[str, named("adapter", ADAPTER_KINDS)] = "none"
@@ -31,14 +33,32 @@ class AdapterRecipe(Table):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        """Check that keys are set only if `kind` uses them, and that dropout is 0; return the table. Raises ValueError
-        otherwise."""
+        """Check that keys are set only if `kind` uses them; return the table. Raises ValueError otherwise."""
         if self.kind == "none":
             for name, field in type(self).model_fields.items():
                 if getattr(self, name) != field.default:
                     raise ValueError(f'{field.alias or name} is set without kind: give kind = "lora" (or rslora, dora)')
-        if self.dropout:
-            raise ValueError(
-                f"dropout {self.dropout:g} cannot be used: results would depend on the layout; only 0 is supported"
-            )
+        if self.dropout and self.kind == "dora":
+            raise ValueError(f"dropout {self.dropout:g}: DoRA trains without dropout; set 0, or kind lora or rslora")
         return self
+
+
+class _OneTable(Table):
+    """A recipe's table [adapter] alone."""
+
+    adapter: AdapterRecipe = AdapterRecipe()
+
+
+_SCHEMA = Schema(_OneTable, {})
+
+
+def read_adapter(given: Mapping[str, Any] | Sequence[str]) -> AdapterRecipe:
+    """Return a table [adapter] without recipe. given: its keys and values, or overrides such as "adapter.rank=16".
+    Raises `UserError` with the key and the valid values."""
+    tables: dict[str, Any] = {}
+    if isinstance(given, Mapping):
+        tables["adapter"] = dict(given)
+    else:
+        for override in given:
+            _SCHEMA.override(tables, override)
+    return _SCHEMA.check(tables, lambda key: "").adapter

@@ -25,7 +25,8 @@ class AdapterConfig:
     with * ? or [], or "all-linear". base: directory or hub name of the base model, as adapters record it. random_b: B
     starts from random values instead of zeros, so that every gradient of the first step differs from 0; for
     verification. packed: format in which the frozen linear layers are held (QLoRA, Dettmers et al. 2023,
-    arXiv:2305.14314); None: the dtype of the parameters.
+    arXiv:2305.14314); None: the dtype of the parameters. dropout: probability with which an element of an adapted
+    layer's input is 0 for the adapter, in training.
     """
 
     kind: AdapterKind = "lora"
@@ -35,6 +36,7 @@ class AdapterConfig:
     base: str = ""
     random_b: bool = False
     packed: Literal["nf4", "int8"] | None = None
+    dropout: float = 0.0
 
     @property
     def scale(self) -> float:

@@ -26,7 +26,10 @@ ADAPTER_PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_
 
 _ADAPTABLE = tuple(
     f".{layer}.weight"
-    for layer in ("attention.qkv", "attention.output", "mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down")
+    for layer in (
+        *("attention.qkv", "attention.query_up", "attention.latent_up", "attention.output"),
+        *("mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down"),
+    )
 )
 
 

@@ -41,7 +41,7 @@ def adapter_to_peft(config: ModelConfig) -> dict[str, Any]:
         "base_model_name_or_path": adapter.base or None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.dropout,
         "target_modules": kinds if list(target_modules(entries, kinds)) == modules else modules,
         "use_rslora": adapter.kind == "rslora",
         "use_dora": adapter.kind == "dora",

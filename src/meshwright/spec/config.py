@@ -183,8 +183,6 @@ class ModelConfig:
             return f"family {self.family} {'has' if FAMILIES[self.family].latent else 'has no'} latent attention"
         if self.latent and (problem := self.latent.find_problem(self.head_dim, self.heads, self.kv_heads)):
             return problem
-        if self.latent and self.adapter:
-            return "an adapter cannot be trained on latent attention yet"
         predicts = self.prediction_layers in (0, int(self.family == "deepseek_v3"))
         if not predicts or not 0 <= self.prediction_loss < math.inf:
             return "prediction_layers is 0, or 1 in family deepseek_v3, and prediction_loss at least 0"

@@ -75,20 +75,24 @@ def config_from_recipe(
             f"data.sequence {sequence} is longer than the model's {config.max_positions} positions; "
             "shorten it or set model.max_positions"
         )
-    if adapter is not None and adapter.kind != "none":
-        config = dataclasses.replace(config, adapter=_make_adapter(adapter, model))
-        parameter_table(config)  # refuses targets and ranks that do not fit
-    return config
+    return config if adapter is None else with_adapter(config, adapter, model.from_path)
 
 
-def _make_adapter(adapter: AdapterRecipe, model: ModelRecipe) -> AdapterConfig:
-    """Return the AdapterConfig of a recipe's ``[adapter]`` table. model: its ``[model]`` table, which names the base
-    model."""
+def with_adapter(config: ModelConfig, adapter: AdapterRecipe, base: str | None = None) -> ModelConfig:
+    """Return the configuration of a base model, `config`, with the adapter of a recipe's ``[adapter]`` table. base:
+    directory of the base model. Raises `UserError` for targets and ranks that do not fit the model."""
+    if adapter.kind == "none":
+        return config
     alpha = 2.0 * adapter.rank if adapter.alpha is None else adapter.alpha
-    base = "" if model.from_path is None else os.path.abspath(model.from_path)
-    kind = cast(AdapterKind, adapter.kind)
     packed = None if adapter.base == "bf16" else cast(Any, adapter.base)
-    return AdapterConfig(kind, adapter.rank, alpha, tuple(adapter.targets), base, packed=packed)
+    found = AdapterConfig(
+        cast(AdapterKind, adapter.kind), adapter.rank, alpha, tuple(adapter.targets),
+        "" if base is None else os.path.abspath(base), packed=packed,
+        dropout=adapter.dropout,
+    )  # fmt: skip
+    config = dataclasses.replace(config, adapter=found)
+    parameter_table(config)  # refuses targets and ranks that do not fit
+    return config
 
 
 def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.adapters.attach import adapters_off, make_initial_values
+from meshwright.adapters.dropout import sample_keys
 from meshwright.adapters.peft_directory import read_peft_adapter
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
@@ -105,14 +106,26 @@ class LanguageModelTask:
         if self.recipe.objective == "kto":  # it has run the forward passes of the mismatched responses
             self.passes.mark("forward")
         loaded = [self._load_micro_batch("train", each) for each in rows]
-        return self.objective.complete(self, loaded, rows, step)
+        loaded = self.objective.complete(self, loaded, rows, step)
+        if self.config.adapter is None or not self.config.adapter.dropout:
+            return loaded
+        keys = sample_keys(self.recipe.run.seed, torch.from_numpy(self._sample_numbers(step)))
+        parts = keys.to(self.mesh.device).chunk(len(loaded))
+        return [
+            (tokens, targets, dataclasses.replace(documents, samples_B=part))
+            for (tokens, targets, documents), part in zip(loaded, parts, strict=True)
+        ]
 
     def samples_of_step(self, step: int) -> NDArray[np.int64]:
         """Return the indices, in the training split, of the sequences that this rank reads in the step with index
         `step` (from 0), in the order of its micro-batches: int64 [batch / dp]."""
+        return self.order.sample(self._sample_numbers(step))
+
+    def _sample_numbers(self, step: int) -> NDArray[np.int64]:
+        """Return the global numbers, over all steps, of the samples that this rank reads in a step: int64 [batch /
+        dp]."""
         share = self.recipe.train.batch // self.mesh.dp.size
-        first = step * self.recipe.train.batch + self.mesh.dp.rank * share
-        return self.order.sample(first + np.arange(share))
+        return step * self.recipe.train.batch + self.mesh.dp.rank * share + np.arange(share)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch]) -> TermCount:
         """Return the number of loss terms (target tokens, or preference pairs) in these micro-batches, by which the

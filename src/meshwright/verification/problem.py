@@ -229,7 +229,7 @@ def _scale_down_adapter(config: ModelConfig) -> AdapterConfig | None:
         return None
     modules = target_modules(parameter_table(dataclasses.replace(config, adapter=None)).entries, adapter.targets)
     kinds = tuple(dict.fromkeys(module.rpartition(".")[2] for module in modules))
-    return dataclasses.replace(adapter, rank=min(3, adapter.rank), targets=kinds, random_b=True)
+    return dataclasses.replace(adapter, rank=min(3, adapter.rank), targets=kinds, random_b=True, dropout=0.0)
 
 
 def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:

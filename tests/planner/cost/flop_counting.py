@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.adapters.attach import attach_adapters
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model import grouped_product, tiled_attention
@@ -19,6 +20,7 @@ from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 
 ROWS, SEQUENCE = 2, 24
@@ -65,6 +67,7 @@ def count(
     axes = SINGLE_DEVICE if mesh is None else axis_operations(mesh)
     axes = dataclasses.replace(axes, recompute=ActivationCheckpointing(recompute))
     model = Transformer(config, axes=axes, dtype=torch.float32)
+    attach_adapters(model, parameter_table(config), None if mesh is None else mesh.layout, axes.tensor)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

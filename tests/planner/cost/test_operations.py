@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from meshwright.planner.cost.operations import operations, total_flops
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
+from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import PRESETS, preset
 from meshwright.spec.stages import Stage, stages_of, whole_model
@@ -63,6 +65,25 @@ MODES = [(name, "full") for name in TINY] + [
 def test_flops_match_torch_counter(name: str, recompute: str):
     config = small(name)
     assert halves(config, Layout(recompute=recompute)) == count(config, recompute)
+
+
+ADAPTED = [
+    ("llama-tiny", "none", {}), ("llama-tiny", "selective", {"targets": ("v_proj", "*layers.1.mlp.down_proj")}),
+    ("gpt2-tiny", "full", {"kind": "dora"}), ("qwen2-moe-tiny", "none", {"targets": ("*layers.1.*",)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "recompute", "adapter"), ADAPTED)
+def test_flops_with_adapter_match_torch_counter(name: str, recompute: str, adapter: dict[str, Any]):
+    """Frozen weights have no gradients, and nothing before the first adapter has a backward."""
+    config = small(name, adapter=AdapterConfig(rank=4, **adapter))
+    found, counted = halves(config, Layout(recompute=recompute)), count(config, recompute)
+    assert found == pytest.approx(counted, rel=1e-9)
+    if recompute == "none" and not adapter:
+        expected = training_flops_per_token(config, SEQUENCE) * ROWS * SEQUENCE
+        first = 2.0 * ROWS * SEQUENCE * config.hidden * (config.heads + 2 * config.kv_heads) * config.head_dim
+        lora = 2.0 * ROWS * SEQUENCE * 3 * 4 * config.hidden
+        assert sum(counted) == pytest.approx(expected - first - lora, rel=0.01)
 
 
 @pytest.mark.parametrize("window", [1, 5, 24])

@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.adapters.attach import attach_adapters
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
@@ -113,7 +114,9 @@ def watch(case: Case) -> Watched:
     mesh, table = Mesh.create(layout, device), parameter_table(case.config)
     stages = stages_of(case.config, case.stages, case.sequence)
     partition = Partition(table, stages, ((0,) * case.stages,))
-    model = Transformer(case.config, axes=axis_operations(mesh), device="meta", dtype=dtype)
+    axes = axis_operations(mesh)
+    model = Transformer(case.config, axes=axes, device="meta", dtype=dtype)
+    attach_adapters(model, table, layout, axes.tensor, device="meta", dtype=dtype)
     master = torch.float64 if dtype == torch.float64 else torch.float32
     parallel = ZeroEngine(
         model, table, mesh, seed=3 if device == "cpu" else None,  # tensors without memory have no values

@@ -12,6 +12,7 @@ from meshwright.layout import Layout
 from meshwright.planner.memory import states
 from meshwright.planner.memory.ledger import CATEGORIES, Ledger, ledger
 from meshwright.planner.search.estimate import evaluate
+from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.presets import preset
 from meshwright.training import optimizer
 from tests.planner.cost.test_measured_rates import here
@@ -28,6 +29,10 @@ MIXTURE = dataclasses.replace(
 MANY_COPIES = dataclasses.replace(
     MIXTURE, intermediate=32, expert_intermediate=32, hidden=256, experts_per_token=4
 )  # dispatched tokens need more memory than activations of experts
+LORA, QLORA, DORA = (
+    dataclasses.replace(SMALL_HEAD, adapter=AdapterConfig(rank=4, **settings))  # type: ignore[arg-type]
+    for settings in ({}, {"packed": "nf4"}, {"kind": "dora", "targets": ("q_proj", "down_proj")})
+)
 SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4, expert_intermediate=512)
 
 
@@ -40,9 +45,13 @@ SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4
         *(Step(SMALL_HEAD, "dp1", 4, length) for length in (192, 272)),  # not a multiple of a tile (128 queries)
         Step(SMALL_HEAD, "dp1", 4, 256, dtype="bfloat16", starts=((0, 128),) * 4),
         Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL), Step(WINDOWED, "dp1", 4, 256, starts=UNEQUAL),
+        Step(LORA, "dp1", 4, 128), Step(QLORA, "mb2", 4, 128, dtype="bfloat16"), Step(DORA, "ac:full", 4, 128),
+        Step(dataclasses.replace(LORA, vocabulary=2048), "dp1", 4, 128),
+        Step(dataclasses.replace(QLORA, hidden=256, intermediate=1024, head_dim=32), "dp1", 4, 32),  # wide weights
         Step(SMALL_HEAD, "dp1", 4, 256, pairs=True), Step(preset("gemma2-tiny"), "dp1", 4, 256, dtype="bfloat16"),
     ],
-    ids=lambda step: f"{step.config.family} {step.layout} {step.dtype} {step.optimizer} {step.sequence}"
+    ids=lambda step: f"{step.config.family} "
+    f"{'adapter ' * bool(step.config.adapter)}{step.layout} {step.dtype} {step.optimizer} {step.sequence}"
     f"{' pairs' * step.pairs}{' documents' * (step.starts is not None)}",
 )  # fmt: skip
 def test_peak_of_step_matches_allocator(step: Step) -> None:

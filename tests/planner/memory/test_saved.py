@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.tensors import Saved
+from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import PRESETS, preset
 from meshwright.spec.stages import whole_model
@@ -70,6 +72,25 @@ def cases(name: str, recompute: str, every: bool) -> list[Case]:
 def test_saved_activations_match_prediction(name: str, recompute: str, every: bool) -> None:
     for case in cases(name, recompute, every):
         check(case, watch(case))
+
+
+ADAPTERS: dict[str, list[dict[str, Any]]] = {
+    "llama-tiny": [{"kind": "dora"}, {"packed": "nf4"}, {"targets": ("q_proj", "v_proj")}, {"targets": ("down_proj",)}],
+    "qwen3-tiny": [{"targets": ("layers.1.mlp.up_proj", "*layers.2.*")}],
+    "gpt2-tiny": [{}],
+    "qwen2-moe-tiny": [{}, {"targets": ("q_proj",)}],
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_saved_activations_with_adapter_match_prediction(name: str) -> None:
+    """Neither inputs of frozen products nor anything before the first adapter is saved."""
+    shapes = ("dp1", "float32", 1, 0), ("dp1 ac:selective", "bfloat16", 1, 0), ("dp1", "bfloat16", 2, 1)
+    for settings, (layout, dtype, stages, stage) in itertools.product(ADAPTERS[name], shapes):
+        config = dataclasses.replace(model(name), adapter=AdapterConfig(rank=4, **settings))
+        case = Case(config, layout, dtype=dtype, stages=stages, stage=stage)
+        unexpected, missing = difference(watch(case))
+        assert not unexpected and not missing, (case, unexpected, missing)
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "mixtral-tiny"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import meshwright.planner
+import meshwright.planner.api
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -222,6 +223,32 @@ def test_jobs_are_answered_line_by_line():
     assert kept_free == [True, False]
     searched = answer(json.dumps({key: value for key, value in request.items() if key != "layout"} | {"top": 2}))
     assert len(searched["layouts"]) == 2 and searched["searched"] > 100
+
+
+def test_adapters_of_rank_16_on_7b_have_the_memory_of_the_texts():
+    """Hu et al. 2021, section 4.2: frozen parameters need no gradients and optimizer states; Dettmers et al. 2023: NF4
+    takes 4.5 bits a parameter without double quantization. 16 bytes a parameter are those of mixed-precision AdamW."""
+    request = {"model": "llama-2-7b", "cluster": "1xh200", "sequence": 2048, "batch": 1, "layout": "ac:full bf16"}
+    lora = {"kind": "lora", "rank": 16}
+    rows = [{}, {"adapter": lora}, {"adapter": lora | {"base": "nf4"}}]
+    full, half, quarter = (answer(json.dumps(request | more))["layouts"][0] for more in rows)
+    memory = [each["memory_gib"] for each in (full, half, quarter)]
+    base, trained = 6.738e9 / GIB, 40.0e6 / GIB  # parameters; A and B of seven matrices in 32 layers
+    states = [each["parameters"] + each["gradients"] + each["optimizer"] for each in memory]
+    blocks = (4 * 4096**2 + 3 * 4096 * 11008) * 32 / GIB
+    assert states[0] == pytest.approx(18 * base, rel=0.01)  # gradients are summed in float32
+    assert states[1] == pytest.approx(2 * base + 18 * trained, rel=0.01)
+    assert states[2] == pytest.approx(2 * (base - blocks) + 4.5 / 8 * blocks + 18 * trained, rel=0.01)
+    assert half["step_seconds"] < full["step_seconds"] and half["mfu"] < 1
+    plan = meshwright.planner.api.plan("llama-2-7b", "1xh200", "ac:full bf16", sequence=2048, batch=1, adapter=lora)
+    assert plan.layouts[0] == half
+    for more, message in (
+        ({"adapter": {"kind": "loar"}}, 'unknown adapter "loar"; did you mean "lora"'),
+        ({"adapter": lora | {"targets": ["q_porj"]}}, 'did you mean "q_proj"'),
+        ({"adapter": lora, "engine": "megatron"}, "adapters are priced for engine"),
+        ({"adapter": "lora"}, "adapter: takes an object"),
+    ):
+        assert message in answer(json.dumps(request | more))["error"]
 
 
 def test_each_job_has_its_own_warnings():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.planner.cost import elementwise
+from meshwright.planner.cost.adapters import freeze
 from meshwright.planner.cost.attention import attention
-from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, layer_kind
 from meshwright.planner.cost.mlp import feed_forward, mixture
 from meshwright.planner.cost.operators import (
     CollectiveCall,
@@ -22,14 +23,22 @@ from meshwright.planner.cost.operators import (
 from meshwright.planner.cost.tensor_parallel import enter, leave
 
 
-def block(at: MicroBatch, layer: int) -> Iterator[Operator]:
+def block(at: MicroBatch, layer: int, arrives: bool = False) -> Iterator[Operator]:
     """Yield the operators of the layer with index `layer`, in the order of its forward. Names of saved tensors are
-    relative to the layer.
+    relative to the layer. arrives: the gradient of the layer's input is computed even if all parameters before it are
+    frozen, as in all pipeline stages but the first."""
+    kind = layer_kind(at.config, layer)
+    found = _block(at, layer, kind)
+    return found if at.config.adapter is None else freeze(at, found, kind, arrives or not kind.begins)
+
+
+def _block(at: MicroBatch, layer: int, kind: LayerKind) -> Iterator[Operator]:
+    """Yield the operators of a layer without adapter.
 
     Decoders normalise before attention and MLP (`pre_norms`), after them (`post_norms`), or both; encoders only after
     the residual addition.
     """
-    config, kind = at.config, layer_kind(at.config, layer)
+    config = at.config
     before, after = config.pre_norms and not config.encoder, config.post_norms
     inner = list(mixture(at, layer)) if kind.mixed else list(feed_forward(at))
     for name, operators in (("attention", list(attention(at, kind))), ("mlp", inner)):
@@ -87,6 +96,11 @@ def residual(at: MicroBatch) -> Iterator[Operator]:
 
 def embedding(at: MicroBatch) -> Iterator[Operator]:
     """Yield the embedding of tokens, positions and token types, and the norm after it."""
+    return _embedding(at) if at.config.adapter is None else freeze(at, _embedding(at), arrives=False)
+
+
+def _embedding(at: MicroBatch) -> Iterator[Operator]:
+    """Yield the operators of `embedding` without adapter."""
     config, size, hidden = at.config, at.itemsize, at.config.hidden
     looked_up, table = at.all_tokens * hidden, at.vocabulary * hidden
     # The gradient of the rows is accumulated into a zeroed float32 table.
@@ -126,6 +140,11 @@ def embedding(at: MicroBatch) -> Iterator[Operator]:
 def head(at: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
     """Yield the operators of the final norm, the vocabulary product and the loss. keeps_gradient: the forward computes
     the head's gradients; else the backward computes the logits a second time."""
+    return _head(at, keeps_gradient) if at.config.adapter is None else freeze(at, _head(at, keeps_gradient))
+
+
+def _head(at: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
+    """Yield the operators of `head` without adapter."""
     if at.config.encoder:
         yield from encoder_head(at)
         return

@@ -61,6 +61,15 @@ _RESIDUAL: dict[Fusion, Traffic] = {
 # x times a constant; compiled, a factor of the residual addition.
 SCALED = Traffic(MemoryAccess(1, 2), MemoryAccess(1, 2))
 
+# Of an adapted layer's output: the parts of its matrices joined, and added (low_rank.py); back, two gradients of the
+# input are added. DoRA multiplies outputs by their factors; back, also the factors' gradient.
+ADAPTED = Traffic(MemoryAccess(2, 5), MemoryAccess(1, 3))
+SCALED_BY_VECTOR = Traffic(MemoryAccess(1, 2), MemoryAccess(2, 5))
+
+# Of an element of a packed weight (packing.py): codes cast, looked up, multiplied by the scale, cast. The first number
+# of each is of kernels, the last of accesses of 4 bytes.
+UNPACKED = {"nf4": MemoryAccess(4, 1, 5.125), "int8": MemoryAccess(4, 1, 6.75)}
+
 # One byte of mask for each element, half of a narrow value; the product itself is part of the residual's kernel.
 RESIDUAL_DROPOUT = Traffic(MemoryAccess(0, 0.5), MemoryAccess(1, 2.5))
 SCORES_DROPOUT = Traffic(MemoryAccess(1, 2.5), MemoryAccess(1, 2.5))

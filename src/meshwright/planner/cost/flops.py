@@ -7,13 +7,15 @@ utilisation without its convention says little.
 from __future__ import annotations
 
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.work import RECOMPUTED, head_flops, keys_per_token, layer_flops
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.work import ATTENTION_CORE, RECOMPUTED, head_flops, keys_per_token, layer_flops
 
 __all__ = ["FLOPS_CONVENTION", "forward_flops_per_token", "keys_per_token", "training_flops_per_token"]
 
 FLOPS_CONVENTION = (
     "model FLOPs: 2 per multiply-add of matrix products, attention counted for the keys a token sees (causal, window), "
-    "backward twice the forward, recomputation not counted, embedding lookup free"
+    "backward twice the forward, without weight gradients of frozen parameters, recomputation not counted, embedding "
+    "lookup free"
 )
 
 
@@ -32,11 +34,17 @@ def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = T
 
 
 def training_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True, recompute: str = "none") -> float:
-    """Return the floating-point operations that training on one token takes: forward, and twice as many backward.
+    """Return the floating-point operations that training on one token takes: forward, and twice as many backward; as
+    many as forward of products of frozen weights.
 
     sequence: tokens that attend to each other; causal: each sees only those before it. With recompute ("selective",
     "full") the repeated forward operations are added, which gives hardware FLOPs; utilisation by `FLOPS_CONVENTION`
     leaves it at "none".
     """
     forward = forward_flops_per_token(config, sequence, causal)
-    return 3 * sum(forward.values()) + sum(forward.get(operation, 0.0) for operation in RECOMPUTED[recompute])
+    repeated = sum(forward.get(operation, 0.0) for operation in RECOMPUTED[recompute])
+    if config.adapter is None:
+        return 3 * sum(forward.values()) + repeated
+    core = sum(forward[operation] for operation in ATTENTION_CORE)
+    trained = sum(2.0 * entry.numel * entry.active for entry in parameter_table(config).trained.entries)
+    return 2 * sum(forward.values()) + core + 3 * trained + repeated

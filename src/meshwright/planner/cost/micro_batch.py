@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.engines import ENGINES, AttentionKernel, Engine
 from meshwright.spec.chunks import padded_documents
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
 from meshwright.spec.work import count_predictions
 
 Starts = tuple[tuple[int, ...], ...]
@@ -29,22 +30,52 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 """Bytes of an element by torch's type name."""
 
 
+class Adapted(NamedTuple):
+    """A linear layer with an adapter. layer: name of its operator, such as "attention.qkv"; shares: of the outputs that
+    each adapted matrix has."""
+
+    layer: str
+    shares: tuple[float, ...]
+
+
 class LayerKind(NamedTuple):
     """What layers with equal operators have in common. window: most tokens that a query attends to, None for all;
     mixed: True for a mixture of experts; rotates: True if queries and keys have rotary positions; tempered: True if
-    queries are multiplied by factors that depend on the position."""
+    queries are multiplied by factors that depend on the position; adapted: linear layers with an adapter; begins: True
+    if all parameters before the layer are frozen."""
 
     window: int | None
     mixed: bool
     rotates: bool
     tempered: bool = False
+    adapted: tuple[Adapted, ...] = ()
+    begins: bool = False
 
 
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
     """Return the kind of the layer with index `layer`."""
     rotates = config.layer_rotation(layer) is not None
     tempered = config.layer_temperature(layer) is not None
-    return LayerKind(config.layer_window(layer), config.has_experts(layer), rotates, tempered)
+    plain = LayerKind(config.layer_window(layer), config.has_experts(layer), rotates, tempered)
+    if config.adapter is None:
+        return plain
+    adapted = _adapted_layers(config)
+    return plain._replace(adapted=adapted.get(layer, ()), begins=not any(before < layer for before in adapted))
+
+
+@lru_cache(maxsize=64)
+def _adapted_layers(config: ModelConfig) -> dict[int, tuple[Adapted, ...]]:
+    """Return the linear layers with an adapter, by index of the transformer layer."""
+    tensors = {tensor.name: tensor for tensor in parameter_table(config).tensors}
+    found: dict[int, tuple[Adapted, ...]] = {}
+    for name, second in tensors.items():
+        module, _, part = name.rpartition(".adapter.")
+        if part == "b":
+            _, layer, operator = module.split(".", 2)
+            outputs = sum(entry.model_shape[0] for entry in tensors[f"{module}.weight"].entries)
+            shares = tuple(entry.model_shape[0] / outputs for entry in second.entries)
+            found[int(layer)] = (*found.get(int(layer), ()), Adapted(operator, shares))
+    return found
 
 
 class Routed(NamedTuple):

@@ -77,6 +77,8 @@ def _recomputed(at: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator
     if kind == "none":
         return
     last = _last_product(at, mixed) if engine.stops_early else None
+    if any(one.name == f"{last}.adapter.b" for one in layer):  # it comes after the base's product
+        last = None if at.config.adapter and at.config.adapter.kind == "dora" else f"{last}.adapter.b"
     for one in layer:
         if one.phase != "forward":
             continue
@@ -89,6 +91,8 @@ def _recomputed(at: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator
         elif engine.selective == "elementwise":
             # The result of ring attention came over the wire: it is kept.
             wanted = (core and not at.ring) or one.kind == "elementwise"
+            if at.config.adapter and at.config.adapter.kind != "dora":
+                wanted = wanted or one.name.endswith(".adapter.b")
         elif engine.selective == "up-projections":
             wanted = one.name.endswith(("norm", ".rotary", ".activation", "_up", "_up.cast"))
         else:

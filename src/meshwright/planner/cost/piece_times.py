@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.planner.cost.blocks import block, embedding, head
 from meshwright.planner.cost.communication import Call, ParameterCounts, count_parameters, timed_calls
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, layer_kind, structure
+from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, LayerKind, MicroBatch, layer_kind, structure
 from meshwright.planner.cost.operations import computed, layer_operations, prediction_operations
 from meshwright.planner.cost.operators import CollectiveCall, Operation
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
@@ -143,7 +143,12 @@ class PieceTimes:
     @property
     def itemsize(self) -> int:
         """Bytes of an element of activations and parameters."""
-        return 4 if DTYPES[self.problem.precision] == "float32" else 2
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def dtype(self) -> str:
+        """Torch's type name of parameters."""
+        return DTYPES[self.problem.precision]
 
     @property
     def gradient_bytes(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshwright.planner.cost.adapters import frozen_bytes
 from meshwright.planner.cost.data_time import (
     SHARES,
     exposed,
@@ -116,7 +117,8 @@ class PipelineTimes:
             if numel.any():
                 scatter = scatter + groups.seconds("reduce-scatter", axis, numel * self.pieces.gradient_bytes)
                 if zero == 3:
-                    gather = gather + groups.seconds("all-gather", axis, numel * self.pieces.itemsize)
+                    size = self.pieces.itemsize + frozen_bytes(self.pieces.problem.config, self.pieces.dtype)
+                    gather = gather + groups.seconds("all-gather", axis, numel * size)
         return gather.T, scatter.T
 
     def of_ranks(self, times: Floats) -> Floats:

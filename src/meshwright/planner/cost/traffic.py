@@ -14,7 +14,7 @@ from dataclasses import replace
 from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import block, embedding, head
 from meshwright.planner.cost.data_calls import AXES_OF, DataCalls, Work, by_axis, by_site
-from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.operators import CollectiveCall
 from meshwright.planner.cost.teacher import FIGURES, TeacherWork
 from meshwright.planner.cost.tensor_parallel import hidden_bytes
@@ -122,15 +122,12 @@ class _Step(DataCalls):
         """Count the bytes sent by the collectives of a stage's operators in the forward and backward of `count`
         micro-batches."""
         at = self.micro_batch
-        layers = [operator for layer in stage.layers for operator in block(at, layer)]
+        layers = [operator for layer in stage.layers for operator in block(at, layer, not stage.first)]
         first, last = embedding(at) if stage.first else (), head(at, True) if stage.last else ()
-        frozen = self.sites_before_adapter(stage)
         for operator in (*first, *layers, *last):
             for one in operator.collectives:
                 for site, size in one.sites:
-                    skipped = min(one.count, frozen[site])
-                    frozen[site] -= skipped
-                    self.collective(one, site, size, count * (one.count - skipped) * (1 + one.again))
+                    self.collective(one, site, size, count * one.count * (1 + one.again))
         self.adapter_norms(stage, count)
         if stage.last and self.work.teacher is not None:
             self.distillation(self.work.teacher, count)
@@ -147,34 +144,13 @@ class _Step(DataCalls):
         if teacher.projected and self.layout.tensor_sequence_parallel:
             self.all_reduce("distill.hidden", "tp", tp, at.wide, count)
 
-    def adapted_layers(self) -> set[str]:
-        """Return the names of the linear layers that have an adapter, such as "layers.0.attention.qkv"."""
-        return {tensor.name.rpartition(".adapter.")[0] for tensor in self.table.tensors if ".adapter." in tensor.name}
-
-    def sites_before_adapter(self, stage: Stage) -> Counter[str]:
-        """Return how many backward calls of each site of tensor parallelism a stage does not make, because all
-        parameters before them are frozen."""
-        found, adapted = Counter[str](), self.adapted_layers()
-        if not adapted or not stage.first:
-            return found
-        found["embedding.backward"] = 1
-        for layer in stage.layers:
-            for part, modules in (("attention", ("qkv", "output")), ("mlp", ("up", "down"))):
-                for site, module in zip(("input", "output"), modules, strict=True):
-                    found[f"{part}.{site}.backward"] += site == "input"
-                    names = (f"layers.{layer}.{part}.{module}", f"layers.{layer}.{part}.shared.{module}")
-                    if adapted.intersection(names):
-                        return found
-                    found[f"{part}.{site}.backward"] += site == "output"
-        return found
-
     def adapter_norms(self, stage: Stage, count: int) -> None:
         """Count the bytes sent by the sums of DoRA's row norms over tp, one for each adapted row-parallel layer."""
-        adapter, adapted = self.config.adapter, self.adapted_layers()
+        adapter = self.config.adapter
         if adapter is None or adapter.kind != "dora":
             return
         names = ("attention.output", "mlp.down", "mlp.shared.down")
-        layers = sum(f"layers.{layer}.{name}" in adapted for layer in stage.layers for name in names)
+        layers = sum(one.layer in names for layer in stage.layers for one in layer_kind(self.config, layer).adapted)
         size, repeated = self.config.hidden * self.micro_batch.wide, self.layout.recompute == "full"
         self.all_reduce("adapter.norms", "tp", self.layout.tp, size, count * layers * (1 + repeated))
 

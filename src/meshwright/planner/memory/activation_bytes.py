@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from meshwright.planner.cost.adapters import frozen_bytes
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number
 from meshwright.planner.cost.piece_times import alike, layer_examples, micro_batch_of
 from meshwright.planner.memory import compiled_split
@@ -144,7 +145,7 @@ class ActivationBytes:
             return 0.0, tokens * width * (self.itemsize + problem.engine.loss_holds)
         chunks = loss_chunks(tokens, min(width, config.vocabulary), device)
         longest = max(chunks)
-        head = float(width * config.hidden * (self.itemsize if len(chunks) == 1 else 4))
+        head = 0.0 if config.adapter else float(width * config.hidden * (self.itemsize if len(chunks) == 1 else 4))
         at_once = longest if device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
         return head, longest * width * self.itemsize + 2 * at_once * width * 4 + head
 
@@ -164,8 +165,9 @@ def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int
     """Return the total bytes of parameters, gradients and optimizer state on a rank. numel: number of parameters,
     unsharded; zero: ZeRO stage; shards: number of ranks over which ZeRO shards."""
     each = bytes_each(problem)
+    weights = each.weights + frozen_bytes(problem.config, DTYPES[problem.precision])
     return (
-        numel * each.weights / (shards if zero == 3 else 1)
+        numel * weights / (shards if zero == 3 else 1)
         + numel * each.gradients / (shards if zero >= 2 else 1)
         + numel * each.optimizer / (shards if zero >= 1 else 1)
     )

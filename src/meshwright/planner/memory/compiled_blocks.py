@@ -26,12 +26,13 @@ REPEATED = "attention.keys_repeated", "attention.values_repeated"
 
 def known(at: MicroBatch, layer: int) -> bool:
     """Return True if the memory of this layer, compiled with torch.compile, is modelled: false for norms after
-    sublayers or rotation, and for experts whose inputs are weighted.
+    sublayers or rotation, for experts whose inputs are weighted, and with an adapter.
 
     at: sizes and settings of one micro-batch on one rank; layer: the layer's index, unused so far.
     """
     config = at.config
-    return not (config.post_norms or config.rotated_norm or config.routed_input)
+    unknown = config.post_norms or config.rotated_norm or config.routed_input
+    return not unknown and config.adapter is None
 
 
 class CompiledBlock:

@@ -35,8 +35,9 @@ def loss_snapshots(
     if not again:
         both += [Temporary("activations", each.name, each.bytes) for each in saved if _of_norm_or_known(each)]
         both.append(Temporary("activations", "head.input", hidden))
-    forms = again or any(each.name == "head.weight.gradient" for each in saved)
-    if forms:
+    frozen = config.adapter is not None
+    forms = (again and not frozen) or any(each.name == "head.weight.gradient" for each in saved)
+    if forms or again or (frozen and any(each.name == "head.hidden.gradient" for each in saved)):
         both.append(Temporary("activations", "head.hidden.gradient", hidden))
     summed = Temporary("activations", "head.weight.gradient", weight * (at.wide if several else x))
     at_once = longest if at.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
@@ -61,6 +62,10 @@ def loss_backward(at: MicroBatch, saved: Sequence[Saved]) -> Iterator[Temporary]
     hidden = at.predictions * config.hidden
     both = x if x == at.wide else x + at.wide
     yield Temporary("activations", "gradient of the head's input", hidden * both)
+    if config.adapter is not None:  # the head is frozen
+        if not any(each.name == "head.hidden.gradient" for each in saved):
+            yield Temporary("activations", "gradient of the head's input, unscaled", hidden * x)
+        return
     width = at.vocabulary
     weight = next((each for each in saved if each.name == "head.weight.gradient"), None)
     yield Temporary("gradients", "head weight gradient", width * config.hidden * x)

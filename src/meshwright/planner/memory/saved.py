@@ -76,7 +76,7 @@ def _tensors(at: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled
             yield SavedTensor(f"layers.{layer}.input", stream, "x")
         key = layer if layer in at.routed else layer_kind(config, layer)
         if key not in layers:
-            layers[key] = list(_compiled_layer(at, layer) if whole else layer_tensors(at, layer))
+            layers[key] = list(_compiled_layer(at, layer) if whole else layer_tensors(at, layer, not stage.first))
         # A norm's input in the type of activations is the stage's input, saved already.
         shared = "attention_norm.input" if begins and not config.encoder and not _copies_input(at) else None
         if begins and not config.pre_norms and at.layout.tp == 1:  # the projections read it
@@ -88,7 +88,7 @@ def _tensors(at: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled
         yield from _encoder_head(at)
     elif stage.last:
         for each in norm(at, "final_norm").saved:
-            if not (compiled and each.name == "final_norm.scaled"):
+            if not ((compiled or config.adapter) and each.name == "final_norm.scaled"):
                 plain = compiled and config.norm == "rmsnorm" and each.name == "final_norm.input"
                 yield each._replace(kind="x") if plain else each
         yield from _loss(at, stage, at_once, tp_rank)
@@ -96,11 +96,11 @@ def _tensors(at: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled
         yield SavedTensor("balance", (), "wide")
 
 
-def layer_tensors(at: MicroBatch, layer: int) -> Iterator[SavedTensor]:
+def layer_tensors(at: MicroBatch, layer: int, arrives: bool = True) -> Iterator[SavedTensor]:
     """Yield the tensors that an uncompiled layer saves in addition to its input, by the layout's recompute. Names are
-    relative to the layer."""
+    relative to the layer. arrives: as of `block`."""
     recompute = at.layout.recompute
-    for operator in block(at, layer) if recompute != "full" else ():
+    for operator in block(at, layer, arrives) if recompute != "full" else ():
         yield from operator.saved if recompute == "none" else operator.kept
     if recompute != "none" and at.spread and at.config.has_experts(layer):  # recompute uses the routes of forward
         yield SavedTensor("mlp.experts.counts", (at.etp, at.config.experts), "index")
@@ -208,6 +208,9 @@ def _loss(at: MicroBatch, stage: Stage, at_once: bool, tp_rank: int) -> Iterator
             not isinstance(tokens, np.ndarray)
             and len(loss_chunks(tokens, min(at.vocabulary, config.vocabulary), at.device)) > 1
         )
+        if config.adapter is not None:  # the head is frozen
+            yield SavedTensor("loss", (), "wide")
+            return
         rows = at_most(config.vocabulary - tp_rank * at.vocabulary, at.vocabulary)  # the last ranks may have fewer
         yield SavedTensor("head.weight.gradient", (at_least(rows, 0), config.hidden), "wide" if several else "x")
     else:

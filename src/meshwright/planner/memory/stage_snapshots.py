@@ -13,7 +13,7 @@ from meshwright.planner.memory.compiled_split import split_backward_extras
 from meshwright.planner.memory.end_temporaries import loss_backward, loss_snapshots, table_backward
 from meshwright.planner.memory.snapshot import FIRST_AND_LAST, BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.states import Flat
-from meshwright.planner.memory.temporaries import attention_backward, mixture_backward
+from meshwright.planner.memory.temporaries import attention_backward, mixture_backward, unpacked_weight
 from meshwright.planner.memory.tensors import Saved, Temporary
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL
@@ -139,6 +139,9 @@ class StageSnapshots:
             return
         yield Temporary("activations", f"{unit} being computed", max(self.of_whole[place], self.of_unit[place]))
         yield Temporary("workspace", f"{unit} product and sums", 2 * self.stream)
+        for one in unpacked_weight(self.at, int(unit.split(".")[1])):  # what follows it is not saved yet
+            saved = sum(each.bytes for each in self._of(unit) if ".mlp." in each.name)
+            yield one._replace(bytes=max(0, one.bytes - saved))
         if self.at.config.has_experts(int(unit.split(".")[1])):  # what is sent, what comes back, and that times weights
             copies = self.at.routed_tokens * self.at.config.experts_per_token * self.at.config.hidden * self.x
             yield Temporary("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
@@ -152,11 +155,12 @@ class StageSnapshots:
             whole = self._known(unit) and not self._spread(unit)
             around = [*self._gathered(place, -1), *self._reductions(place, state, split, whole)]
             opened = self._opened(place) if whole and not split else []
-            if self.tied and unit != "head" and self.stage.first and self.stage.last:
+            frozen = self.at.config.adapter is not None
+            if self.tied and unit != "head" and self.stage.first and self.stage.last and not frozen:
                 # Autograd holds it until what looking up rows adds is there too.
                 table = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
                 around.append(Temporary("gradients", "head's part of the embedding's gradient", table * self.x))
-            elif split and self.stage.last and unit != "head" and self.at.config.head == "next":
+            elif split and self.stage.last and unit != "head" and self.at.config.head == "next" and not frozen:
                 weight = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
                 around.append(Temporary("gradients", "head weight gradient, held", weight * self.x))
             if queue:
@@ -208,7 +212,7 @@ class StageSnapshots:
             if self.at.config.head not in ("next", "masked"):
                 return
             yield "", [*loss_backward(self.at, self.saved)]
-            if not any(each.name == "head.weight.gradient" for each in self.saved):
+            if not any(each.name == "head.hidden.gradient" for each in self.saved):
                 yield from loss_snapshots(self.at, self.saved, self.compiled, True)
         elif self._known(unit):
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
@@ -226,7 +230,7 @@ class StageSnapshots:
             more = [Temporary("activations", "recomputed", again)] if again > 0 else []
             for name, extras in self._layer_backward(unit, split):
                 yield name, [*more, *extras]
-        elif unit in LOOKED_UP:
+        elif unit in LOOKED_UP and self.at.config.adapter is None:
             yield "", [*table_backward(self.at, unit)]
 
     def _beside(self, unit: str) -> int:
@@ -247,7 +251,7 @@ class StageSnapshots:
         gradients."""
         at, config, layout, x = self.at, self.at.config, self.at.layout, self.x
         gradient = Temporary("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
-        weights, number = not (self.fused or split), int(unit.split(".")[1])
+        weights, number = not (self.fused or split or config.adapter), int(unit.split(".")[1])
         after = config.encoder  # norms follow the residual additions: their backward comes first
         gone = [f"{unit}.mlp_norm."] if after else []
         around = [gradient, *self._used(gone)]
@@ -267,6 +271,11 @@ class StageSnapshots:
             else:
                 extra = Temporary("activations", "gradient of up's output", columns + (columns if split else 0))
                 yield ".mlp", [*around, extra, Temporary("workspace", "weight gradient", product)]
+            if config.adapter and config.adapter.packed:
+                yield ".mlp.down.unpack", [gradient, *unpacked_weight(at, number, "mlp.down", columns)]
+                used = self._used([f"{unit}.mlp.{each}" for each in ("up.output", "activation", "down.")])
+                both = Temporary("activations", "gradient of up's output", columns * (2 if config.gated else 1))
+                yield ".mlp.up.unpack", [gradient, both, *used, *unpacked_weight(at, number, "mlp.up", self.stream)]
         if config.norm == "rmsnorm" and not (split or after):
             sums = Temporary("workspace", "gradients inside a norm", 4 * (self.stream // x) * self.wide)
             yield (
@@ -316,7 +325,7 @@ class StageSnapshots:
         if self.tied and ("head" in names or (step > 0 and self.stage.first and self.stage.last)):
             names.add("embedding")
         return [
-            Temporary("communication", f"{flat.name} gathered", flat.padded * self.x)
+            Temporary("communication", f"{flat.name} gathered", flat.held_bytes(flat.padded, self.x))
             for name in sorted(names)
             for flat in self.flats.get(name, ())
             if flat.zero == 3

@@ -43,6 +43,10 @@ class Flat(NamedTuple):
         """Number of elements of this rank's fp32 master weights."""
         return self.padded // self.shards if self.zero else self.numel
 
+    def held_bytes(self, elements: int, x: int) -> int:
+        """Return the bytes of parameters of the buffer, packed or not. x: bytes of an element that is not packed."""
+        return elements * x if self.packed is None else elements // BLOCK * RECORD_BYTES[self.packed]
+
     @property
     def name(self) -> str:
         """Name of the buffer, such as "layers.3" or "layers.3.experts"."""
@@ -108,11 +112,8 @@ def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optim
     narrow, wide = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
     for flat in flats:
         here = flat.padded // (flat.shards if flat.zero == 3 else 1)
-        if flat.packed is not None:
-            size = here // BLOCK * RECORD_BYTES[flat.packed]
-            yield State("parameters", f"{flat.name}.parameters", here, flat.packed, size)
-            continue
-        yield State("parameters", f"{flat.name}.parameters", here, parameter_dtype, here * narrow)
+        size = flat.held_bytes(here, narrow)
+        yield State("parameters", f"{flat.name}.parameters", here, flat.packed or parameter_dtype, size)
         if not flat.trainable:
             continue
         if parameter_dtype != master_dtype:

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from meshwright.planner.cost.adapters import PACKED
+from meshwright.planner.cost.blocks import block
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch
 from meshwright.planner.memory.attention_tiles import Heads, Lies, backward_bytes
 from meshwright.planner.memory.tensors import Saved, Temporary
-from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES
+from meshwright.spec.adapter_config import BLOCK
+from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES, UNPACKED_AT_ONCE
 
 
 class _Tiles(NamedTuple):
@@ -213,9 +216,9 @@ def mixture_backward(
         beside = [Temporary("activations", "gradient of the shared expert's input", at.rows * at.tokens * hidden)]
     copies = at.routed_tokens * config.experts_per_token * hidden
     yield ".weights", [freed(*used), *beside, Temporary("activations", "gradients of the experts' results", 2 * copies)]
-    rows = sizes["experts.up.input"].shape[0]
+    rows = sizes["experts.up.output"].shape[0]
     columns = rows * (config.expert_intermediate // (layout.etp if at.spread else layout.tp)) * x
-    weight = 0 if split else config.experts // layout.ep * columns // max(1, rows) * config.hidden
+    weight = 0 if split or config.adapter else config.experts // layout.ep * columns // max(1, rows) * config.hidden
     used = (*used, "experts.output", "experts.order")
     results = Temporary("activations", "gradients of the experts' results", rows * hidden)
     inner = Temporary("activations", "gradient of down's input", columns)
@@ -233,3 +236,16 @@ def mixture_backward(
         ".dispatch",
         [freed(*used, "experts."), *beside, Temporary("activations", "gradients of tokens sent", 2 * most)],
     )
+
+
+def unpacked_weight(at: MicroBatch, layer: int, name: str = "", result: int = 0) -> list[Temporary]:
+    """Return the largest weight of a layer that is unpacked for its products, with what it is computed from, or the
+    product; nothing if the base of an adapter is not packed. at: sizes of the micro-batch; name: beginning of the
+    products' names; result: bytes of the product."""
+    if at.config.adapter is None or at.config.adapter.packed is None:
+        return []
+    found = (one for one in block(at, layer) if one.name.startswith(PACKED) and one.name.startswith(name))
+    sizes = [one.shape[1] * one.shape[2] for each in found for one in each.operations[:3] if one.shape]
+    most = max(sizes, default=0)
+    once = min(most, UNPACKED_AT_ONCE[at.device] * BLOCK)
+    return [Temporary("workspace", "unpacked weight", int(most * at.itemsize + max(result, 6 * once)))]

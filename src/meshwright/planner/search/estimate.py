@@ -198,6 +198,8 @@ def problem_of(
     if where.kind == "cpu" and where.measured is not None:
         process = find_process_items(chosen, where.device.name, where.measured.threads, compile)
     whose = engines.engine(options.get("engine", "meshwright"), compile=compile)
+    if config.adapter is not None and whose.name != "meshwright":
+        raise UserError(f'engine "{whose.name}": adapters are priced for engine "meshwright" alone')
     return Problem(
         config, where, sequence, batch, whose, compile, optimizer, chosen, documents, pairs, teacher, assumed,
         process=process,

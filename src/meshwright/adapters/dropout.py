@@ -1,0 +1,109 @@
+"""Dropout of the inputs of adapters, whose mask is a function of (seed, sample, position, layer, feature) alone: every
+layout drops the same elements, and a recomputed forward those of the first one.
+
+Shapes: B sequences, C tokens of a sequence on this rank, X inputs of the layer on this rank, R rows of A.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from meshwright.model.documents import Documents
+
+# Multipliers of splitmix64 (Steele et al. 2014) and of MurmurHash3's 32-bit finaliser, as signed integers.
+_MIX_64 = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+_MIX_32 = (-0x7A143595, -0x3D4D51CB)
+_STEP = -0x61C8864680B583EB
+
+
+def _mix_64(value: torch.Tensor) -> torch.Tensor:
+    """Return well-mixed bits of each int64 (the finaliser of splitmix64); products wrap around."""
+    value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * _MIX_64[0]
+    value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * _MIX_64[1]
+    return value ^ ((value >> 31) & 0x1FFFFFFFF)
+
+
+def sample_keys(seed: int, numbers: torch.Tensor) -> torch.Tensor:
+    """Return the random key of each sample of a run, int64 of the shape of `numbers`. seed: of the run; numbers: global
+    sample numbers, which count the samples over all steps."""
+    digest = hashlib.sha256(f"adapter dropout, seed {seed}".encode()).digest()
+    return _mix_64(numbers.long() * _STEP + int.from_bytes(digest[:8], "little", signed=True))
+
+
+class TokenKeys:
+    """Random keys of the tokens of the micro-batch that is being computed, shared by all adapters of a model: attribute
+    `keys_BC`, int32 [B, C]; None: nothing is dropped."""
+
+    keys_BC: torch.Tensor | None = None
+
+    def set(self, documents: Documents, tokens: int) -> None:
+        """Compute the keys of a micro-batch. documents: its random keys of samples and its positions under cp; tokens:
+        C. Nothing is dropped without keys of samples, as in validation."""
+        keys_B = documents.samples_B
+        if keys_B is None:
+            self.keys_BC = None
+            return
+        places_C = documents.indices_C
+        if places_C is None:
+            places_C = torch.arange(tokens, device=keys_B.device)
+        self.keys_BC = _mix_64(keys_B[:, None] + places_C * _STEP).int()
+
+
+class Dropout:
+    """Dropout of one layer's input, shared by the adapted matrices of the layer: elements are 0 with a probability, and
+    1 / (1 - probability) times their value otherwise.
+
+    probability: of 0; name: of the layer, such as "layers.3.attention.qkv"; features: index in the unsharded layer of
+    each of this rank's X inputs, int64; tokens: keys of the tokens."""
+
+    def __init__(self, probability: float, name: str, features: torch.Tensor, tokens: TokenKeys) -> None:
+        self.tokens, self.scale = tokens, 1 / (1 - probability)
+        self._threshold = round(probability * 2**32) - 2**31
+        digest = hashlib.sha256(f"adapter dropout, {name}".encode()).digest()
+        self._keys_X = _mix_64(features * _STEP + int.from_bytes(digest[:8], "little", signed=True)).int()
+
+    @property
+    def active(self) -> bool:
+        """True if a forward with gradients drops elements of the current micro-batch."""
+        return self.tokens.keys_BC is not None and torch.is_grad_enabled()
+
+    def mask(self, keys_BC: torch.Tensor) -> torch.Tensor:
+        """Return True for each element that is kept, [B, C, X]. keys_BC: keys of the tokens."""
+        if self._keys_X.device != keys_BC.device:
+            self._keys_X = self._keys_X.to(keys_BC.device)
+        bits = (keys_BC[..., None] ^ self._keys_X) * _MIX_32[0]
+        bits ^= (bits >> 13) & 0x7FFFF
+        bits *= _MIX_32[1]
+        bits ^= (bits >> 16) & 0xFFFF
+        return bits >= self._threshold
+
+    def product(self, x: torch.Tensor, a_RX: torch.Tensor) -> torch.Tensor:
+        """Return x̃ Aᵀ, [B, C, R], for the input `x` [B, C, X], of which elements are dropped in x̃."""
+        assert self.tokens.keys_BC is not None and x.shape[:-1] == self.tokens.keys_BC.shape, x.shape
+        return _DroppedProduct.apply(x, a_RX, self.tokens.keys_BC, self)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _DroppedProduct(torch.autograd.Function):
+    """Autograd function of `Dropout.product`, whose backward computes the mask again: only x is saved."""
+
+    @staticmethod
+    def forward(
+        context: Any, x: torch.Tensor, a_RX: torch.Tensor, keys_BC: torch.Tensor, dropout: Dropout
+    ) -> torch.Tensor:
+        """Return x̃ Aᵀ."""
+        context.save_for_backward(x, a_RX, keys_BC)
+        context.dropout = dropout
+        return F.linear(x * dropout.mask(keys_BC), a_RX) * dropout.scale
+
+    @staticmethod
+    def backward(context: Any, d_low: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        """Return the gradients of x and A."""
+        x, a_RX, keys_BC = context.saved_tensors
+        mask, d_low = context.dropout.mask(keys_BC), d_low * context.dropout.scale
+        needs_x, needs_a = context.needs_input_grad[:2]
+        d_a = d_low.flatten(0, -2).T @ (x * mask).flatten(0, -2) if needs_a else None
+        return (d_low @ a_RX) * mask if needs_x else None, d_a, None, None
