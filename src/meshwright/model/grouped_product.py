@@ -133,10 +133,9 @@ def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | Non
     """Return the gradients of the grouped product's input, weight and bias (None where not needed, and for the rest),
     given the output gradient `dy_NY`: the `backward` function of torch.library.register_autograd."""
     x_NX, weight_EYX, ends_E = ctx.saved_tensors
-    operators = torch.ops.meshwright
     return (
-        None if weight_EYX is None else operators.grouped_product_input(dy_NY, weight_EYX, ends_E),
-        None if x_NX is None else operators.grouped_product_weight(dy_NY, x_NX, ends_E),
+        None if weight_EYX is None else torch.ops.meshwright.grouped_product_input(dy_NY, weight_EYX, ends_E),
+        None if x_NX is None else torch.ops.meshwright.grouped_product_weight(dy_NY, x_NX, ends_E),
         None,
         None if ctx.biased is None else bias_gradients(dy_NY[:, ctx.biased], ends_E),
         None,

@@ -78,8 +78,7 @@ class StageCompute:
         if (
             self.model.token_keys is not None and kind != Kind.WEIGHT_GRADIENT
         ):  # backward recomputes with the same masks
-            tokens_BS, _, documents = self._micro_batches[key[2]]
-            self.model.token_keys.set(documents, tokens_BS.shape[1])
+            self.model.token_keys.set(self._micro_batches[key[2]][2], self._micro_batches[key[2]][0].shape[1])
         if kind == Kind.FORWARD:
             out = self._forward(key, stage, x)
             self.mark("forward")
