@@ -70,7 +70,7 @@ def _adapted_layers(config: ModelConfig) -> dict[int, tuple[Adapted, ...]]:
     found: dict[int, tuple[Adapted, ...]] = {}
     for name, second in tensors.items():
         module, _, part = name.rpartition(".adapter.")
-        if part == "b":
+        if part == "b" and module.startswith("layers."):
             _, layer, operator = module.split(".", 2)
             outputs = sum(entry.model_shape[0] for entry in tensors[f"{module}.weight"].entries)
             shares = tuple(entry.model_shape[0] / outputs for entry in second.entries)
