@@ -79,7 +79,8 @@ class Console:
         self.mesh.world_size = recipe.parsed_layout.world_size
         config = config_from_recipe(recipe.model, recipe.data.sequence, recipe.data.vocabulary)
         task: Any = SimpleNamespace(
-            config=config, recipe=recipe, objective=SimpleNamespace(metric_names=(), teacher_work=None), table=parameter_table(config),
+            config=config, recipe=recipe, table=parameter_table(config),
+            objective=SimpleNamespace(metric_names=(), teacher_work=None),
             tokens=SimpleNamespace(tokens=tokens), data=SimpleNamespace(format_packing_lines=lambda: ()),
         )  # fmt: skip
         self.run, self.vocabulary = LanguageModelTask.describe(task), config.vocabulary
