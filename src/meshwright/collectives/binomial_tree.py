@@ -33,7 +33,8 @@ def list_tree_levels(n: int) -> list[tuple[Integers, Integers]]:
 
 
 def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
-    """Generate the rounds of a binomial-tree broadcast: add each round's sends to `program`, then yield.
+    """Add the rounds of a binomial-tree broadcast to the builder `program`: a generator that adds one round's sends per
+    iteration, so that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each of several independent groups. root: position of the source among the n ranks of a
     group. first, count: first slot (buffer for one chunk) and number of slots to send.
@@ -45,7 +46,8 @@ def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: in
 
 
 def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
-    """Generate the rounds of a binomial-tree reduce: add each round's sends to `program`, then yield.
+    """Add the rounds of a binomial-tree reduce to the builder `program`: a generator that adds one round's sends per
+    iteration, so that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each of several independent groups. root: position of the destination among the n ranks of
     a group. first, count: first slot (buffer for one chunk) and number of slots to reduce.
@@ -57,7 +59,8 @@ def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int =
 
 
 def scatter_rounds(program: Builder, root: int) -> Rounds:
-    """Generate the rounds of a binomial-tree scatter: add each round's sends to `program`, then yield.
+    """Add the rounds of a binomial-tree scatter to the builder `program`: a generator that adds one round's sends per
+    iteration, so that several algorithms can be interleaved.
 
     root: source rank. A parent forwards the slots (buffers for one chunk, slot r for rank r) of the ranks in its
     subtree.
@@ -68,10 +71,11 @@ def scatter_rounds(program: Builder, root: int) -> Rounds:
 
 
 def gather_rounds(program: Builder, root: int) -> Rounds:
-    """Generate the rounds of a binomial-tree gather: add each round's sends to `program`, then yield.
+    """Add the rounds of a binomial-tree gather to the builder `program`: a generator that adds one round's sends per
+    iteration, so that several algorithms can be interleaved.
 
-    root: destination rank. Rank r contributes slot r (buffer for one chunk); a child forwards the slots of the
-    ranks in its subtree.
+    root: destination rank. Rank r contributes slot r (buffer for one chunk); a child forwards the slots of the ranks in
+    its subtree.
     """
     for near, far, first, count in reversed(list(_list_subtrees(program.ranks, root))):
         transfer_cyclic_range(program, far, near, first, count, program.chunks)

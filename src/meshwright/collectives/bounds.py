@@ -39,7 +39,8 @@ def _compute_latency_bound(operation: str, network: Network, root: int) -> float
     """Return a lower bound in seconds of the time of a collective operation: the latency from a rank to the farthest
     rank that needs its data.
 
-    operation: name such as "all-reduce". root: source or destination rank of a rooted operation.
+    operation: name such as "all-reduce". root: source or destination rank of a rooted operation. network: network with
+    the latency of each link.
     """
     if operation == "send-receive":
         return float(network.compute_distances(root)[find_receiver(network.ranks, root)])
@@ -69,7 +70,8 @@ def _compute_cut_seconds(operation: str, network: Network, block: Integers, root
     the traffic that a collective operation requires between the blocks; 0.0 for a single block.
 
     operation: name such as "all-reduce". block: [vertices], block number of each rank, then of each switch; -1: switch
-    outside every block. root: source or destination rank of a rooted operation.
+    outside every block. root: source or destination rank of a rooted operation. network: network whose links cross the
+    block boundaries.
     """
     blocks = int(block.max()) + 1
     if blocks < 2:

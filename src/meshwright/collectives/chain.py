@@ -14,8 +14,9 @@ from meshwright.program.order import Integers
 
 
 def chain_rounds(program: Builder, path: Integers, reduce: bool = False) -> Rounds:
-    """Generate the rounds that move all chunks of the vector along a path of ranks: add each round's sends to
-    `program`, then yield. Chunk c takes hop h in round c + h.
+    """Add to the builder `program` the rounds that move all chunks of the vector along a path of ranks: a generator
+    that adds one round's sends per iteration, so that several algorithms can be interleaved. Chunk c takes hop h in
+    round c + h.
 
     path: all ranks, in order of the path. reduce: True if each rank adds its own data to the chunks that pass.
     """

@@ -144,8 +144,8 @@ class Chooser:
         it does not accept the network's number of ranks.
 
         A pipelined algorithm is simulated with k segments, the number for which its formula gives the lowest time.
-        near: if that simulated time is at most `near` seconds, k/2 and then 2k segments are simulated too, until one is
-        faster than k. 0: only k segments are simulated.
+        near: in seconds; if the simulated time with k segments is at most `near`, k/2 and 2k segments are tried too,
+        because the formula may be off; 0: only k segments are tried.
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)

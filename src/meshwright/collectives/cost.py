@@ -72,12 +72,13 @@ class CostInputs:
 
     @property
     def core(self) -> int:
-        """Largest power of two that is not greater than the number of ranks."""
+        """Number of core ranks of a recursive algorithm: the largest power of two not greater than the number of
+        ranks."""
         return 1 << (self.ranks.bit_length() - 1)
 
     @property
     def extra(self) -> int:
-        """Number of ranks beyond `core`, the largest power of two up to the number of ranks."""
+        """Number of ranks that are not core ranks of a recursive algorithm: those beyond the largest power of two."""
         return self.ranks - self.core
 
     def get_node_shape(self) -> tuple[int, int]:
@@ -99,11 +100,11 @@ def compute_closed_form_seconds(
     groups: int | None = None,
     dims: Sequence[int] | None = None,
 ) -> float | None:
-    """Return the seconds that an algorithm takes by its closed form (formula), or None if it has none.
+    """Return the seconds that a collective algorithm takes on a network by its closed form (formula), None if it has
+    none.
 
-    total_bytes: size of the full vector. segments, groups (ranks per node), dims (sides of the grid): the algorithm's
-    options. If the network's links inside and between nodes differ, formulas of hierarchical algorithms use the latency
-    and bandwidth of both, all other formulas those of the links between nodes.
+    total_bytes: size of the full vector. segments, groups (ranks per node), dims (sides of the grid): its options. If
+    links inside and between nodes differ, formulas of hierarchical algorithms use both, others those between nodes.
     """
     form = CLOSED_FORMS.get(operation, {}).get(algorithm)
     if form is None:
@@ -133,8 +134,8 @@ def _bidirectional_ring_form(phases: int) -> Form:
 
 
 def _all_pairs_form(phases: int) -> Form:
-    """Return the closed form (function from `CostInputs` to seconds) of an algorithm with `phases` rounds, in each of
-    which every rank sends 1/n of the vector to each of the n - 1 others, spread over its ports."""
+    """Return the closed form (function from `CostInputs` to seconds) of an algorithm with `phases` rounds. In each
+    round every rank sends 1/n of the vector to each of the n - 1 others, spread over its ports."""
     return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
@@ -160,10 +161,9 @@ def _rabenseifner_form(c: CostInputs) -> float:
 
 
 def _compute_exchange_seconds(c: CostInputs) -> float:
-    """Compute the seconds of the pairwise exchanges of recursive halving or doubling on n ranks. Only m ranks take
-    part, m the largest power of two up to n; each of the others has given its data to one of them. There are log2 m
-    exchanges. Exchange i moves 2^i shares, each 1/n of the vector, and up to twice as many because of ranks that act
-    for two. c: n, vector size and links."""
+    """Compute the seconds of the exchanges of recursive halving or doubling. c: number of ranks n, vector size and
+    links. With m the largest power of two up to n, exchange i (of log2 m) moves 2^i shares, 1/n of the vector each,
+    between two ranks, and up to twice as many where a rank stands in for one of the n - m others."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 

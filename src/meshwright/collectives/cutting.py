@@ -22,8 +22,8 @@ def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole:
     (index of its first element, elements per chunk).
 
     To be used only for operations in which ranks own no share of the vector, such as broadcast. program: gives the
-    number of chunks per segment. numel: elements of the vector. itemsize: bytes of an element. whole: True for a single
-    segment.
+    number of chunks per segment. numel: elements of the vector. itemsize: bytes of an element. whole: True for one
+    segment that is the whole vector.
     """
     chunks = program.chunks
     wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize
@@ -35,7 +35,7 @@ def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole:
 
 def find_first_chunks(program: CollectiveProgram) -> list[int]:
     """Return the index of the first chunk that each rank owns, as a list `first` of length ranks + 1: rank r owns the
-    chunks first[r] to first[r + 1] - 1 of the vector."""
+    chunks first[r] to first[r + 1] - 1 of the vector. program: collective program, which has `chunks` chunks in all."""
     owner = program.find_owner(np.arange(program.chunks))
     first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
     return first
@@ -60,8 +60,8 @@ def compute_sent_bytes(checked: CheckedCollective, rank: int, numel: int, itemsi
     """Return the bytes that one rank sends when a collective program runs on a vector of `numel` elements, padding
     included.
 
-    checked: the verified program. rank: rank of the program, from 0. itemsize: bytes of an element. whole: True if the
-    vector is not split into segments.
+    checked: the verified program. rank: rank of the program, from 0. itemsize: bytes of an element. whole: False: a
+    long vector is cut into segments, on each of which the program runs; True: it runs once on the whole vector.
     """
     program = checked.program
     slots = int(checked.bytes_sent(program.chunks)[rank])

@@ -59,8 +59,8 @@ def _list_levels(ranks: Integers, root: int | None) -> Tree:
 
 
 def reduce_up(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """Generate the rounds that reduce one chunk up a tree, one level per round: add each round's sends to `program`,
-    then yield.
+    """Add to the builder `program` the rounds that reduce one chunk up a tree, one tree level per round: a generator
+    that adds one round's sends per iteration, so that several algorithms can be interleaved.
 
     tree: levels of edges (parents, children), from the root down. chunk: number of the chunk.
     """
@@ -70,8 +70,8 @@ def reduce_up(program: Builder, tree: Tree, chunk: int) -> Rounds:
 
 
 def broadcast_down(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """Generate the rounds that broadcast one chunk down a tree, one level per round: add each round's sends to
-    `program`, then yield.
+    """Add to the builder `program` the rounds that broadcast one chunk down a tree, one tree level per round: a
+    generator that adds one round's sends per iteration, so that several algorithms can be interleaved.
 
     tree: levels of edges (parents, children), from the root down. chunk: number of the chunk.
     """

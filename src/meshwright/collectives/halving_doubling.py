@@ -27,8 +27,8 @@ def all_reduce(ranks: int) -> CollectiveProgram:
         ranks = half
 
     def up_and_down() -> Rounds:
-        """Generate the rounds of the all-reduce, first up the tree of rank pairs, then down: add each round's sends to
-        the program, then yield."""
+        """Add the rounds of the all-reduce to the program, first up the tree of rank pairs, then down: a generator that
+        adds one round's sends per iteration."""
         for lower, upper in pairs:
             program.transfer(upper, lower, 0, reduce=True)
             yield

@@ -153,8 +153,9 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
     rank = nodes[..., None]  # [k, g, 1]
 
     def reorder_blocks(source: int, rows: int, columns: int) -> Rounds:
-        """Generate the round in which every rank copies its blocks (data for one rank, one slot each) from [rows,
-        columns] order to [columns, rows] order: add the copies to the program, then yield.
+        """Add to the program the round in which every rank transposes its blocks (data for one rank, one slot each)
+        from [rows, columns] to [columns, rows] order. A generator of this one round, which can be interleaved with
+        others.
 
         source: first slot read; the blocks are written to the scratch slots from `ready` on. rows, columns: numbers
         whose product is the number of ranks.
@@ -164,8 +165,9 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
         yield
 
     def copy_slots(source: Integers, into: Integers, count: int) -> Rounds:
-        """Generate the round in which every rank copies `count` slots (buffers for one chunk): add the copies to the
-        program, then yield. source, into: [nodes, ranks per node], first slot read and written on each rank."""
+        """Add to the program the round in which every rank copies `count` slots (buffers for one chunk): a generator of
+        this one round, which can be interleaved with others. source, into: [nodes, ranks per node], first slot read and
+        written on each rank."""
         program.copy(nodes, source, into, count)
         yield
 

@@ -19,11 +19,12 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Generate the rounds of a reduce-scatter along lines of ranks: add each round's sends to `program`, then yield.
-    Each block is summed from both ends of the line towards its owner, the farthest block first.
+    """Add the rounds of a reduce-scatter along lines of ranks to the builder `program`: a generator that adds one
+    round's sends per iteration, so that several algorithms can be interleaved. Each block is summed from both ends of
+    the line towards its owner, the farthest block first.
 
-    ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each
-    rank ends with. count: number of consecutive slots in a block.
+    ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each rank
+    ends with. count: number of consecutive slots in a block.
     """
     n = ranks.shape[-1]
     for step in range(n - 1):
@@ -35,11 +36,12 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Generate the rounds of an all-gather along lines of ranks: add each round's sends to `program`, then yield. Each
-    block runs from its owner to both ends of the line.
+    """Add the rounds of an all-gather along lines of ranks to the builder `program`: a generator that adds one round's
+    sends per iteration, so that several algorithms can be interleaved. Each block runs from its owner to both ends of
+    the line.
 
-    ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each
-    rank starts with. count: number of consecutive slots in a block.
+    ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each rank
+    starts with. count: number of consecutive slots in a block.
     """
     n = ranks.shape[-1]
     for step in range(n - 1):
@@ -65,8 +67,8 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     program = Builder("all-reduce", name, ranks, chunks=len(shape) * ranks)
 
     def run_part(start: int) -> Rounds:
-        """Generate the rounds for the part of the vector whose reduce-scatter begins along axis number `start`: add
-        each round's sends to the program, then yield."""
+        """Add to the program the rounds for one part of the vector, whose reduce-scatter begins along axis number
+        `start`: a generator that adds one round's sends per iteration, so that the parts can be interleaved."""
         steps = list_axis_phases(np.arange(ranks).reshape(shape), [*axes[start:], *axes[:start]], first=start * ranks)
         return run_in_sequence(
             *(reduce_scatter_rounds(program, *step) for step in steps),

@@ -65,13 +65,13 @@ def load_named_programs(
     collectives: CollectivesRecipe, layout: Layout, where: Callable[[str], str] = lambda key: "recipe"
 ) -> dict[tuple[str, str], NamedProgram]:
     """Load and verify the collective programs that a recipe (job file) selects; return {(axis name, operation such as
-    "all_reduce"): program}. Operations not in the result use torch.distributed.
+    "all_reduce"): program}. Operations that are not in the result use torch.distributed.
 
     collectives: table of the recipe, with an algorithm, "auto", "native" or "@FILE" for each operation. layout: gives
-    the number of ranks of the data, shard and replica axes. A program is used on every one of these axes whose number
-    of ranks it accepts. where: function from a key such as `collectives.all_reduce` to the beginning of the error
-    message, such as file and line. Raises UserError if a program does not accept the axis on which its operation moves
-    gradients or parameters in this layout.
+    the number of ranks of the data, shard and replica axes; a program is used on each of these axes whose number of
+    ranks it accepts. where: function from a key such as `collectives.all_reduce` to the beginning of the error message,
+    such as file and line. Raises UserError if a program does not accept the axis on which its operation moves gradients
+    or parameters in this layout.
     """
     found: dict[tuple[str, str], NamedProgram] = {}
     sizes = {axis: layout.group_size(axis) for axis in AXES}

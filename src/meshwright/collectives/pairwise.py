@@ -14,11 +14,12 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Generate the rounds of a pairwise reduce-scatter: add each round's sends to `program`, then yield. In each round,
-    each rank sends to one other rank the block that the receiver will own.
+    """Add the rounds of a pairwise reduce-scatter to the builder `program`: a generator that adds one round's sends per
+    iteration, so that several algorithms can be interleaved. In each round, each rank sends to one other rank the block
+    that the receiver will own.
 
-    ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer for one chunk)
-    of the block that each rank ends with. count: number of consecutive slots in a block.
+    ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer for one chunk) of
+    the block that each rank ends with. count: number of consecutive slots in a block.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], own[..., partner], count, reduce=True)
@@ -26,11 +27,12 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Generate the rounds of a pairwise all-gather: add each round's sends to `program`, then yield. In each round,
-    each rank sends its block to one other rank.
+    """Add the rounds of a pairwise all-gather to the builder `program`: a generator that adds one round's sends per
+    iteration, so that several algorithms can be interleaved. In each round, each rank sends its block to one other
+    rank.
 
-    ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer for one chunk)
-    of the block that each rank starts with. count: number of consecutive slots in a block.
+    ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer for one chunk) of
+    the block that each rank starts with. count: number of consecutive slots in a block.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], own, count)
@@ -38,8 +40,9 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
 
 
 def all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into: Integers, count: int) -> Rounds:
-    """Generate the rounds of a pairwise all-to-all: add each round's sends to `program`, then yield. In each round,
-    each rank sends to one other rank of its group the block for that rank.
+    """Add the rounds of a pairwise all-to-all to the builder `program`: a generator that adds one round's sends per
+    iteration, so that several algorithms can be interleaved. In each round, each rank sends to one other rank of its
+    group the block for that rank.
 
     A block is `count` consecutive slots (buffers for one chunk), given by its first. ranks: [..., n], ranks of each of
     several independent groups of n. blocks: [n], the sender's block for each rank of its group. into: [..., n], block
@@ -59,10 +62,10 @@ def list_partners(n: int) -> list[Integers]:
 
 
 def merge_rounds(rounds: Rounds) -> Rounds:
-    """Run a round generator to its end, so that all of its sends form a single round; yield once. No send may depend on
-    another.
+    """Run a round generator to its end, so that all of its sends form a single round, and yield once at the end of this
+    round. No send may depend on another.
 
-    rounds: generator that adds one round's sends to a program under construction before each yield.
+    rounds: generator that adds one round's sends to a collective program before each yield.
     """
     for _ in rounds:
         pass
@@ -154,14 +157,15 @@ def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
 
 
 def _copy_own_block(program: Builder) -> Rounds:
-    """Generate the round of an all-to-all in which each rank copies the block that stays on the rank to its output: add
-    the copies to `program`, then yield."""
+    """Add to the builder `program` the first round of an all-to-all, in which each rank copies the block that it sends
+    to itself from its input to its output. A generator of this one round, which can be interleaved with others."""
     everyone = np.arange(program.ranks)
     program.copy(everyone, source=everyone, into=program.chunks + everyone)
     yield
 
 
 def _exchange_blocks(program: Builder) -> Rounds:
-    """Generate the rounds of a pairwise all-to-all over all ranks: add each round's sends to `program`, then yield."""
+    """Add the rounds of a pairwise all-to-all over all ranks to the builder `program`: a generator that adds one
+    round's sends per iteration, so that several algorithms can be interleaved."""
     everyone = np.arange(program.ranks)
     return all_to_all_rounds(program, everyone, everyone, program.chunks + everyone, 1)

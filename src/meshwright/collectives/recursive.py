@@ -15,8 +15,8 @@ from meshwright.program.order import Integers
 
 
 def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
-    """Generate the rounds of a reduce-scatter among 2^k ranks by recursive halving, farthest partner first: add each
-    round's sends to `program`, then yield.
+    """Add the rounds of a reduce-scatter among 2^k ranks by recursive halving, farthest partner first to the builder
+    `program`: a generator that adds one round's sends per iteration, so that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the rank at position p of a group ends
     with the slots (buffers for one chunk) edges[p] to edges[p + 1] - 1.
@@ -31,8 +31,8 @@ def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds
 
 
 def doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
-    """Generate the rounds of an all-gather among 2^k ranks by recursive doubling, nearest partner first: add each
-    round's sends to `program`, then yield.
+    """Add the rounds of an all-gather among 2^k ranks by recursive doubling, nearest partner first to the builder
+    `program`: a generator that adds one round's sends per iteration, so that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the rank at position p of a group
     starts with the slots (buffers for one chunk) edges[p] to edges[p + 1] - 1.
@@ -63,11 +63,11 @@ def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
 
 
 def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Generate the first round of an algorithm for a number of ranks that is not a power of two: each extra rank
-    (beyond the largest power of two) sends its vector to a core rank, which adds it to its own. Yields once; not at all
-    for a power of two.
+    """Add to the builder `program` the first round of an algorithm for a number of ranks that is not a power of two:
+    each extra rank (beyond the largest power of two) sends its vector to a core rank, which adds it to its own. A
+    generator of this one round; of no round for a power of two.
 
-    program: program under construction, to which the sends are added. ranks: all ranks of the algorithm, in order.
+    ranks: all ranks of the algorithm, in order.
     """
     extra, stand_in, _ = split_extra_ranks(ranks)
     if extra.size:
@@ -76,10 +76,11 @@ def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
 
 
 def unfold_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Generate the last round of an algorithm for a number of ranks that is not a power of two: each extra rank (beyond
-    the largest power of two) receives the full result from its core rank. Yields once; not at all for a power of two.
+    """Add to the builder `program` the last round of an algorithm for a number of ranks that is not a power of two:
+    each extra rank (beyond the largest power of two) receives the full result from its core rank. A generator of this
+    one round; of no round for a power of two.
 
-    program: program under construction, to which the sends are added. ranks: all ranks of the algorithm, in order.
+    ranks: all ranks of the algorithm, in order.
     """
     extra, stand_in, _ = split_extra_ranks(ranks)
     if extra.size:
@@ -127,8 +128,8 @@ def butterfly(ranks: int) -> CollectiveProgram:
     _, _, core = split_extra_ranks(everyone)
 
     def exchange() -> Rounds:
-        """Generate the rounds in which partners at distance 1, 2, 4 ... exchange vectors and add them: add each round's
-        sends to the program, then yield."""
+        """Add the rounds of the butterfly to the program: in round i, ranks at distance 2^i send each other their
+        vectors, and each adds the received vector to its own. A generator that adds one round's sends per iteration."""
         position = np.arange(len(core))
         for distance in list_powers_of_two(len(core)):
             program.transfer(core, core[position ^ distance], 0, reduce=True)
@@ -138,8 +139,8 @@ def butterfly(ranks: int) -> CollectiveProgram:
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Generate the rounds of a reduce-scatter by recursive halving for any number of ranks: add each round's sends to
-    `program`, then yield.
+    """Add to the builder `program` the rounds of a recursive-halving reduce-scatter, which works for any number of
+    ranks: a generator that adds one round's sends per iteration, so that several algorithms can be interleaved.
 
     ranks: [n], ranks of the algorithm, in order; the rank at position p ends with slot p (buffer for one chunk).
     """
@@ -177,8 +178,8 @@ def all_gather(ranks: int) -> CollectiveProgram:
     extra, stand_in, core = split_extra_ranks(everyone)
 
     def fill_up() -> Rounds:
-        """Generate the round that sends to the extra ranks (beyond the largest power of two) the shares of all other
-        ranks: add the sends to the program, then yield."""
+        """Add to the program the round in which each extra rank (beyond the largest power of two) receives the shares
+        of all other ranks: a generator of this one round, which can be interleaved with others."""
         program.transfer(stand_in, extra, 0, count=extra)
         program.transfer(stand_in, extra, extra + 1, count=ranks - extra - 1)
         yield
@@ -199,8 +200,9 @@ def _compute_share_bounds(ranks: Integers) -> Integers:
 
 
 def _transfer_extra_shares(program: Builder, source: Integers, target: Integers) -> Rounds:
-    """Generate one round that moves the share of each extra rank (beyond the largest power of two) to or from the core
-    rank that runs the algorithm on its behalf: add the sends to `program`, then yield.
+    """Add to the builder `program` one round that moves the share of each extra rank (beyond the largest power of two)
+    to or from the core rank that runs the algorithm on its behalf. A generator of this one round, which can be
+    interleaved with others.
 
     source, target: [pairs], sending and receiving ranks: the extra ranks and their core ranks, or the reverse. The
     share of pair i is slot 2 i (a slot is the buffer for one chunk).

@@ -14,11 +14,12 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Generate the rounds of a ring reduce-scatter: add each round's sends to `program`, then yield. The partial sum of
-    each block travels once around the ring and ends at its owner.
+    """Add the rounds of a ring reduce-scatter to the builder `program`: a generator that adds one round's sends per
+    iteration, so that several algorithms can be interleaved. The partial sum of each block travels once around the ring
+    and ends at its owner.
 
-    ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer for one chunk)
-    of the block that each rank ends with. count: number of consecutive slots in a block.
+    ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer for one chunk) of the
+    block that each rank ends with. count: number of consecutive slots in a block.
     """
     for step in range(1, ranks.shape[-1]):
         program.transfer(ranks, np.roll(ranks, -1, -1), np.roll(own, step, -1), count, reduce=True)
@@ -26,11 +27,11 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Generate the rounds of a ring all-gather: add each round's sends to `program`, then yield. Each block travels
-    once around the ring from its owner.
+    """Add the rounds of a ring all-gather to the builder `program`: a generator that adds one round's sends per
+    iteration, so that several algorithms can be interleaved. Each block travels once around the ring from its owner.
 
-    ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer for one chunk)
-    of the block that each rank starts with. count: number of consecutive slots in a block.
+    ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer for one chunk) of the
+    block that each rank starts with. count: number of consecutive slots in a block.
     """
     for step in range(ranks.shape[-1] - 1):
         program.transfer(ranks, np.roll(ranks, -1, -1), np.roll(own, step, -1), count)
@@ -115,8 +116,8 @@ def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
 
 
 def _split_directions(ranks: int) -> tuple[tuple[Integers, Integers], tuple[Integers, Integers]]:
-    """Return two pairs, one for each direction of a bidirectional ring: (ranks in the order of that direction, first
-    slot of the half block that each of these ranks owns). A block is a rank's 1/n of the vector, stored in two slots
-    (buffers for one chunk): one direction has the first half of every block, the other the second."""
+    """Return, for each of the two directions of a bidirectional ring, a pair of arrays [ranks]: ranks in ring order,
+    and the first slot of the half block that each of them owns. A block is a rank's 1/n of the vector, stored in two
+    slots (buffers for one chunk): one direction moves the first half of every block, the other the second."""
     everyone = np.arange(ranks)
     return (everyone, 2 * everyone), (everyone[::-1], 2 * everyone[::-1] + 1)

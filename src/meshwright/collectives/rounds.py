@@ -21,7 +21,8 @@ Rounds: TypeAlias = Iterator[None]
 def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
     """Run round generators one after the other and return the finished program.
 
-    program: program under construction. parts: generators; each adds the sends of one round to `program`, then yields.
+    program: builder of the collective program. parts: generators; each adds the sends of one round to `program` before
+    each yield.
     """
     for part in parts:
         while True:
@@ -32,7 +33,7 @@ def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
 
 
 def run_together(parts: Iterable[Rounds]) -> Rounds:
-    """Merge round generators (each adds one round's sends to the program, then yields) in parallel: round i of the
+    """Run round generators (each adds one round's sends to the program before each yield) in parallel: round i of the
     result has the sends of round i of all of them."""
     active = list(parts)
     while active := [part for part in active if not _write_next_round(part)]:
@@ -40,8 +41,8 @@ def run_together(parts: Iterable[Rounds]) -> Rounds:
 
 
 def run_staggered(parts: Iterable[Rounds]) -> Rounds:
-    """Merge round generators (each adds one round's sends to the program, then yields) as a pipeline: round i starts
-    the generator `parts[i]` and advances all earlier ones by one of their rounds."""
+    """Run round generators (each adds one round's sends to the program before each yield) as a pipeline: in round i of
+    the result, generator `parts[i]` starts, and each earlier one adds its next round."""
     active: list[Rounds] = []
     for part in parts:
         active = [part for part in [*active, part] if not _write_next_round(part)]
@@ -50,14 +51,14 @@ def run_staggered(parts: Iterable[Rounds]) -> Rounds:
 
 
 def run_in_sequence(*parts: Rounds) -> Rounds:
-    """Chain round generators (each adds one round's sends to the program, then yields) one after the other."""
+    """Run round generators (each adds one round's sends to the program before each yield) one after the other."""
     for part in parts:
         yield from part
 
 
 def _write_next_round(part: Rounds) -> bool:
-    """Advance the round generator `part` to its next `yield`, which adds the sends of one round to the program. Return
-    True if the generator had ended and nothing was added, else False."""
+    """Advance the round generator `part` by one iteration, which adds the sends of one round to the program. Return
+    True if the generator was at its end, so that nothing was added, else False."""
     return next(part, part) is part
 
 

@@ -36,10 +36,12 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     grid = np.arange(ranks).reshape(shape)
 
     def run_part(start: int, direction: int) -> Rounds:
-        """Generate the rounds for one part of the vector: add each round's sends to the program, then yield.
+        """Add the rounds for one part of the vector to the program: a generator that adds one round's sends per
+        iteration, so that several algorithms can be interleaved.
 
         start: number of the axis along which the part's reduce-scatter begins. direction: 1 or -1, direction of the
-        rings."""
+        rings.
+        """
         order = [*axes[start:], *axes[:start]]
         steps = list_axis_phases(grid, order, first=(2 * start + (direction < 0)) * ranks)
         along = [(lines[..., ::direction], own[..., ::direction], count) for lines, own, count in steps]
@@ -92,8 +94,9 @@ def _run_both_directions(
     own: Integers,
     count: int,
 ) -> Rounds:
-    """Generate the rounds of a ring algorithm run in both directions at once, each for one half of every block
-    (consecutive slots): add each round's sends to `program`, then yield.
+    """Add to the builder `program` the rounds of a ring algorithm that runs in both directions at once, each direction
+    for one half of every block (consecutive slots): a generator that adds one round's sends per iteration, so that
+    several algorithms can be interleaved.
 
     rounds: `ring.reduce_scatter_rounds` or `ring.all_gather_rounds`. lines: [..., n], ranks of each ring. own: [...,
     n], first slot (buffer for one chunk) of the block that each rank owns. count: number of slots in a block, even.
