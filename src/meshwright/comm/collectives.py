@@ -235,7 +235,7 @@ def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return a copy of `parts`, which has one slice of equal size for each rank, with the slices shifted cyclically by
-    one rank. Used to inject the fault "wrong group" (data of other ranks)."""
+    one rank. Imitates the injected fault "wrong group" (a call over other ranks)."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
@@ -259,12 +259,13 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _RecordedCall:
-    """Collective call that is counted in the call records. Calling this object returns two texts for an error message:
-    which rank waits for which others, and in which call.
+    """Collective call that is counted in the call records. The object itself is the function that a `Handle` calls to
+    describe the call in an error message.
 
     operation: such as "all_reduce". axis: mesh axis of the call. site: label of the call. payload: bytes of the whole
     vector. fault: fault to inject at this call (None: none). index: number of this call among those of its process
-    group, set when it is posted."""
+    group, set when it is posted.
+    """
 
     operation: str
     axis: Axis
@@ -281,7 +282,8 @@ class _RecordedCall:
         return fault.position % self.axis.size if fault is not None and fault.kind == "drop" else None
 
     def __call__(self) -> tuple[str, str]:
-        """Return two texts for an error message: which rank had no answer from which others, and in which call."""
+        """Return two texts for an error message about this call: which rank waits for which others, and the call's
+        operation, axis and site."""
         axis = self.axis
         others = ", ".join(str(rank) for rank in axis.ranks if rank != axis.ranks[axis.rank])
         who = f"rank {axis.ranks[axis.rank]} had no answer from rank{'s' * (axis.size > 2)} {others}"
@@ -334,9 +336,10 @@ def _post_call(
 ) -> Handle:
     """Post a collective call and record it in the flight recorder; return the handle to wait on.
 
-    post: function that posts the transfers. call: the call's record. output: the result tensor, which an injected fault
-    corrupts at completion. then: callback at completion, before that corruption (None: none). async_op: return before
-    completion. uneven: True if dim 0 of `output` differs between ranks."""
+    post: function that posts the transfers. call: record of the call. output: the result tensor, which an injected
+    fault corrupts at completion. then: callback at completion, before that corruption (None: none). async_op: True:
+    return before completion. uneven: True if dim 0 of `output` differs between ranks.
+    """
     axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
     shape = ("...", *output.shape[1:]) if uneven else output.shape  # the recorded shape must be equal on all ranks
     number = calls.post(axis.calls_group, call.site, call.operation, axis.name, call.payload, output.dtype, shape)

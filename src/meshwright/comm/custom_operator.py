@@ -36,7 +36,8 @@ def _without_compiler(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(kernel)
     def run(*arguments: Any, **options: Any) -> Any:
-        """Call the kernel, undecorated while torch's compiler is not loaded."""
+        """Call the kernel with the operator's arguments: undecorated if torch's compiler is not loaded, else the
+        decorated function."""
         return (kernel if COMPILER in sys.modules else plain)(*arguments, **options)
 
     return run

@@ -78,8 +78,8 @@ class Faults(Generic[AxisType]):
 
     def match_call(self, site: str, operation: str) -> Fault | None:
         """Return the fault to apply to the collective call that is about to be made; None: none. site: label of the
-        call. operation: such as "all_reduce". Calls with the site and operation of the active fault are counted,
-        because a fault may apply only to the n-th call."""
+        call. operation: such as "all_reduce". Must be called once for each call, because a fault may apply only to the
+        n-th call with its site and operation."""
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None
@@ -90,12 +90,13 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Apply `fault` to a call over `axis` if it is a "wrong group" (call over other ranks) for this axis. Return
-        (axis over which to make the call, shift). shift: True if the ranks' data must be shifted cyclically by one
-        rank, in place of using another axis.
+        """Return (axis over which to make a call, shift), for a call to be made over `axis` while `fault` is active.
+        With the fault "wrong group" (call over other ranks) for this axis, the returned axis has other ranks, or shift
+        is True: the ranks' data must be shifted cyclically by one rank instead. With any other fault, or None, it is
+        (`axis`, False).
 
-        With any other fault, or None, the result is (`axis`, False). ordered: True if the call's result depends on the
-        order of ranks."""
+        ordered: True if the call's result depends on the order of ranks.
+        """
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False
         if self.other is None and not ordered:

@@ -42,15 +42,16 @@ class AwaitReceive(NamedTuple):
 
 
 class AwaitSend(NamedTuple):
-    """Entry of a rank's schedule: wait until the send of `message` is complete, so that its slots may be
-    overwritten."""
+    """Entry of a rank's schedule: wait until the send of `message` is complete, so that the memory it was sent from may
+    be overwritten."""
 
     message: Message
 
 
 class Reduce(NamedTuple):
-    """Entry of a rank's schedule: reduce `size` slots of the staging buffer, from its slot `staging` on, into the slots
-    from `slot` on (by the program's reduction: sum, minimum or maximum)."""
+    """Entry of a rank's schedule: reduce received data into the vector by the program's reduction (sum, minimum or
+    maximum). `size` slots (buffers of one chunk each) of the staging buffer, from slot `staging` on, are reduced into
+    the vector's slots from `slot` on."""
 
     slot: int
     size: int
@@ -58,8 +59,9 @@ class Reduce(NamedTuple):
 
 
 class LocalCopy(NamedTuple):
-    """Entry of a rank's schedule: copy `size` slots, from slot `source` on, to the slots from `slot` on. combine: True
-    to reduce them into those slots instead (by the program's reduction: sum, minimum or maximum)."""
+    """Entry of a rank's schedule: copy `size` slots (buffers of one chunk each), from slot `source` on, to the slots
+    from `slot` on. combine: True to reduce them into those slots instead (by the program's reduction: sum, minimum or
+    maximum)."""
 
     slot: int
     size: int
@@ -69,12 +71,13 @@ class LocalCopy(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """One group of a rank's schedule: messages that are posted together, then waits and local work. The fields are
-    executed in this order.
+    """Group of messages in a rank's schedule that are posted together, with the waits and local work before and after.
+    The fields are executed in this order.
 
-    before: waits for earlier sends whose slots this group receives into. receives, sends: messages to post. ahead:
-    receives of the next group that can be posted already. after: waits for received messages and earlier sends, local
-    copies and reductions."""
+    before: waits for earlier sends from slots (buffers of one chunk each) into which this group receives. receives,
+    sends: messages to post. ahead: receives of the next group that are posted early. after: waits for received messages
+    and earlier sends, local copies and reductions.
+    """
 
     before: list[AwaitSend] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
@@ -155,9 +158,10 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
     """Group the transfers from and to `rank` in the verified program `checked` into messages; yield each message as the
     list of its transfers.
 
-    Transfers share a message if they are consecutive, in one group, and adjacent in memory on both ranks; hence sender
-    and receiver form the same messages. Messages from one rank to another are yielded in sending order. merge: False:
-    send every slot (buffer of a chunk) as a message of its own."""
+    Transfers share a message if they are consecutive, in one group of steps, and adjacent in memory on both ranks;
+    hence sender and receiver form the same messages. Messages from one rank to another are yielded in sending order.
+    merge: False: one message for every slot (buffer of one chunk).
+    """
     program, s = checked.program, checked.program.steps
     here = (s.rank[checked.sends] == rank) | (s.rank[checked.receives] == rank)
     send, receive = checked.sends[here], checked.receives[here]
@@ -192,9 +196,8 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
 
 
 def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
-    """Return the memory region of each slot (chunk buffer) number in `slot`: 0 for data, 1 for output, 2 for scratch.
-
-    Slots of different regions are not adjacent in memory."""
+    """Return for each slot number in `slot` the memory region that contains the slot: 0 for data, 1 for output, 2 for
+    scratch. A slot is the buffer of one chunk; slots of different regions are not adjacent in memory."""
     return (slot >= program.chunks).astype(np.int64) + (slot >= program.first_scratch)
 
 
@@ -238,8 +241,8 @@ def _schedule_waits(groups: list[Group]) -> None:
     leaving: list[Message] = []  # sends that have not been waited for
 
     def leave(slot: int, count: int) -> list[AwaitSend]:
-        """Return waits for the unfinished sends that read any of the `count` slots from `slot` on; these sends then
-        count as finished."""
+        """Return waits for the unfinished sends that read any of the `count` slots (chunk buffers) from `slot` on, and
+        remove these sends from the unfinished ones."""
         over = [message for message in leaving if _slots_overlap(message.slot, message.size, slot, count)]
         for message in over:
             leaving.remove(message)
@@ -271,8 +274,9 @@ def _schedule_waits(groups: list[Group]) -> None:
 def _post_early(group: Group, following: Group, touched: list[tuple[int, int]]) -> None:
     """Move receives from `following.receives` to `group.ahead`, so that they are posted one group earlier.
 
-    touched: slot ranges in use while `group` runs, as (first slot, number of slots). A receive into such a range is not
-    moved, nor are later receives from the same rank, because messages from one rank arrive in order."""
+    touched: slot ranges (first slot, number of slots) that are read or written while `group` runs. A receive into such
+    a range is not moved, nor are later receives from the same rank, because messages from one rank arrive in order.
+    """
     held: set[int] = set()
     for message in following.receives:
         in_use = message.staging < 0 and any(_slots_overlap(message.slot, message.size, *other) for other in touched)

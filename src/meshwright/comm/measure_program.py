@@ -80,8 +80,9 @@ def measure(
 
 
 def count_elements(checked: CheckedCollective, total_bytes: float) -> int:
-    """Return the number of float32 elements of a vector of `total_bytes`, rounded up. In operations in which each rank
-    owns a slice of the vector, it is rounded up to equal slices. Raises UserError for a negative size."""
+    """Return the number of float32 elements of a vector of `total_bytes`, rounded up. checked: collective program that
+    is to run on the vector; if each of its ranks owns a slice of the vector, the number is rounded up so that all
+    slices are equal. Raises UserError for a negative size."""
     if total_bytes < 0:
         raise UserError(f"bytes must be at least 0, not {total_bytes:g}")
     numel = max(1, -int(-total_bytes // DTYPE.itemsize))
@@ -90,9 +91,12 @@ def count_elements(checked: CheckedCollective, total_bytes: float) -> int:
 
 
 def combine_answers(checked: CheckedCollective, total_bytes: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the dicts `answers`, which `measure_rank` returned on each rank, into the dict that `measure` returns.
+    """Combine the measurements of all ranks (`answers`, the dict that `measure_rank` returned on each rank) into the
+    dict that `measure` returns.
 
-    total_bytes: size of the vector. Raises CheckFailed if a rank's result differs from torch.distributed's."""
+    checked: the measured program. total_bytes: size of the vector. Raises CheckFailed if a rank's result differs from
+    torch.distributed's.
+    """
     wrong = [rank for rank, answer in enumerate(answers) if not answer["exact"]]
     if wrong:
         named = f"{checked.program.operation} {checked.program.algorithm}"
@@ -117,10 +121,10 @@ def measure_rank(checked: CheckedCollective, numel: int, repeats: int, device: s
     torch.distributed's own call.
 
     numel: number of elements of the float32 vector. repeats: number of timed runs. device: device of the vector.
-
-    Returns a dict: exact (True if both gave the same result on integers), ours and theirs (lists with the seconds of
-    each run of the program and of torch.distributed's call), bytes_sent (by this rank), backend, native (name of
-    torch.distributed's call)."""
+    Returns a dict with these keys. exact: True if both gave the same result on integers. ours, theirs: lists with the
+    seconds of each run of the program and of torch.distributed's call. bytes_sent: by this rank. backend: name of the
+    backend. native: name of torch.distributed's call.
+    """
     executable, operation = (
         Executable(checked, timeout_seconds=TIMEOUT_SECONDS, device=device),
         checked.program.operation,
@@ -153,8 +157,9 @@ def measure_rank(checked: CheckedCollective, numel: int, repeats: int, device: s
 
 
 def _run_program(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
-    """Run the prepared collective program once on `vector` (None: barrier) and record the run as one call in the flight
-    recorder. output: receives the result of an all-to-all; None for other operations, which work in place."""
+    """Run the prepared collective program `executable` once on `vector` (None: barrier) and record the run as one call
+    in the flight recorder. output: receives the result of an all-to-all; None for other operations, which work in
+    place."""
     calls = get_process_writer()
     size, form = (0, ("", ())) if vector is None else (vector.nbytes, (vector.dtype, vector.shape))
     number = calls.post(calls.group(executable.ranks), executable.name, "program", "world", size, *form)
@@ -164,10 +169,9 @@ def _run_program(executable: Executable, vector: torch.Tensor | None, output: to
 
 
 def _matches_native(executable: Executable, numel: int, device: str) -> bool:
-    """Run the program and torch.distributed's call of the same operation on integers; return True if their results are
-    equal.
-
-    numel: number of elements of the vector. device: its device."""
+    """Run the prepared program `executable`, and torch.distributed's call of the same operation, on a vector of
+    integers; return True if their results are equal. numel: number of elements of the vector. device: device of the
+    vector."""
     program = executable.program
     if program.operation == "barrier":
         _run_program(executable, None, None)
@@ -183,15 +187,16 @@ def _matches_native(executable: Executable, numel: int, device: str) -> bool:
 
 
 def _run_native(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call of the program's operation on `vector`; for a CUDA vector on gloo, on a copy in host
-    memory. Return the result on the vector's device."""
+    """Run torch.distributed's call of the operation of `executable` (a prepared program) on `vector`; for a CUDA vector
+    on gloo, on a copy in host memory. Return the result on the vector's device."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
     return _call_native(executable, there).to(vector.device)
 
 
 def find_defined_slice(executable: Executable, numel: int) -> slice:
-    """Return the range of those elements, in a vector of `numel`, whose values the operation defines on this rank, such
-    as this rank's slice after a reduce-scatter. All other elements have arbitrary values."""
+    """Return the range of the elements of a vector of `numel` elements that hold the operation's result on this rank,
+    such as this rank's slice after a reduce-scatter; the other elements have arbitrary values. executable: prepared
+    program, which gives operation and rank."""
     program, rank = executable.program, executable.rank
     if program.operation in ("reduce-scatter", "scatter"):
         share = numel // program.ranks
@@ -204,14 +209,15 @@ def find_defined_slice(executable: Executable, numel: int) -> slice:
 
 
 def _find_receiver(executable: Executable) -> int:
-    """Return the destination rank of a send-receive program: the last rank, or rank 0 if the last one is the root."""
+    """Return the destination rank of a send-receive (`executable`: the prepared program): the last rank, or rank 0 if
+    the last one is the root."""
     last = executable.program.ranks - 1
     return last if executable.program.root != last else 0
 
 
 def _call_native(e: Executable, vector: torch.Tensor) -> torch.Tensor:
     """Run torch.distributed's call of the program's operation on `vector`, in place. Return the result: `vector`, or a
-    new tensor for an all-to-all. e: prepared program, whose operation, process group and root rank are used."""
+    new tensor for an all-to-all. e: prepared program, which gives the operation, process group and root rank."""
     program, group, operation, root = e.program, e.group, e.program.operation, e.program.root
     shares = vector.view(program.ranks, -1).unbind() if operation in OWNED else (vector,) * program.ranks
     mine = shares[e.rank]

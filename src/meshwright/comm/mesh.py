@@ -74,9 +74,11 @@ class Communicator:
         self, ranks: tuple[int, ...], site: str, operation: str, axis: str, dtype: str, shape: Any
     ) -> Iterator[None]:
         """Context manager around an operation that all `ranks` make together, such as the creation of a process group;
-        it records the operation as one call in the flight recorder.
+        records the operation as one call in the flight recorder.
 
-        site, operation, axis, dtype, shape: values recorded for the call. A RuntimeError inside becomes RankLost."""
+        site, operation, axis, dtype, shape: values recorded for the call, as for a collective call. A RuntimeError
+        inside the context becomes RankLost.
+        """
         number = self.calls.post(self.calls.group(ranks), site, operation, axis, 0, dtype, shape)
         self.calls.wait(number)
         try:
@@ -130,8 +132,8 @@ class Axis:
 
     @cached_property
     def calls_group(self) -> int:
-        """Number of this axis's set of ranks in the flight recorder. Axes over the same ranks share the number and
-        their connections."""
+        """Number under which the flight recorder records this axis's calls. Axes over the same ranks share the number
+        and the process group."""
         return self.communicator.calls.group(self.ranks)
 
     @property
@@ -252,8 +254,8 @@ class Mesh:
         backend = "nccl" if group_backends(None).get(torch.device(device).type) == "nccl" else None
 
         def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-            """Return the process group of `ranks`, created once; None if this rank is not in it, or for a single
-            rank."""
+            """Return the process group of the global ranks `ranks`, which is created on the first call and cached; None
+            if this rank is not in it, or for a single rank."""
             if len(ranks) == 1:
                 return groups.get(ranks)  # the group of a world of one rank
             if ranks not in groups:

@@ -47,8 +47,8 @@ class Work:
 
 
 class _StreamWork:
-    """Work handle of one run of a collective program that was queued on a CUDA stream. event: CUDA event recorded on
-    that stream after the run."""
+    """Work handle of one run of a collective program that was queued on a CUDA stream, like torch.distributed's Work.
+    event: CUDA event recorded on that stream after the run."""
 
     def __init__(self, event: Any) -> None:
         self._event = event

@@ -120,7 +120,8 @@ def _forward_all_reduce(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
 
 
 def _forward_all_gather(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
-    """Return the ranks' `x` concatenated along `dim` (forward of `gather_from` and `join_from`)."""
+    """Return the ranks' `x` concatenated along `dim` (forward of `gather_from` and `join_from`). site: label of the
+    call."""
     parts = x.new_empty((axis.size, *x.shape))
     if axis.communicator.faults.active is not None:
         parts.zero_()  # a skipped call must not leave the right values of an earlier one
@@ -129,7 +130,8 @@ def _forward_all_gather(x: torch.Tensor, axis: Axis, site: str, dim: int) -> tor
 
 
 def _forward_reduce_scatter(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
-    """Return this rank's slice along `dim` of the sum of `x` over ranks (forward of `reduce_scatter_to`)."""
+    """Return this rank's slice along `dim` of the sum of `x` over ranks (forward of `reduce_scatter_to`). site: label
+    of the call."""
     parts = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(parts[0])
     collectives.reduce_scatter(mine, parts, axis, site)
@@ -137,7 +139,8 @@ def _forward_reduce_scatter(x: torch.Tensor, axis: Axis, site: str, dim: int) ->
 
 
 def _forward_split(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
-    """Return a copy of this rank's slice of `x` along `dim` (forward of `split_to`)."""
+    """Return a copy of this rank's slice of `x` along `dim` (forward of `split_to`). site: ignored, as nothing is
+    sent."""
     return x.chunk(axis.size, dim)[axis.rank].clone()
 
 
@@ -153,9 +156,9 @@ def _forward_all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join
 def _forward_all_to_all_rows(
     x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]
 ) -> torch.Tensor:
-    """Return the rows received in an all-to-all of uneven parts along dim 0 (forward of `all_to_all_rows`).
+    """Return the rows received in an all-to-all of uneven parts of `x` along dim 0 (forward of `all_to_all_rows`).
 
-    source_sizes, output_sizes: rows sent to and received from each rank, in rank order.
+    source_sizes, output_sizes: rows sent to and received from each rank, in rank order. site: label of the call.
     """
     arrived = _empty_rows(x, sum(output_sizes))
     collectives.all_to_all(arrived, x.contiguous(), axis, site, output_sizes, source_sizes)
@@ -242,22 +245,24 @@ def _register(name: str, operator: Operator) -> None:
     autograd formula."""
 
     def forward(x: torch.Tensor, axis: str, site: str, *arguments: Any) -> torch.Tensor:
-        """Run the operator's forward on `x` over the mesh axis whose `Axis.key` is `axis`. arguments: further
-        arguments, such as dims or sizes."""
+        """Run the operator's forward on `x` over the mesh axis whose `Axis.key` is `axis`. site: label of the call in
+        traces. arguments: further arguments, such as dims or sizes."""
         return operator.forward(x, find_axis(axis), site, *arguments)
 
     def fake(x: torch.Tensor, axis: str, site: str, *arguments: Any) -> torch.Tensor:
-        """Return an empty tensor of the shape of the operator's result (fake implementation, for tracing)."""
+        """Return an uninitialised tensor of the shape of the operator's result; torch.compile calls this instead of the
+        operator when it traces. Same arguments as `forward`."""
         return operator.result(x, find_axis(axis), *arguments)
 
     def save_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # torch passes these by name
-        """Save axis key, call site and further arguments for backward. inputs: those of the operator, in this order
-        after `x`."""
+        """Save axis key, call site and further arguments for backward. ctx: autograd context. inputs: the operator's
+        inputs: x, axis key, site, further arguments. output: the operator's result (unused)."""
         _, ctx.axis, site, *arguments = inputs
         ctx.site, ctx.arguments = site + ".backward", arguments[::-1]
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of `x`, the conjugate operator's result on `gradient`, and None for the other inputs."""
+        """Return the gradients of the operator's inputs: for x the conjugate operator's result on `gradient` (the
+        result's gradient), for all others None. ctx: autograd context filled by `save_context`."""
         conjugate = getattr(torch.ops.meshwright, operator.conjugate)
         return conjugate(gradient, ctx.axis, ctx.site, *ctx.arguments), None, None, *(None for _ in ctx.arguments)
 

@@ -38,11 +38,13 @@ Memory = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Part of the vector on which the whole collective program runs by itself, so that segments can run concurrently.
+    """Part of a vector, on which the whole collective program runs independently of other parts, so that segments can
+    run concurrently.
 
     plan: schedule of this rank. n: number of elements of a slot (the buffer of one chunk of the segment). data, output:
     functions (first slot, number of slots) -> memory of these slots, for the vector and for a separate output (None: in
-    place). finish: callback after the run; None: none."""
+    place). finish: callback after the run; None: none.
+    """
 
     plan: RankProgram
     n: int
@@ -58,11 +60,12 @@ class ScratchBuffers:
         self._kept: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
     def take(self, name: str, lane: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the 1-D buffer for one purpose, with `numel` elements and the dtype and device of `like`; its contents
-        are undefined. It is allocated on first use.
+        """Return the 1-D buffer for one purpose and lane, with `numel` elements and the dtype and device of `like`; its
+        contents are undefined. It is allocated on first use.
 
-        name: purpose, such as "staging". lane: index of the lane that uses the buffer (segments in different lanes run
-        concurrently and get different buffers)."""
+        name: purpose, such as "staging". lane: number of a lane (list of segments of a vector that run one after the
+        other); lanes run concurrently and get different buffers.
+        """
         size, key = numel * like.element_size(), (name, lane, like.device)
         if key not in self._kept or self._kept[key].numel() < size:
             self._kept[key] = torch.empty(size, dtype=torch.uint8, device=like.device)
@@ -153,7 +156,8 @@ class Executable:
             self._divide_by_ranks(vector)
 
     def _run_segments(self, segments: list[_Segment]) -> None:
-        """Run the program on each segment of the vector. On gloo up to `SEGMENTS_IN_FLIGHT` segments run at a time."""
+        """Run the program on each segment of the vector. On gloo the segments are dealt to up to `SEGMENTS_IN_FLIGHT`
+        lanes (lists of segments), which run concurrently."""
         if self.batched:
             for segment in segments:
                 self._run_in_batches(segment)
@@ -168,11 +172,13 @@ class Executable:
             lanes = [lane for lane in lanes if next(lane, False)]
 
     def _run_lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
-        """Run several segments one after the other. A generator: it yields True after posting each group of messages,
-        so that the caller can alternate between lanes.
+        """Run the program on several segments of the vector, one segment after the other. A generator, which yields
+        True after it has posted a group of messages, so that the caller can advance other lanes while they are in
+        transit.
 
-        lane: index of this list of segments among the lists that run concurrently; each lane has its own message
-        tag."""
+        lane: number of this list of segments among the lists (lanes) that run concurrently; it selects the message tag
+        and scratch buffers of the lane. segments: segments of this lane, in order.
+        """
         tag = TAG + lane
         for segment in segments:
             memory = self._get_slot_memory(segment, lane)
@@ -220,8 +226,9 @@ class Executable:
     def _get_message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
         """Return the memory from which a message is sent or into which it is received.
 
-        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the vector and for the staging
-        buffer; a slot is the buffer of one chunk of the vector."""
+        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the vector's slots (buffers of one
+        chunk each) and for the staging buffer, into which messages are received that are then reduced into the vector.
+        """
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
         return memory(message.slot, message.size) if message.staging < 0 else staging(message.staging, message.size)
@@ -261,8 +268,9 @@ class Executable:
     def _apply_locally(self, event: Reduce | LocalCopy, memory: Memory, staging: Memory) -> None:
         """Execute `event`, a local copy or reduction in the rank's schedule.
 
-        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the vector and for the staging
-        buffer; a slot is the buffer of one chunk of the vector."""
+        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the vector's slots (buffers of one
+        chunk each) and for the staging buffer, which holds received data that are not yet reduced.
+        """
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
         if isinstance(event, LocalCopy) and not event.combine:
@@ -282,11 +290,9 @@ class Executable:
     # --- memory
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """Return the segment of `vector` that starts at element `start` and has chunks of `n` elements. Used for
-        operations in which ranks own no slice of the vector, such as broadcast.
-
-        If the vector ends before the segment does, the program runs on a padded copy, which is copied back after the
-        run."""
+        """Return the segment of `vector` that starts at element `start` and has chunks of `n` elements. For operations
+        in which ranks own no slice of the vector, such as broadcast. If the segment extends beyond the end of the
+        vector, it uses a padded copy, which is copied back after the run."""
         length = n * self.program.chunks
         part = vector[start : start + length]
         if part.numel() == length:
@@ -305,9 +311,11 @@ class Executable:
         )
 
     def _split_rank_slices(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
-        """Split a vector, of which each rank owns a slice, into segments that can run concurrently. Each segment takes
-        the same element range of every chunk, and thus a part of every rank's slice. output: receives the result of an
-        all-to-all and is split in the same way; None: in place."""
+        """Split a vector into segments that can run concurrently, for operations in which each rank owns a slice of the
+        vector. Each segment has the same range of elements of every chunk, and thus a part of every rank's slice.
+
+        output: receives the result of an all-to-all and is split in the same way; None: in place.
+        """
         chunks = self.program.chunks
         n = vector.numel() // chunks
         wanted = max(cutting.SEGMENT_BYTES // chunks, cutting.CHUNK_BYTES) // vector.element_size()
@@ -348,9 +356,9 @@ class Executable:
             target[rank * share : (rank + 1) * share] = result[place]
 
     def _get_slot_memory(self, segment: _Segment, lane: int) -> Memory:
-        """Return a function (first slot, number of slots) -> 1-D tensor that gives the memory of a segment's slots:
-        data, output or scratch. A slot is the buffer of one chunk of the segment. lane: index of the lane (list of
-        segments) that runs the segment."""
+        """Return a function (first slot, number of slots) -> 1-D tensor that gives access to a segment's slots: those
+        of the vector, the output or scratch. A slot is the buffer of one chunk of the segment. lane: number of the lane
+        (list of segments of the vector that run one after the other), which has its own scratch buffer."""
         program, data, output = self.program, segment.data, segment.output
         if output is None and program.scratch == 0:
             return data
@@ -358,7 +366,8 @@ class Executable:
         chunks, first_scratch = program.chunks, program.first_scratch
 
         def memory(slot: int, count: int) -> torch.Tensor:
-            """Return the 1-D memory of `count` adjacent slots from `slot` on."""
+            """Return the memory of the `count` adjacent slots (buffers of one chunk each) from `slot` on, as a 1-D
+            tensor."""
             if slot < chunks:
                 return data(slot, count)
             if slot >= first_scratch:
@@ -369,22 +378,23 @@ class Executable:
         return memory
 
     def _get_scratch_memory(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
-        """Return a function (first slot, number of slots) -> 1-D tensor that gives the memory of `slots` scratch slots,
-        each of the size of a chunk of the segment. The buffer is reused from run to run.
+        """Return a function (first slot, number of slots) -> 1-D tensor that gives access to a scratch buffer of
+        `slots` slots, each as large as a chunk of `segment`. The buffer is allocated once and reused by later runs.
 
-        name: purpose of the buffer, such as "staging". lane: index of the lane (list of segments) that runs the
-        segment."""
+        name: purpose of the buffer, such as "staging". lane: number of the lane (list of segments of the vector that
+        run one after the other); lanes run concurrently, so each has its own buffer.
+        """
         return _view_slots(self._buffers.take(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
 
 
 def _view_slots(tensor: torch.Tensor, n: int) -> Memory:
-    """Return a function (first slot, number of slots) -> view of those slots in `tensor`, which consists of slots
-    (buffers of chunks) of `n` elements each."""
+    """Return a function (first slot, number of slots) -> 1-D view of those slots of `n` elements each in `tensor`."""
     return lambda slot, count: tensor[slot * n : (slot + count) * n]
 
 
 def _view_strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """Return a function (slot, number of slots = 1) -> view of that slot in `tensor`, which consists of chunks of `n`
-    elements; slot i is the elements [start, start + length) of chunk i."""
+    """Return a function (slot, number of slots = 1) -> view of that slot in `tensor`. Slot i is the elements [start,
+    start + length) of chunk i, where `tensor` consists of chunks of `n` elements. As such slots are not adjacent in
+    memory, each is accessed alone."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

@@ -55,7 +55,7 @@ class Record:
 
     def sent_by_axis(self) -> dict[str, int]:
         """Return {mesh axis: bytes that this rank has sent over it since the last `clear`}, without axes over which
-        nothing was sent. A sub-axis ("tp/2", "pp[0,3]") counts as its axis."""
+        nothing was sent. Calls on a sub-axis, such as "tp/2" (blocks of 2 ranks of tp), count for its axis, "tp"."""
         return self._sum_sent_bytes(lambda entry: re.split(r"[/[]", entry.axis, maxsplit=1)[0])
 
     def _sum_sent_bytes(self, key_of: Callable[[SiteRecord], str]) -> dict[str, int]:

@@ -58,7 +58,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
         mine = source.view(axis.size, -1)[axis.rank]
 
         def run() -> None:
-            """Run the collective program on `source` and copy this rank's slice to `output`."""
+            """Run the collective program in place on `source`, then copy this rank's slice to `output`."""
             program.run(source)
             if mine.data_ptr() != output.data_ptr():
                 output.view(-1).copy_(mine)
@@ -84,7 +84,8 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """Post an all-gather: output = concatenation of the ranks' `source`, which may be a view of its slice of `output`.
+    """Post an all-gather over the mesh axis: output = concatenation of the ranks' `source`, which may be a view of its
+    slice of `output`.
 
     Returns (work handles, function to call when they are complete, or None).
     """
@@ -184,7 +185,8 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-    """Post an uneven all-gather along dim 0 as an all-to-all; `output` gets sizes[i] rows from rank i.
+    """Post an uneven all-gather along dim 0 of the ranks' `source` as an all-to-all; `output` gets sizes[i] rows from
+    rank i.
 
     Returns (work handles, None: no function to call when they are complete).
     """
@@ -193,8 +195,8 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, size
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-    """Post an uneven reduce-scatter along dim 0, with sizes[i] rows for rank i. The ranks' contributions are added in
-    rank order.
+    """Post an uneven reduce-scatter of `source` along dim 0: `output` receives this rank's rows of the sum over ranks,
+    where rank i has sizes[i] rows. The ranks' contributions are added in rank order.
 
     Returns (work handles, function that adds up the received parts).
     """
