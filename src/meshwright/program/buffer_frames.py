@@ -96,9 +96,9 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
     arrows: list[Arrow] = []
 
     def append_frame(level: int) -> None:
-        """Collect the transfers and local steps of dependency level `level`, which has just been executed. Append a
-        frame (snapshot of all buffers to draw) if some are collected and the level is one of the last two of its round,
-        that of the last local steps or that of the transfers."""
+        """Collect the transfers and local steps of dependency level `level`, which has just been executed; append a
+        frame (snapshot of all buffers to draw) at the end of a round's local steps and at the end of its transfers, if
+        any were collected."""
         turn, place = divmod(level, width)
         for step in np.flatnonzero(s.has_kind(LOCAL) & (order.level[s.group_index] == level)).tolist():
             arrows.append(_make_arrow(program, step, step))
@@ -121,8 +121,8 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Renumber the dependency levels of a collective program so that all transfers of one round have the same level.
-    Each transfer or local step depends on lower levels only.
+    """Renumber the dependency levels of a collective program, for drawing, so that all transfers of one round have the
+    same level. A transfer or local step depends only on those of lower levels.
 
     checked: verified program with its dependency levels. Returns (posting order with the new levels, number of levels
     per round). The last level of a round has its transfers; the levels before it have the local copies and reductions

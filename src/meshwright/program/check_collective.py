@@ -91,10 +91,10 @@ def _check_steps(program: CollectiveProgram) -> None:
     empty = s.has_kind((Kind.SIGNAL, Kind.WAIT))
 
     def beyond(first: Integers) -> Mask:
-        """Return a mask [steps]: True for each step whose `count` slots (buffers for one chunk) from `first` on do not
-        all lie within one of the buffers data, output and scratch; False for signals and waits.
+        """Return a mask [steps]: True for each step whose slots (buffers for one chunk) are not all in one of the
+        buffers data, output and scratch; False for signals and waits, which use no slots.
 
-        first: [steps], first slot that each step uses.
+        first: [steps], first slot that each step uses; the number of slots is its `count`.
         """
         last = first + s.count - 1
         starts = np.array([0, program.output, program.first_scratch][0 if program.has_output else 1 :])

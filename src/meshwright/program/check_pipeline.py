@@ -282,8 +282,8 @@ def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers
 
 
 def _check_updates(program: PipelineProgram) -> None:
-    """Raise `ProgramError` unless exactly one update (optimizer step) applies each weight gradient, this update comes
-    after the step that computes the gradient, and all stages of a replica (copy of the model) are updated after the
+    """Raise `ProgramError` unless updates (optimizer steps) are correct: exactly one update applies each weight
+    gradient, after the step that computes it; and all stages of a replica (copy of the model) are updated after the
     same micro-batches."""
     s = program.steps
     replicas, stages = program.replicas, program.stages

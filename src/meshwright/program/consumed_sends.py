@@ -48,10 +48,9 @@ def compute_read_value(last: int, kind: int, stage: int, replica: int, micro_bat
 
 
 def compute_carried_value(kind: int, stage: int, replica: int, micro_batch: int) -> Value:
-    """Return the value (activation or gradient) that a send or receive transfers, given the fields of that step.
-
-    A value is (OUTPUT = 0 for an activation or GRADIENT = 1, replica, stage that produces it, micro-batch).
-    """
+    """Return the value (activation or gradient) that a send or receive step transfers. kind, stage, replica,
+    micro_batch: fields of the step. A value is (OUTPUT = 0 for an activation or GRADIENT = 1, replica, stage that
+    produces it, micro-batch)."""
     ahead = kind in _FORWARD_TRANSFERS
     maker = stage if kind in _SENDING else stage - 1 if ahead else stage + 1
     return OUTPUT if ahead else GRADIENT, replica, maker, micro_batch
@@ -65,7 +64,8 @@ _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
-    """Find after which steps of `rank` its send buffers can be freed without waiting for the sends.
+    """Find after which steps of `rank` it can free its send buffers without waiting for the sends, so that activations
+    are not kept longer than necessary.
 
     A message that a neighbour sends shows that the neighbour has run all of its earlier steps, and so has already used
     the tensors that those steps received from `rank`. Returns {index of a compute step: values whose send buffers are
@@ -100,9 +100,10 @@ def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[V
 
 
 def _find_peer(placement: Placement, kind: int, stage: int, replica: int, micro_batch: int) -> int:
-    """Return the rank at the other end of a send or receive, given the fields of that step.
+    """Return the rank at the other end of a send or receive step. kind, stage, replica: fields of the step
+    (micro_batch, its last field, does not matter).
 
-    placement: rank of each stage, indexed by replica, then by stage. micro_batch: unused.
+    placement: rank of each stage, indexed by replica, then by stage.
     """
     return placement[replica][stage + (1 if kind in _TO_NEXT_STAGE else -1)]
 

@@ -102,8 +102,8 @@ def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) 
 
 
 def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMoves:
-    """Split all local copies and combines (additions of a slot to another of the same rank) into moves of single slots
-    (buffers for one chunk) and return these, sorted by level and, within a level, copies before combines.
+    """Split all local copies and combines into moves of single slots (buffers for one chunk) and return these, sorted
+    by level and, within a level, copies before combines. A combine adds a slot to another of the same rank.
 
     order: dependency level of each group (steps that a rank posts together) of the program.
     """
@@ -144,9 +144,10 @@ class ContributionTracker:
     def run(self, across: SlotMoves, inside: SlotMoves, watch: Callable[[int], None] | None = None) -> None:
         """Execute all slot moves on `memory`, one dependency level after the other.
 
-        across: moves between ranks (transfers). inside: moves within a rank (local copies and combines). watch:
-        function called after each level with the number of the level. Raises `ProgramError` at the first step that
-        reads an empty slot, reduces different chunks into each other, or adds the contribution of a rank a second time.
+        across: moves of slots (buffers for one chunk) between ranks. inside: moves within a rank (local copies and
+        combines). watch: function called after each level with the level's number; None: none. Raises `ProgramError` at
+        the first step that reads an empty slot, reduces different chunks into each other, or adds the contribution of a
+        rank a second time.
         """
         levels = int(max(across.write_level.max(initial=-1), inside.read_level.max(initial=-1))) + 1
         starts = np.searchsorted(across.read_level, np.arange(levels + 1)).tolist()

@@ -85,12 +85,10 @@ class Dataflow:
 
     @cached_property
     def _ordered_components(self) -> tuple[Integers, Mask, Mask]:
-        """Compute steps, sorted by the value (output or gradient) that they produce and, for one value, in execution
-        order of the layer components (attention, dispatch, MLP, combine).
-
-        Three arrays [compute steps]: step index; True for the first component of a value; True for the last component
-        of a value.
-        """
+        """Compute steps in the order in which they produce values, as three arrays [compute steps]: step index; True
+        for the first component of a value; True for its last component. Steps are sorted by the value (output or
+        gradient) that they produce and, for one value, by layer component (attention, dispatch, MLP, combine) in
+        execution order."""
         s, c, made = self.program.steps, self.computing, self.produced
         part = np.where(s.kind[c] == Kind.FORWARD, s.component[c], -s.component[c])
         order = np.lexsort((part, made)) if part.any() else np.argsort(made, kind="stable")
@@ -136,9 +134,10 @@ class Dataflow:
         found = [(order[later], order[later - 1], own, s.stage[order[later]], np.zeros(len(later), np.bool_))]
 
         def reads(reader: Integers, what: int, ahead: int = 0) -> None:
-            """Add a read of a value of the same micro-batch and replica for each step index in `reader`.
+            """Record that each step of `reader` (step indices) reads a value of its own micro-batch and replica.
 
-            what: OUTPUT or GRADIENT. ahead: index of the producing stage minus that of the reading stage: -1, 0 or 1.
+            what: kind of value, OUTPUT or GRADIENT. ahead: stage that produces the value minus stage of the reader: -1,
+            0 or 1.
             """
             stage = s.stage[reader] + ahead
             maker = self.last_step[self.compute_value_index(what, s.replica[reader], stage, s.micro_batch[reader])]
@@ -155,8 +154,9 @@ class Dataflow:
         return ValueReads(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
     def _find_same_component(self, weights: Integers, whole: Integers) -> Integers:
-        """Return, for each weight-gradient step, the index of the step that computes the gradient it needs: the input
-        gradient or full backward of the same replica, stage, micro-batch and layer component.
+        """Return, for each weight-gradient step, the index of the step that computes the output gradients from which it
+        computes weight gradients: the input-gradient or full backward step of the same replica, stage, micro-batch and
+        layer component.
 
         weights: indices of the weight-gradient steps. whole: [weights], indices to return instead where no step has the
         same component, because the input gradient is a single step for all components.

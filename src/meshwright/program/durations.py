@@ -76,11 +76,12 @@ class Durations:
         stages = len(placement[0])
 
         def by_stage(name: str, value: ArrayLike) -> Floats:
-            """Convert one field to durations by stage: [stages], or [replicas, stages] for values by rank and several
-            replicas.
+            """Convert one field of `Durations` to values by stage: [stages], or [replicas, stages] for values by rank
+            and several replicas. A number, or a list by rank, is divided by the stages per rank; a list by stage is
+            kept.
 
             name: field name, for errors. value: one number, one per rank, or one per stage. Raises UserError for
-                another length.
+            another length.
             """
             array = np.asarray(value, np.float64)
             if array.ndim == 0:

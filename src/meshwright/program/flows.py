@@ -16,7 +16,8 @@ _MAX_CACHED = 4_000_000  # numbers cached by a FairSharing: 32 MB
 
 
 def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Floats) -> Floats:
-    """Return the max-min fair rate in bytes per second of each of several flows over shared links: [flows].
+    """Return the max-min fair rate in bytes per second of each of several flows (concurrent messages) over shared
+    links: [flows].
 
     flow, link: [hops], flow number and link number of each hop of all routes, ordered by flow; every flow has at least
     one hop. flows: number of flows. bandwidth: [all links], bytes per second.

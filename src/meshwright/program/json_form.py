@@ -229,10 +229,8 @@ def _refuse_unknown_keys(table: Mapping[str, object], known: Iterable[str], wher
 
 
 def _require_type(value: object, like: T, where: str) -> T:
-    """Return `value` if it has the type of the example value `like` (int, str or list), else raise `UserError`.
-
-    where: name of the value in the message.
-    """
+    """Return `value` if it has the type of the example value `like` (an int, str or list), else raise `UserError`.
+    where: name of the value in the message."""
     kind, words = {int: (int, "an integer"), str: (str, "a string")}.get(type(like), (list, "a list"))
     if type(value) is not kind or (isinstance(value, int) and abs(value) > _MAX_INTEGER):
         raise UserError(f"{where} should be {words}, not {_format_value(value)}")

@@ -33,13 +33,14 @@ class MakespanCache:
         self._known: dict[tuple[PipelineProgram, bytes], float] = {}
 
     def get(self, program: PipelineProgram, durations: Durations) -> float:
-        """Return the makespan of a schedule in the unit of the durations; simulate it if it is not in the cache."""
+        """Return the makespan (total time) of the schedule `program` in the unit of the durations; simulate it if it is
+        not in the cache."""
         self.compute(program, [durations])
         return self._known[program, _make_key(durations)]
 
     def compute(self, program: PipelineProgram, durations: Sequence[Durations]) -> None:
-        """Simulate the schedule under several sets of step durations at once, which is faster than one by one, and
-        store the makespans in the cache."""
+        """Simulate the schedule `program` under several sets of step durations at once, which is faster than one by
+        one, and store the makespans (total times) in the cache."""
         unknown = {key: each for each in durations if (program, key := _make_key(each)) not in self._known}
         if unknown:
             found = compute_makespans(program, list(unknown.values()))
@@ -159,8 +160,7 @@ def _list_remote_predecessors(program: PipelineProgram, wait: RemoteReads) -> tu
     waits.
 
     wait: values read across ranks. Returns two lists of arrays [groups]: awaited groups, as group indices, and reads,
-    as indices into `wait`. Array number i of each list has the i-th wait of every group; -1 if the group has fewer
-    waits.
+    as indices into `wait`. Entry g of array i is the i-th wait of group g; -1 if g has fewer waits.
     """
     s = program.steps
     groups = len(s.group_rank)

@@ -72,9 +72,9 @@ def match_transfers(rank: Integers, peer: Integers, is_send: Mask, is_receive: M
 class PostingOrder:
     """Order in which the groups (steps that a rank posts together) of a program can be posted.
 
-    level: [groups], number of groups before each group in its longest dependency chain; a group depends only on groups
-    of lower levels. rounds: [groups], largest number of transfers in a dependency chain before each group. depth:
-    number of transfers in the longest chain of the program, which is its number of rounds.
+    level: [groups], length of the longest chain of groups that must be posted before each group; a group depends only
+    on groups of lower levels. rounds: [groups], largest number of transfers in such a chain. depth: number of transfers
+    in the longest chain of the program, which is its number of rounds.
     """
 
     level: Integers

@@ -53,14 +53,14 @@ def compute_peak_activations(flow: Dataflow) -> Floats:
 
 
 def count_weight_copies(program: PipelineProgram) -> Floats:
-    """Return the peak number of weight versions on each rank, in units of one copy of the rank's stages of one replica;
-    indexed by rank.
+    """Return the peak number of weight versions on each rank, indexed by rank; the unit is one copy of the rank's
+    stages of one replica (copy of the model).
 
-    A synchronous program has one version of each replica's stages. An update makes a new version current at its
-    position in the rank's steps; a forward uses the newest version, and its backward the same one. A replaced version
-    is kept until the last backward that uses it. If a gradient for a later update is computed before an update, the
-    gradients of the two updates must be accumulated separately: the new version counts from that gradient on
-    (PipeDream-2BW's second buffer).
+    A synchronous schedule has one version of each replica's stages. In an asynchronous one (PipeDream), each update
+    (optimizer step) makes a new version; a forward uses the newest version, and its backward the same one, so a
+    replaced version is kept until the last backward that uses it. If a gradient of a later update is computed before an
+    update, the gradients of both must be accumulated separately: the version that the update makes then counts from
+    that gradient on (second buffer of PipeDream-2BW).
     """
     s = program.steps
     held = np.bincount(np.asarray(program.placement).ravel(), minlength=program.ranks) / program.chunks

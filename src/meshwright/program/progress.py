@@ -66,12 +66,12 @@ def find_remote_reads(flow: Dataflow) -> RemoteReads:
 def find_transfers(
     flow: Dataflow, kind: Kind, what: Integers, replica: Integers, stage: Integers, micro_batch: Integers
 ) -> Integers:
-    """Return the index of the step that sends (or receives) each of several values: [values]; -1 for a value that no
-    step sends (or receives).
+    """Return the index of the step that sends, or of the step that receives, each of several values: [values]; -1 for a
+    value that no step sends (or receives).
 
-    flow: data flow of the schedule. kind: SEND_FORWARD to find sends, of activations and of gradients; RECEIVE_FORWARD
-    to find receives of both. what: [values], OUTPUT (activation) or GRADIENT. replica, stage, micro_batch: [values];
-    the stage is that of the sending (or receiving) step.
+    flow: data flow of the schedule. kind: SEND_FORWARD to find the sending steps, RECEIVE_FORWARD to find the receiving
+    ones, both for activations and gradients. what: [values], OUTPUT (activation) or GRADIENT. replica, stage,
+    micro_batch: [values], those of the sending (or receiving) step.
     """
     program, s = flow.program, flow.program.steps
     steps = np.flatnonzero((s.kind == kind) | (s.kind == kind + 2))

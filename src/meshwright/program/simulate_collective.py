@@ -105,9 +105,9 @@ class CollectiveSimulator:
         self._local_chunk_seconds = reduced / reduce_bytes_per_second
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
-        """Return, for each message (all transfers from one group to another; a group is the steps that a rank posts
-        together), the number of messages that precede it in the program among those of the same sending group that
-        start on the same first link: [messages]."""
+        """Return, for each message, how many messages of the same group start before it on the same first link, each of
+        which delays it by the network's gap: [messages]. A group is the steps that a rank posts together; a message is
+        all transfers from one group to another."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]

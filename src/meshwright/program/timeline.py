@@ -30,9 +30,9 @@ class Span:
 
     track: index of the track (a rank). kind: word that decides the colour, such as `forward`. label: a few letters to
     write on the box. name: full description. shade: 0 (dark) for the first model chunk of a rank to 1 for its last.
-    mirrored: True for the second replica (copy of the model) of a bidirectional schedule. lanes: number of parts into
-    which the track's height is divided because spans overlap in time. lane: index of the part in which this span is
-    drawn.
+    mirrored: True for the second replica (copy of the model) of a bidirectional schedule. lanes: number of horizontal
+    strips into which the track is divided here because spans overlap in time. lane: index of the strip in which this
+    span is drawn.
     """
 
     track: int

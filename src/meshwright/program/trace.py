@@ -49,8 +49,8 @@ def make_process_event(process: int, name: str) -> dict[str, Any]:
 
 
 def make_thread_events(process: int, thread: int, name: str) -> list[dict[str, Any]]:
-    """Return two Chrome-trace metadata events for thread number `thread`: one gives it the name `name`, the other makes
-    the viewer list threads in the order of their numbers."""
+    """Return two Chrome-trace metadata events for thread number `thread` of process number `process`: one gives it the
+    name `name`, the other makes the viewer list threads in the order of their numbers."""
     common = {"ph": "M", "pid": process, "tid": thread}
     return [
         {**common, "name": "thread_name", "args": {"name": name}},
@@ -61,7 +61,8 @@ def make_thread_events(process: int, thread: int, name: str) -> list[dict[str, A
 def make_slice_event(
     process: int, thread: int, start: float, length: float, label: str, kind: str, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the Chrome-trace event of a slice (box on a thread), from `start` on for `length`, both in microseconds.
+    """Return the Chrome-trace event of a slice: a box on thread number `thread` of process number `process`, from
+    `start` on for `length`, both in microseconds.
 
     label: text on the slice. kind: category of the slice. args: details shown when it is selected. Slices of one thread
     must nest.
