@@ -48,7 +48,7 @@ class KernelsUnavailable(Exception):
 @contextmanager
 def _reporting_errors() -> Iterator[None]:
     """Context manager that converts errors of a failing compiler and of an unusable cache directory to
-    KernelsUnavailable."""
+    `KernelsUnavailable`, whose message states the reason."""
     try:
         yield
     except subprocess.CalledProcessError as error:

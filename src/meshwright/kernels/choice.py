@@ -127,8 +127,8 @@ def describe_processor() -> dict[str, str]:
 
 
 def find_fastest(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the instruction set with the smallest product (equivalently geometric mean) of seconds over all benchmark
-    cases. seconds: {instruction set: {case: seconds}}."""
+    """Return the instruction set that is the fastest over all benchmark cases: the one with the smallest geometric mean
+    of seconds. seconds: {instruction set: {case: seconds}}."""
     return min(seconds, key=lambda name: float(np.prod(list(seconds[name].values()))))
 
 
@@ -151,11 +151,12 @@ def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, fl
 
 
 def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
-    """Return the benchmark cases for choosing an instruction set, {case: function that runs it once}, for T = 1, 8 and
-    128 tokens (decode to prefill).
+    """Return the benchmark cases by which the instruction set is chosen, {case: function that runs it once}: for T = 1,
+    8 and 128 tokens (decode to prefill) one matrix product and one attention.
 
     Case "product T" multiplies T rows by a [1536, 1536] weight. Case "attention T" computes attention of the last T
-    tokens of a sequence of 1,024 tokens, with 8 query heads of size 64 and 2 key-value heads.
+    tokens of a sequence of 1,024 tokens, with 8 query heads of size 64 and 2 key-value heads. kernels: the compiled
+    library to be timed.
     """
     random, heads, kv_heads, size, context = np.random.default_rng(0), 8, 2, 64, 1024
     matrix = kernels.pack(random.standard_normal((1536, 1536), np.float32), "bfloat16")
@@ -175,8 +176,8 @@ def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
 
 
 class _LastTokens:
-    """Batch (as `StepArrays`) for timing kernels: the step computes the last `tokens` tokens of a single sequence of
-    `context` tokens. Token IDs are arbitrary."""
+    """Batch (as `StepArrays`) for timing kernels: a step that computes the last `tokens` tokens of a single sequence of
+    `context` tokens, whose other keys and values are cached. Token IDs are arbitrary."""
 
     def __init__(self, tokens: int, context: int) -> None:
         self.positions = np.arange(context - tokens, context, dtype=np.int32)

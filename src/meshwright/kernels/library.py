@@ -76,8 +76,8 @@ class Kernels:
         tasks = [(index, row) for index in range(count) for row in range(0, n, _PACKED_ROWS)]
 
         def pack_rows(number: int) -> None:
-            """Pack the share of packing thread `number`: every n-th task, for n threads; a task is 256 rows of one
-            matrix."""
+            """Pack this thread's share of the weight; `number`: index of the thread. Of the tasks (256 rows of one
+            matrix each), thread i of n packs tasks i, i + n, i + 2n ..."""
             for index, row in tasks[number :: self._threads]:
                 rows = weight.reshape(count, n, k)[index, row : row + _PACKED_ROWS]
                 out = words[index, row // 16 : -(-(row + len(rows)) // 16)]
@@ -106,8 +106,9 @@ class Kernels:
         self._packers, self._padded = None, [np.empty(0, np.uint32)] * self._threads
 
     def _make_padded(self, number: int, shape: tuple[int, int]) -> npt.NDArray[np.uint32]:
-        """Return a zeroed uint32 array of `shape` (rows, columns), in which `pack` pads rows of a weight before it
-        permutes them. number: index of the packing thread; the next call with the same number overwrites the array."""
+        """Return a zeroed uint32 array of `shape` (rows, columns) into which `pack` copies rows of a weight, padded to
+        whole panels, before it permutes them. number: index of the packing thread, whose array is reused by its next
+        call."""
         size = shape[0] * shape[1]
         if len(self._padded[number]) < size:
             self._padded[number] = np.empty(size, np.uint32)

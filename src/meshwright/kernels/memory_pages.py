@@ -32,9 +32,10 @@ def map_huge_pages(size: int) -> npt.NDArray[np.uint8]:
 
 @contextmanager
 def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> Iterator[None]:
-    """Context manager that makes the memory of new, zeroed KV caches [blocks, ...] resident, in two background threads,
-    so that no later step can run out of memory. Leaving the context waits for the threads, or after an error makes them
-    stop early. On Linux before 5.14, leaving the context writes to each page instead."""
+    """Context manager that makes the memory of new, zeroed KV caches [blocks, ...] resident (backed by physical
+    memory), so that no later step can run out of memory. Two background threads do this inside the context; leaving it
+    waits for them, or after an error makes them stop early. On Linux before 5.14, leaving the context writes to each
+    page instead."""
     memory = [each.reshape(-1).view(np.uint8) for each in caches]
     # A list's iterator gives each piece to one thread. While a piece is populated no other thread can map memory.
     pieces = [each[at : at + _PIECE] for each in memory for at in range(0, len(each), _PIECE)]
@@ -59,8 +60,8 @@ def _populate_pages(memory: npt.NDArray[Any]) -> bool:
 
 
 def release_pages(address: int, size: int) -> None:
-    """Release the pages of a memory-mapped file that lie entirely inside `size` bytes from `address` on; an access
-    reads them from the file again."""
+    """Release the physical memory of a memory-mapped file's pages that lie entirely inside `size` bytes from memory
+    address `address` on; a later access reads them from the file again."""
     begin, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > begin:
         _MADVISE(begin, end - begin, mmap.MADV_DONTNEED)

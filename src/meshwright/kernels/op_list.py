@@ -46,7 +46,11 @@ _ROUTER = {"softmax": 0, "sigmoid": 1}
 class OpList:
     """List of the operations of a forward step, which the compiled library executes in order, each on all threads with
     a barrier after it. An operation takes one or more entries (structs `structures.Op`); `len()` is the number of
-    entries. execute: function that executes a range of entries on a batch, such as `Kernels.execute`."""
+    entries.
+
+    execute: function (entries, begin, end, step) that executes the entries from `begin` to `end` (exclusive) on a
+    batch, such as `Kernels.execute`.
+    """
 
     def __init__(self, execute: Execute) -> None:
         self._execute = execute

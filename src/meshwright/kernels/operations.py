@@ -117,9 +117,9 @@ class RopeStore:
     """QK norm (if given) and rotary embedding of the step's queries and keys, in place; keys and values are then
     written into the KV cache. T tokens, N query heads and K key-value heads of size D.
 
-    qkv: [T, (N + 2K) D], queries first, then keys, then values. cache: the layer's KV cache. heads: N. cosine, sine:
-    [positions, R/2], for the R <= D rotated features, whose pairs are i and i + R/2 (None: no rotation, learned
-    positions). query_norm, key_norm: RMSNorm weights [D] (None: no norm); epsilon: of these norms.
+    qkv: [T, (N + 2K) D], queries first, then keys, then values. cache: KV cache of the layer. heads: N. cosine, sine:
+    [positions, R/2], where the first R <= D features of a head are rotated in pairs i and i + R/2; None: no rotation
+    (learned positions). query_norm, key_norm: RMSNorm weights [D] (None: no norm); epsilon: of these norms.
     """
 
     qkv: Float32

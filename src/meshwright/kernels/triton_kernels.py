@@ -315,12 +315,13 @@ def swiglu(up, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def weigh_sections(logits, draws, sections, size, stride, BLOCK: tl.constexpr):
-    """Compute, for one section of BLOCK logits of one row, their highest value (NaN if one is NaN), its token ID (the
-    lowest among equals), the sum of exp(logit - highest), and that of exp((logit - highest) / temperature) (0 if the
-    temperature is 0). The four go to `sections` [rows, sections of a row, 4], float64.
+    """Compute four numbers of one section of BLOCK logits of one row, float64, into `sections` [rows, sections of a
+    row, 4]: the highest logit (NaN if one is NaN); its token ID (the lowest among equals); the sum of exp(logit -
+    highest); that of exp((logit - highest) / temperature), 0 if the temperature is 0.
 
     Grid: (rows, sections of a row). logits: float32, rows of `size` elements, `stride` elements apart. draws: float64
-    [3, rows] with the temperature of each row first."""
+    [3, rows] with the temperature of each row first.
+    """
     row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = section * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
