@@ -45,7 +45,7 @@ def time_collective(
 
     operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message is returned. size:
     bytes of the full (unsharded) vector. seconds: time budget. All ranks call this with equal arguments, and all groups
-    of the axis run the collective at once.
+    of the axis run the collective at once. mesh: from `probe.rank.make_probe_mesh`.
     """
     device = mesh.device
     call, calls_each = _make_call(axis, operation, size, device)
@@ -96,8 +96,10 @@ def compute_slowest_median(by_rank: list[list[float]], waits: list[list[float]])
 
 def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
     """Return (function that runs the collective once over `axis`, number by which to divide the function's duration).
-    The number is 2 for "send-receive", which sends a message there and back, and 1 for other collectives. operation:
-    such as "all-reduce". size: bytes of the full float32 vector."""
+    The number is 2 for "send-receive", which sends a message there and back, and 1 for all other operations.
+
+    operation: such as "all-reduce". size: bytes of the full float32 vector.
+    """
     share = max(1, size // 4 // axis.size)
     whole = torch.zeros(share * axis.size, device=device)
     mine = whole[axis.rank * share : (axis.rank + 1) * share]
@@ -117,7 +119,7 @@ def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> t
 
 def _ping_pong(message: torch.Tensor, axis: Axis) -> None:
     """Send `message` from the first to the second rank of each pair of neighbours on `axis` (0 and 1, 2 and 3 ...), and
-    back."""
+    back, to time point-to-point messages."""
     first, peer = axis.rank % 2 == 0, axis.rank ^ 1
     if peer >= axis.size:  # the last rank of an odd number has no partner
         return

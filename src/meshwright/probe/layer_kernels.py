@@ -79,9 +79,13 @@ def list_layer_points(plan: MeasurementPlan) -> list[MeasurementPoint]:
 def _list_kernels(
     axes: Sequence[str], elements: int, dtype: torch.dtype, back: bool
 ) -> Iterator[tuple[str, Callable[[torch.device], Callable[[], Any]], float, float]]:
-    """Yield every layer operation on tensors of `elements` elements, as (name, function (device) -> call to be timed,
-    number of device kernels that the call launches, bytes that one kernel reads and writes). axes: mesh axes of the
-    plan; with "cp" ring attention is included. back: True for the backward pass, False for the forward pass."""
+    """Yield every layer operation on tensors of `elements` elements, as (name, make, kernels, bytes). make: function
+    (device) -> function to be timed. kernels: number of device kernels that one run launches. bytes: bytes that one of
+    them reads and writes.
+
+    axes: mesh axes of the plan; with "cp" ring attention is included. back: True for the backward pass, False for the
+    forward pass.
+    """
     for name, (width, kernels) in _ELEMENTWISE.items():
         passes, tokens = kernels[back], elements // width
         moved = passes.bytes(dtype.itemsize) * tokens * width / passes.kernels
@@ -106,8 +110,11 @@ ForwardCall = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that runs one pass of a layer operation. back: True for the backward pass alone, False for the
-    forward pass, which saves activations. made: function (device) -> (inputs, forward function)."""
+    """Return a function that runs one pass of a layer operation on `device`.
+
+    made: function (device) -> (inputs whose gradients are computed, forward function). back: True for the backward pass
+    alone, False for the forward pass, which saves activations.
+    """
     with torch.enable_grad():
         inputs, forward = made(device)
         if not back:

@@ -28,9 +28,10 @@ class MeasurementPoint:
 
     kind: "product" (matrix product), "pass" (elementwise operation over memory) or "kernel" (operation of a transformer
     layer, such as norm or attention). name: name of the pass or operation; for a product "forward", "input-gradient" or
-    "weight-gradient". precision: such as "bf16". sizes: (tokens, out, in) of a product, else (elements,). make: for
-    kind "kernel", function (device) -> function that runs the operation once on inputs allocated there; else None.
-    kernels: number of device kernels that one run launches. kernel_bytes: bytes that each of them reads and writes.
+    "weight-gradient". precision: such as "bf16". sizes: (tokens, output size, input size) of a product, else
+    (elements,). make: for kind "kernel", function (device) -> function that runs the operation once on inputs allocated
+    there; else None. kernels: number of device kernels that one run launches. kernel_bytes: mean bytes that each of
+    these kernels reads and writes.
     """
 
     kind: str
@@ -43,8 +44,8 @@ class MeasurementPoint:
 
     @property
     def bytes(self) -> float:
-        """Bytes read and written: for a memory pass in one run, for a layer operation in one of the device kernels that
-        a run launches (mean). Not defined for matrix products."""
+        """Bytes read and written, by which the planner looks up the measured time: for a memory pass those of one run,
+        for a layer operation the mean of the device kernels that one run launches. Not defined for matrix products."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
@@ -142,10 +143,11 @@ class MeasurementPlan:
 
 
 class ReferenceKernel:
-    """Small matrix product (256 x 512 by 512 x 512, float32) that is timed right after each measurement, to correct the
-    measured time to the CPU's usual speed: other users of the machine may reduce the speed by a third for seconds.
+    """Small matrix product (256 x 512 by 512 x 512, float32) that is timed right after each measurement on a CPU, to
+    scale the measured time to the CPU's usual speed: other programs on the machine may reduce the speed by a third for
+    seconds.
 
-    device: device of the measurements; except on CPUs the product is not timed.
+    device: device of the measurements; on a GPU nothing is timed or corrected.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -153,7 +155,8 @@ class ReferenceKernel:
         self._processor = device.type == "cpu"
 
     def seconds(self) -> float:
-        """Time the product now; return the median of three calls in seconds (1.0 on other devices than CPUs)."""
+        """Time one fixed matrix product on the CPU, by which other timings are corrected for changes of the CPU's
+        speed; return the median of three calls in seconds. On a GPU return 1.0, as no correction is made there."""
         if not self._processor:
             return 1.0
         with torch.no_grad():
@@ -199,8 +202,8 @@ def make_call(point: MeasurementPoint, device: torch.device) -> Callable[[], Any
 
 @contextmanager
 def use_precision(precision: str) -> Iterator[None]:
-    """Context manager in which float32 matrix products use TF32 if `precision` is "tf32", and full float32
-    otherwise."""
+    """Context manager in which float32 matrix products on GPUs use TF32 if `precision` is "tf32", and full float32 for
+    every other value."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
@@ -210,8 +213,8 @@ def use_precision(precision: str) -> Iterator[None]:
 
 
 def time_point(point: MeasurementPoint, device: torch.device, seconds: float) -> float:
-    """Time a measurement point by `time_call`; return the seconds of one run or, for a layer operation that launches
-    several device kernels, the mean per kernel. seconds: approximate time for measuring."""
+    """Time a measurement point for about `seconds`; return the seconds of one run or, for a layer operation that
+    launches several device kernels, the mean seconds per kernel."""
     cold = point.kind == "product" and device.type == "cpu"
     with torch.no_grad(), use_precision(point.precision):
         return time_call(make_call(point, device), device, seconds, cold) / point.kernels
@@ -222,10 +225,13 @@ LONG = 4
 
 
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float, cold: bool = False) -> float:
-    """Time `call()`, in about `seconds`; return the seconds of one call: the median over at least three batches, each
-    of which repeats the call between two synchronizations with `device`. If a single call takes longer than `seconds`,
-    it is timed only once, after a warm-up. cold: the warm-up itself is returned if it takes longer than `LONG` times
-    `seconds`, since what a first call does more is short beside that."""
+    """Time `call()` for about `seconds`; return the seconds of one call: the median over at least three batches, each
+    of which repeats the call between two synchronizations with `device`. A call that takes longer than `seconds` is
+    timed once, after one warm-up call.
+
+    cold: True: if the warm-up call takes longer than `LONG` times `seconds`, return its time, since the extra work of a
+    first call is then negligible.
+    """
     first = _time_batch(call, device, 1)  # warm-up: chooses kernels and packs weights
     if cold and first > LONG * seconds:
         return first
@@ -248,18 +254,20 @@ def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> fl
 
 
 class _SeededBackward(torch.autograd.Function):
-    """Autograd function that returns a scalar whose backward gives its first input a chosen gradient."""
+    """Autograd function that turns a tensor into a scalar whose backward gives this tensor a chosen gradient, to time a
+    backward pass without a loss."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a scalar 0 of the dtype of `out` in place of a loss, whose backward gives `out` the gradient
-        `gradient`, of its shape."""
+        """Return a scalar 0 of the dtype of `out`, to be used as the loss; its backward gives `out` the gradient
+        `gradient` (same shape). ctx: autograd context."""
         ctx.gradient = gradient
         return out.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the gradients of the two inputs of `forward`: the given one for `out`, None for `gradient`."""
+        """Return the gradients of the inputs of `forward`: for `out` the chosen gradient, for `gradient` None. ctx:
+        autograd context. The gradient of the scalar is ignored."""
         return ctx.gradient, None
 
 

@@ -166,10 +166,10 @@ def _time_points(
     """Time every measurement point while the first `busy` ranks of each host compute, with `threads` threads each, and
     the other ranks idle. Return (times, usual).
 
-    times: seconds of one run of each point at the CPU's usual speed, [rank][point]; empty for an idle rank. usual:
-    seconds of the reference matrix product `kernel` at that speed: the median over all points, averaged over the
-    computing ranks. seconds: time for each point. The product is timed after each point, to correct for the CPU's
-    current speed.
+    times: seconds of one run of each point, scaled to the CPU's usual speed, [rank][point]; an empty list for an idle
+    rank. usual: seconds that the reference matrix product takes at that speed, which is its median over all points,
+    averaged over the computing ranks. seconds: time spent on each point. kernel: reference matrix product, timed after
+    each point to scale the point's time.
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -189,8 +189,8 @@ def _time_points(
 
 
 def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[float]]]:
-    """Time matrix products and memory passes on all ranks, to find slow ranks. Return {"products", "memory": seconds,
-    [rank][measurement]}; {} if `plan.compare_seconds` is 0.
+    """Time matrix products and memory passes on all ranks, to find slow ranks. Return {"products": times, "memory":
+    times}, with times in seconds, [rank][measurement]; {} if `plan.compare_seconds` is 0.
 
     All points are timed in short rounds, repeated for `plan.compare_seconds`: in one long measurement of each point,
     ranks would differ because a shared machine slows one after another for half a second at a time.
@@ -223,8 +223,11 @@ def _smooth_times(times: list[float]) -> list[float]:
 def _group_by_name(
     points: list[MeasurementPoint], seconds: list[float], kinds: tuple[str, ...]
 ) -> Iterator[tuple[str, str, tuple[MeasurementPoint, ...], tuple[float, ...]]]:
-    """Group the measurement points of these `kinds` ("product", "pass" ...) by precision and name; yield (precision,
-    name, points, seconds of each). seconds: duration of each of `points`."""
+    """Group the measurement points of certain kinds by precision and name; yield for each group (precision, name, its
+    points, seconds of each).
+
+    seconds: duration of each of `points`. kinds: kinds to include, of "product", "pass" and "kernel".
+    """
     timed = [(point, took) for point, took in zip(points, seconds, strict=True) if point.kind in kinds]
     for key in dict.fromkeys((point.precision, point.name) for point, _ in timed):
         chosen, times = zip(*(each for each in timed if (each[0].precision, each[0].name) == key), strict=True)
@@ -252,8 +255,8 @@ def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], No
 
 
 def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[tuple[str, Curve]]:
-    """Time copies between pinned host memory and a GPU at the plan's sizes; return [("to-device" or "to-host", curve of
-    seconds over bytes)], empty on CPUs."""
+    """Time copies between pinned host memory and a GPU at the plan's sizes. Return for each direction (name, curve of
+    seconds over bytes), where the name is "to-device" or "to-host"; an empty list on CPUs."""
     if device.type != "cuda":
         return []
     found = []
@@ -276,7 +279,7 @@ def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, 
     operations = 200  # enough that the fixed cost of a backward pass is negligible
 
     def differentiated() -> None:
-        """Run a chain of `operations` multiplications and its backward pass."""
+        """Run a chain of `operations` multiplications of a minimal tensor, and its backward pass, with autograd."""
         y = leaf
         for _ in range(operations):
             y = y * x
@@ -287,8 +290,8 @@ def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, 
 
 
 def _describe_device(mesh: Mesh) -> dict[str, Any]:
-    """Return {"name", "memory_bytes"} of the device on which this rank computes; for a CPU, memory_bytes is this rank's
-    share of the host's memory."""
+    """Describe the device on which this rank computes as {"name": its name, "memory_bytes": its memory; for a CPU this
+    rank's share of the host's memory}."""
     if mesh.device.type == "cuda":
         properties = torch.cuda.get_device_properties(mesh.device)
         return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}
@@ -299,7 +302,8 @@ def _describe_device(mesh: Mesh) -> dict[str, Any]:
 
 
 def _all_gather(mesh: Mesh, values: list[float]) -> list[list[float]]:
-    """All-gather a list of floats that has the same length on every rank. Return each rank's list, indexed by rank."""
+    """All-gather `values`, a list of floats that has the same length on every rank, over all ranks of `mesh`. Return
+    each rank's list, indexed by rank."""
     mine = torch.tensor(values, dtype=torch.float64, device=mesh.device)
     everybody = torch.empty(mesh.world.size * len(values), dtype=torch.float64, device=mesh.device)
     collectives.all_gather(everybody, mine, mesh.world, _SITE).wait()
@@ -308,7 +312,8 @@ def _all_gather(mesh: Mesh, values: list[float]) -> list[list[float]]:
 
 
 def _gather_hosts(mesh: Mesh) -> list[str]:
-    """All-gather the host names of all ranks; return the names by rank, with "this host" for an empty one."""
+    """All-gather the host names of all ranks of `mesh`; return the names by rank. A rank whose host name is empty
+    counts as on "this host"."""
     name = platform.node().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     return [
         bytes(map(int, rank)).rstrip(b"\0").decode(errors="replace") or "this host"

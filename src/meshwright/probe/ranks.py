@@ -45,18 +45,20 @@ def probe(
     short: dict[str, Any] | None = None,
     log: Callable[[str], None] = print_message,
 ) -> dict[str, Any]:
-    """Measure the speed of this machine with `ranks` processes (None: one for each GPU, two without GPUs); return the
-    result.
+    """Measure the speed of this machine with `ranks` processes (None: one for each GPU, two without GPUs) and return
+    the result as a dict.
 
     device: "auto", "cpu" or "cuda". directory: directory on the disk to be measured. plan: fields of the default
     `MeasurementPlan` to override. threads: threads of each process (None: chosen by the number of cores). log: receives
-    progress lines. short: {"precisions": list of names such as "fp32", "axes": list of mesh axes such as "tp",
-    "fastest": True to find the faster of bf16 and fp32 first and to measure it too}, to measure on CPUs only what one
-    run needs; None: everything.
+    progress lines. short: to measure on CPUs only what one run needs: {"precisions": list of names such as "fp32",
+    "axes": list of mesh axes such as "tp", "fastest": True to find the faster of bf16 and fp32 first and to measure it
+    too}; None: measure everything.
 
-    Returns the result of `probe.rank.measure` and "kind" ("cpu" or "cuda"), "rank" and "failed" (None, or the rank and
-    error line of failed reference steps); if `short` is given, also "cluster": the tables of the hardware profile, and
-    "fastest": the faster precision (None: not asked for).
+    Keys of the result: "measured" (tables of speeds), "hosts" (host name by rank), "ratios" (slowdown by rank), "slow"
+    (slow ranks), "device" (its name and memory_bytes) and "seconds", all as in `probe.rank.measure`; "kind" ("cpu" or
+    "cuda"), "rank" (0), "failed" (rank and error line of failed reference training steps, or None). With `short` also
+    "cluster" (tables of the hardware profile) and "fastest" (faster precision; None: not asked for).
+
     Raises `UserError` for a device or number of ranks that this machine does not have; with `short`, `RankLost` after
     `SHORT_LIMIT_SECONDS`.
     """
@@ -174,8 +176,9 @@ class _GuardedSteps:
         self.failed: dict[str, Any] | None = None
 
     def __call__(self, kernel: ReferenceKernel, usual_seconds: float) -> list[ReferenceStep]:
-        """Measure the steps; return [] after a failure. usual_seconds: of the reference kernel. Raises if a rank was
-        lost and no rank reports an error of its own."""
+        """Measure the reference training steps; return [] after a failure, so that the other measurements are kept.
+        kernel: reference matrix product, by which times are scaled to the CPU's usual speed. usual_seconds: its
+        duration at that speed. Raises if a rank was lost and no rank reports an error of its own."""
         try:
             return self.measure(kernel, usual_seconds)
         except Exception as error:

@@ -77,9 +77,11 @@ def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None
 
 
 def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
-    """Return bandwidth and latency between two ranks, from timed messages, as TOML keys: {WHICH_gb_per_second: 10^9
-    bytes per second, WHICH_latency_seconds: seconds}, with the argument `which` for WHICH; {} if no messages were
-    timed. place: "inside" (ranks of one host) or "across" (of different hosts)."""
+    """Return bandwidth and latency between two ranks, from timed messages, as keys of a hardware profile:
+    {"<which>_gb_per_second": 10^9 bytes per second, "<which>_latency_seconds": seconds}; {} if no messages were timed.
+
+    which: beginning of the keys. place: "inside" (ranks of one host) or "across" (ranks of different hosts).
+    """
     pairs = [each for each in measured.collectives if (each.operation, each.place) == ("send-receive", place)]
     if not pairs:
         return {}
@@ -218,7 +220,7 @@ def _format_flops(rate: float) -> str:
 
 
 def _format_seconds(value: float) -> str:
-    """Format a duration given in seconds in s, ms or µs."""
+    """Format a duration `value` in seconds as text in s, ms or µs, whichever suits its size."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"

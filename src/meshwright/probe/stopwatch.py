@@ -54,11 +54,12 @@ class Stopwatch:
         return passed, max(0.0, min(waited - (self._helper_seconds() - self._helped), 0.9 * passed))
 
     def _helper_seconds(self) -> float:
-        """Return the CPU seconds used so far by this process's threads other than the calling one; 0 if several threads
-        compute."""
+        """Return the CPU seconds used so far by this process's threads other than the calling one, such as
+        communication threads, whose work is not a disturbance; 0 if several threads compute."""
         return time.process_time() - time.thread_time() if self._threads == 1 else 0.0
 
     def seconds(self) -> float:
-        """Return the seconds passed, less the waits for cores if these exceed the fraction `DISTURBED` of them."""
+        """Return the seconds passed; the waits for CPU cores used by other programs are subtracted if they exceed the
+        fraction `DISTURBED` of this time."""
         passed, waited = self.read()
         return passed - (waited if waited > DISTURBED * passed else 0.0)
