@@ -65,11 +65,11 @@ class Candidate:
 class SearchResult:
     """Result of the search for schedule `auto`. Times are in the unit in which the durations of steps were given.
 
-    program: schedule of the best candidate, renamed `auto`. winner: best candidate. candidates: all of them, first
-    those within the memory limits, then the others, each by increasing makespan. refused: named schedule -> reason why
-    it does not accept these sizes. lower_bound: no schedule with the searched placements and memory limits has a
-    shorter makespan; None if this does not hold for some candidates: those with two replicas, or with steps that take
-    less time overlapped than one after the other.
+    program: schedule of the best candidate, renamed `auto`. winner: the best candidate. candidates: all candidates,
+    first those within the memory limits, then the others, each by increasing makespan (total time). refused: named
+    schedule -> reason why it does not accept these sizes. lower_bound: no schedule with the searched placements and
+    memory limits has a shorter makespan; None if there are candidates for which this does not hold: those with two
+    replicas, or with steps that take less time overlapped than one after the other.
     """
 
     program: PipelineProgram
@@ -116,19 +116,18 @@ def search_schedule(
     weight_copies: int = 1,
     effort: int = EFFORT,
 ) -> SearchResult:
-    """Search for a synchronous pipeline schedule (steps of every rank) with a small makespan; durations may differ by
-    rank or stage.
+    """Search for a synchronous pipeline schedule (steps of every rank) with a small makespan, the total time; durations
+    may differ by rank or stage. After Qi et al. 2024, arXiv 2401.10241, section 3, and arXiv 2405.15362.
 
-    ranks, micro_batches: numbers of pipeline ranks and micro-batches. durations: times of one micro-batch. A field that
-    is one number, or one per rank, is for all stages of a rank together and is divided equally among them. A field with
-    one number per stage (for transfers: per stage boundary) fixes the number of stages per rank. Instead: a function
-    from the number of stages to `Durations`.
+    ranks, micro_batches: numbers of pipeline ranks and micro-batches. durations: times of the passes of one
+    micro-batch; each field is one number (or one per rank) for all stages of a rank together, which is divided equally
+    among them, or one number per stage (for transfers: per stage boundary), which fixes the number of stages per rank.
+    Or a function from the number of stages to `Durations`.
+
     memory: maximum saved activations of a rank, in micro-batches on all its stages, one number or one per rank; None:
-    no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 allows named schedules with two
-    replicas. effort: approximate number of task runs (one pass of one micro-batch on one stage) to simulate for each
-    placement of stages on ranks.
-    Raises UserError for invalid numbers and for a memory below the minimum. After Qi et al. 2024, arXiv 2401.10241,
-    section 3, and arXiv 2405.15362.
+    no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 to consider also named schedules with
+    two replicas. effort: approximate number of task runs (one pass of one micro-batch on one stage) to simulate for
+    each placement of stages on ranks. Raises UserError for invalid numbers and for a memory below the minimum.
     """
     timed = _tabulate_durations(ranks, micro_batches, durations, chunks)
     counts = tuple(timed)
@@ -265,8 +264,8 @@ def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterat
 
 
 def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (candidate name, [stages] with the rank of each stage) for each placement of stages that the search tries.
-    counts: numbers of stages per rank to try."""
+    """Yield (name of the placement for its candidates, [stages] with the rank of each stage) for each placement of
+    stages on ranks that the search tries. counts: numbers of stages per rank to try."""
     for count in counts:
         yield f"search, {count} chunk{'s' if count > 1 else ''}", place_cyclically(ranks, count)
         if count == 2 and ranks > 1:
@@ -276,10 +275,10 @@ def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str,
 def _simulate_candidate(
     name: str, program: PipelineProgram, durations: Durations, limits: tuple[float, ...]
 ) -> Candidate:
-    """Simulate a pipeline schedule; return it as the candidate `name`.
+    """Simulate the pipeline schedule `program`; return it as a candidate of the search.
 
-    durations: times of its steps, by rank or by stage. limits: [ranks], maximum saved activations of each rank, in
-    micro-batches on all stages of the rank.
+    name: name of the candidate. durations: times of the schedule's steps, by rank or by stage. limits: [ranks], maximum
+    saved activations of each rank, in micro-batches on all stages of the rank.
     """
     timing = simulate_pipeline(program, durations.split(program))
     peak = tuple(timing.peak_activations.tolist())

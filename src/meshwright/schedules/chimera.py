@@ -8,25 +8,23 @@ from meshwright.program.pipeline import Builder, Kind, PipelineProgram, place_cy
 
 def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> PipelineProgram:
     """Generate the Chimera pipeline schedule: two pipelines in opposite directions, each of which computes in the
-    other's bubbles.
+    other's bubbles (Li, Hoefler, SC 2021, arXiv 2107.06925, section 3.1; more micro-batches than ranks: section 3.5).
 
-    Li, Hoefler, SC 2021, arXiv 2107.06925, section 3.1; more micro-batches than ranks: section 3.5. Replica 0 runs down
-    the ranks, replica 1 up. Time is divided into slots of one forward or one backward: the i-th micro-batch of a
-    direction enters at slot 2i, advances one stage a slot, turns at the last stage and returns. As the number of ranks
-    is even, the two directions use a rank in slots of different parity and never collide. ranks/2 micro-batches per
-    direction form a unit; units are concatenated without idle slots (direct concatenation). Ranks and micro-batches
-    must be even (`UserError`).
+    Replica 0 of the model runs down the ranks, replica 1 up. Time is divided into slots of one forward or one backward:
+    the i-th micro-batch of a direction enters at slot 2i, advances one stage per slot, turns at the last stage and
+    returns. As the number of ranks is even, the two directions use a rank in slots of different parity and never
+    collide. ranks/2 micro-batches per direction form a unit; units follow each other without idle slots (direct
+    concatenation). Ranks and micro-batches must be even (`UserError`).
 
-    forward_doubling: True for slots of two forwards or one backward, which take equally long if a backward takes as
-    long as two forwards. A unit then has twice as many micro-batches. The paper runs the two forwards as one batch;
-    here they are separate steps, and the first is sent while the second is computed.
+    forward_doubling: True for slots of two forwards or one backward, for backwards that take as long as two forwards. A
+    unit then has twice as many micro-batches. The paper runs the two forwards as one batch; here they are separate
+    steps, and the first is sent while the second is computed.
 
     Costs, for N >= D micro-batches in whole units on D ranks (table 2 of the paper):
-    - bubble: a ratio of (D-2) / (2N+D-2) if a backward takes as long as a forward. If it takes two, (D-2) / (3N/2+D-2)
-    for N = D, and with more units ranks wait at every unit boundary; with forward doubling they do not, and the ratio
-    is (D-2) / (2N+D-2) again
+    - bubble ratio: (D-2) / (2N+D-2) if a backward takes as long as a forward. If it takes two: (D-2) / (3N/2+D-2)
+      for N = D; with more units ranks wait at every unit boundary; (D-2) / (2N+D-2) with forward doubling
     - peak activations: D/2 + 1 micro-batches on the outer ranks to D on the inner ones; with forward doubling 3D/2 + 1
-    to 2D
+      to 2D
     - weight copies: 2
     - transfers: those of 1F1B
     """

@@ -135,8 +135,8 @@ class ComponentTiming:
 
 
 def simulate_components(program: PipelineProgram, durations: ComponentDurations) -> ComponentTiming:
-    """Simulate a pipeline schedule on two streams per rank, one for computation and one for the all-to-alls of
-    mixture-of-experts layers (dispatch and combine).
+    """Simulate the pipeline schedule `program` on two streams per rank, one for computation and one for the all-to-alls
+    of mixture-of-experts layers (dispatch and combine).
 
     durations: times of the layer components (attention, dispatch, MLP, combine) of one stage. Steps that are not split
     into components are split first. Raises the errors of `simulate_pipeline`.

@@ -41,12 +41,13 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
-    """Append one rank's steps under DualPipe or DualPipeV (DeepSeek-V3 report, section 3.2.1) to its builder.
+    """Append one rank's steps under DualPipe or DualPipeV (DeepSeek-V3 report, section 3.2.1) to `rank`, the builder of
+    the rank's steps.
 
-    rank: builder of the rank's steps. chunks: the rank's two stages with their micro-batches, the lower stage number
-    first; this number is also the rank's distance from the nearer end of the pipeline. half: number of ranks from an
-    end to the middle of the pipeline: half of the ranks under DualPipe, all ranks under DualPipeV, where the last rank
-    holds the two middle stages.
+    chunks: the rank's two stages with their micro-batches, the one with the lower stage number first; this number is
+    also the rank's distance from the nearer end of the pipeline. half: distance from an end to the middle of the
+    pipeline, in ranks: half of the ranks under DualPipe; all ranks under DualPipeV, where the last rank holds the two
+    middle stages.
     """
     depth, to_the_middle = chunks[0].stage, half - chunks[0].stage - 1
     order = PhraseWriter(rank, chunks)

@@ -32,11 +32,12 @@ class PartialOrders:
     used: list[int]  # [ranks], activations held, in stages
 
     def find_input_time(self, task: int) -> float:
-        """Return the time at which the input of the next run of a task (one pass on one stage) arrives at its rank: the
-        end of the run that produces the input, plus the transfer time. Infinite if the producing run is not scheduled
-        yet.
+        """Return the time at which the input of a task's next run arrives at its rank: the end of the run that produces
+        the input, plus the transfer time; infinite if that run is not scheduled yet. The next run is that of the first
+        micro-batch on which the task has not run.
 
-        task: number of the task, kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight gradient.
+        task: number of a task (one pass on one stage), kind x stages + stage, with kinds 0 forward, 1 input gradient, 2
+        weight gradient.
         """
         needed, k = self.ends[self.problem.predecessor[task]], len(self.ends[task])
         return needed[k] + self.problem.lag[task] if k < len(needed) else inf
@@ -48,12 +49,12 @@ Rule = Callable[[int, float], tuple[int, float]]
 
 def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[float, list[Order]]:
     """Build the task orders of all ranks: whenever a rank is free, ask `rule` for its next task (one pass on one
-    stage). Return (makespan, orders), where orders[rank] lists the rank's task numbers; the makespan is infinite if
-    some tasks never run.
+    stage). Return (makespan, orders), where orders[rank] lists the rank's task numbers; the makespan (total time) is
+    infinite if some tasks never run.
 
-    problem: ranks, placement, task durations and memory limits. rule: function (rank, time) -> (task, 0) to run the
-    task now, or (-1, time at which to ask again); the rule is asked earlier if a task that produces an input for the
-    rank is scheduled. state: end times and memory use of all ranks, which this function updates.
+    problem: ranks, placement, task durations and memory limits. rule: function (rank, time) -> (task number, 0) to run
+    the task now, or (-1, time at which to ask again); it is also asked when a task that produces an input for the rank
+    is scheduled. state: end times and memory use of all ranks, which this function updates.
     """
     stages = problem.stages
     orders: list[Order] = [[] for _ in range(problem.ranks)]
@@ -87,13 +88,12 @@ def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[f
 
 @dataclass(frozen=True)
 class GreedyParameters:
-    """Parameters of greedy list scheduling.
+    """Parameters of greedy list scheduling, which picks the next step of each free rank.
 
     cap: [ranks], maximum saved activations of each rank, in units of one stage and micro-batch. forward_first: True to
-    prefer forwards to input gradients. deep_first: True to prefer, among forwards, those of later stages. hold:
-    fraction of a forward's duration; a rank starts no forward if an input gradient arrives within this time. patience:
-    fraction of a weight gradient's duration; a weight gradient starts only in an idle interval of at least this length,
-    or when memory is full.
+    prefer forwards to input gradients. deep_first: True to prefer, among forwards, those of later stages. hold: a rank
+    starts no forward if an input gradient arrives within this fraction of the forward's duration. patience: a weight
+    gradient starts only in an idle interval of at least this fraction of its duration, or when memory is full.
     """
 
     cap: tuple[int, ...]
@@ -165,14 +165,13 @@ def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float,
 def reorder_out_of_order(
     problem: Problem, orders: list[Order], window: int, patience: float
 ) -> tuple[float, list[Order]]:
-    """Reorder task orders as out-of-order execution in a processor would; return (makespan, task numbers of each rank
-    in order). A task is one pass on one stage.
+    """Reorder task orders as out-of-order execution in a processor would: while a rank's next task waits for its input,
+    a later task runs. Return (makespan, task numbers of each rank in order). A task is one pass on one stage.
 
     problem: placement, task durations and memory limits. orders: for each rank, its task numbers in execution order.
-    window: while a rank's next task cannot start yet, one of its next `window` tasks may run ahead, if all tasks that
-    it overtakes still respect the memory limit. patience: a task runs ahead only if at least this fraction of its
-    duration is over when the input of an overtaken task arrives (1: no overtaken task is delayed; 0: any delay is
-    accepted).
+    window: only one of the next `window` tasks may run ahead, and only if the memory limit still holds for all tasks
+    that it overtakes. patience: a task runs ahead only if at least this fraction of its duration is over when the input
+    of an overtaken task arrives (1: no overtaken task is delayed; 0: any delay is accepted).
     """
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)

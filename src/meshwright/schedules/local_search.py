@@ -59,9 +59,9 @@ def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[fl
     enough = problem.lower_bound * (1 + 1e-9)
 
     def compute_value(clock: TaskTimes) -> float:
-        """Return the value that the search minimizes: the makespan plus a small term that ranks orders of equal
-        makespan. The term is 0.0005 times the end times of the middle and the last micro-batch (their sum, averaged
-        over the forward and input-gradient tasks).
+        """Return the value that the search minimizes: the makespan (total time) plus a small term that prefers, of
+        orders of equal makespan, those in which tasks end earlier. The term is 0.0005 times the end times of the middle
+        and the last micro-batch (their sum, averaged over the forward and input-gradient tasks).
 
         clock: end times of the tasks (passes on one stage).
         """
@@ -94,12 +94,12 @@ def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[fl
 
 
 def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw: Random) -> tuple[int, Order | None]:
-    """Draw a random move of one task within or out of a block of the critical path; return (rank, new feasible order of
-    that rank). The order is None if ten draws in a row give no feasible new order.
+    """Draw a random move of one task (a pass on one stage) within its block of the critical path, or to just before or
+    behind the block; return (rank, new feasible order of that rank). The order is None if ten draws in a row give no
+    feasible new order.
 
-    problem: placement and memory limits. orders: for each rank, its task numbers in execution order (a task is one pass
-    on one stage). blocks: (rank, first position, last position) of the tasks on the critical path. draw: random-number
-    generator.
+    problem: placement and memory limits. orders: for each rank, its task numbers in execution order. blocks: (rank,
+    first position, last position) of consecutive tasks on the critical path. draw: random-number generator.
     """
     for _ in range(10):
         rank, first, last = blocks[int(draw.random() * len(blocks))]

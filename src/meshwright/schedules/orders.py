@@ -25,13 +25,13 @@ KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True)
 class Problem:
-    """Scheduling problem of a pipeline: find for each rank an order of tasks with a small makespan, within its memory.
+    """Scheduling problem of a pipeline: find, for each rank, an order of its tasks with a small makespan (total time),
+    within the rank's memory. A task is one pass on one stage, which runs once per micro-batch; its number is kind x
+    stages + stage, with kinds 0 forward, 1 input gradient, 2 weight gradient.
 
-    A task is one pass on one stage, numbered kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight
-    gradient; it runs once per micro-batch.
     ranks, micro_batches: numbers of pipeline ranks and micro-batches. placement: [stages], rank of each stage.
-    duration: [tasks], time of one run. hop: [stages - 1], transfer time at each stage boundary, 0 inside a rank. limit:
-    [ranks], maximum number of saved activations in units of one stage and micro-batch.
+    duration: [tasks], time of one run. hop: [stages - 1], time of a message across each stage boundary, 0 inside a
+    rank. limit: [ranks], maximum number of saved activations in units of one stage and micro-batch.
     """
 
     ranks: int
@@ -105,8 +105,8 @@ class Problem:
 
     @cached_property
     def lag(self) -> tuple[float, ...]:
-        """Transfer time of the input of each task (one pass on one stage): [tasks]; 0 if the task that produces the
-        input is on the same rank."""
+        """Time that the input of each task (one pass on one stage) takes from the rank that produces it: [tasks]; 0 if
+        that is the task's own rank."""
         return (0.0, *self.hop, *self.hop, 0.0, *[0.0] * self.stages)
 
     @cached_property
@@ -119,7 +119,8 @@ class Problem:
 
     @cached_property
     def turnaround(self) -> tuple[float, ...]:
-        """Lower bound of the time from the end of a stage's forward to the start of its input gradient: [stages]."""
+        """Lower bound of the time that a micro-batch is on its way from the end of a stage's forward to the start of
+        the same stage's input gradient: [stages]."""
         s, t = self.stages, self.duration
         turn = [0.0] * s
         for x in range(s - 2, -1, -1):
@@ -128,8 +129,9 @@ class Problem:
 
     @cached_property
     def activation_lifetime(self) -> tuple[float, ...]:
-        """Lower bound of the memory-time product of the saved activations of one micro-batch on each rank, indexed by
-        rank. The unit is the saved activations of one stage times the time unit of the durations."""
+        """Lower bound, for each rank, of the saved activations of one micro-batch times the time for which they are
+        saved, summed over the rank's stages; indexed by rank. The unit is the saved activations of one stage times the
+        unit of the durations."""
         s, t = self.stages, self.duration
         return tuple(
             sum(t[x] + self.turnaround[x] + t[s + x] + t[2 * s + x] for x in held) for held in self.stages_by_rank
@@ -137,14 +139,14 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound of the makespan over all orders within the memory limits. Two bounds are computed for each rank,
-        one by time and one by memory; the result is the largest of all.
+        """Lower bound of the makespan (total time) over all orders within the memory limits: the larger of two bounds
+        for each rank, the largest of all ranks.
 
-        Time: a rank cannot start before its first micro-batch arrives, and must run all of its tasks. Until its first
-        input gradient can start, its memory limits the forwards that it can run. After its last input gradient, the
-        input gradients of all earlier stages and the weight gradient of the first stage still have to run. Memory: the
-        time until the first micro-batch arrives, plus the memory-time product of the activations of all micro-batches
-        divided by the rank's memory limit.
+        By time: a rank cannot start before its first micro-batch arrives, and must run all of its tasks; until its
+        first input gradient can start, its memory limits the forwards that it can run; after its last input gradient,
+        those of all earlier stages and the weight gradient of the first stage still have to run. By memory: the time
+        until the first micro-batch arrives, plus the memory-time product of all micro-batches' activations divided by
+        the rank's memory limit.
         """
         s, m, t = self.stages, self.micro_batches, self.duration
         comes, after = [0.0] * s, [t[2 * s]] + [0.0] * (s - 1)
@@ -252,8 +254,8 @@ def extract_orders(program: PipelineProgram) -> list[Order]:
     order. A task is one pass on one stage, numbered kind x stages + stage with kinds 0 forward, 1 input gradient, 2
     weight gradient.
 
-    A full backward becomes two tasks; groups and micro-batch numbers are dropped (each task runs the micro-batches in
-    order).
+    A full backward becomes two tasks. Not kept are groups (steps that run together) and micro-batch numbers: the n-th
+    run of a task is taken as that of micro-batch n.
     """
     stages, orders = program.stages, []
     kinds = {int(kind): number for number, kind in enumerate(KINDS)}

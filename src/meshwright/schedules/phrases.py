@@ -16,7 +16,7 @@ _KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One stage on a rank, with the micro-batches that run through it in order.
+    """One stage on a rank (a model chunk), with the micro-batches that run through it, in order.
 
     stage: number of the stage. micro_batches: numbers of the micro-batches. replica: index of the copy of the model to
     which the stage belongs, 0 or 1.
@@ -42,8 +42,9 @@ class PhraseWriter:
         self._written: list[Integers] = []
 
     def write(self, phrase: str, times: int = 1) -> None:
-        """Append the steps of a text such as `F0 F0&B1` (forward of chunk 0, then its next forward overlapped with a
-        backward of chunk 1), repeated `times` times (none for 0 or less)."""
+        """Append the steps that the text `phrase` describes, such as `F0 F0&B1` (forward of chunk 0, then its next
+        forward overlapped with a backward of chunk 1; a chunk is a stage on this rank), repeated `times` times (none
+        for 0 or less)."""
         self._written += [_parse_phrase(phrase)] * times
 
     def finish(self) -> None:

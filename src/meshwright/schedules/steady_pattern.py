@@ -27,20 +27,22 @@ def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, .
     return for each rank its task numbers in execution order (a task is one pass on one stage).
 
     problem: placement of stages, task durations and memory limits. delays: [2 x stages per rank], times added before
-    each forward by chunk, then before each input gradient by chunk, to separate tasks that collide on a rank.
+    the forward of each of a rank's stages, then before the input gradient of each, to separate tasks that collide on a
+    rank.
+
     Forwards and input gradients of micro-batch 0 start as soon as their input has arrived and no task of the rank
-    occupies the same part of the period; weight gradients fill the remaining gaps. A task that fits into no gap of the
-    period starts at once and overlaps others. This is valid because only the order is returned: in a simulation, tasks
-    that overlap run one after the other.
+    occupies the same part of the period; weight gradients fill the remaining gaps. A task that fits into no gap starts
+    at once and overlaps others. This is valid because only the order is used: in a simulation, tasks that overlap run
+    one after the other.
     """
     s, ranks, hair = problem.stages, problem.ranks, 1e-9 * every
     taken: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]  # [start, end) in the period, by rank
     start = [0.0] * (3 * s)
 
     def place_task(task: int, earliest: float) -> float:
-        """Start a task (one pass on one stage) of micro-batch 0 at the first time from `earliest` on at which no task
-        of the same rank occupies the same part of the period; return its end time. If there is no such time, start it
-        at `earliest`."""
+        """Choose when a task (one pass on one stage) of micro-batch 0 starts: the first time from `earliest` on at
+        which no other task of its rank, repeated in every period, runs. Return the task's end time. If there is no such
+        time, it starts at `earliest`."""
         lasts, mine = problem.duration[task], taken[problem.rank[task]]
         at = earliest
         for _ in range(len(mine) + 1):

@@ -68,13 +68,14 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
-    """Build a pipeline schedule from the steps of one micro-batch. Every micro-batch runs them six time slots after the
-    one before it (a rank has six steps per micro-batch: two forward, two B and two W passes, one per slot). W passes
-    fill slots that are left, and steps then move earlier into idle slots, as far as memory allows.
+    """Build a pipeline schedule by repeating the steps of one micro-batch: every micro-batch runs them six time slots
+    after the one before it. A rank has six steps per micro-batch, two forward, two B (input-gradient) and two W
+    (weight-gradient) passes, one per slot. W passes fill slots that are left; then steps move earlier into idle slots,
+    as far as memory allows.
 
     name: name of the schedule. block: [ranks], the four slots in which micro-batch 0 runs its two forwards and its two
-    B passes (input gradients) on each rank. most_held: limit on the saved activations of a rank, in activations of one
-    micro-batch on one stage; `block` itself must keep to it.
+    B passes on each rank. most_held: limit on the saved activations of a rank, in activations of one micro-batch on one
+    stage; `block` itself must keep to it.
     """
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
@@ -123,9 +124,9 @@ class _RankState:
         self.held = 0
 
     def run_slot(self, stops_made: list[int], most_held: int) -> int | None:
-        """Run the rank's next possible step in the current time slot (equal time unit) by appending it to the schedule.
-        Return the micro-batch of the step if it is a forward or input gradient, whose result the next stage needs; None
-        for a weight gradient or if no step can run.
+        """Run the rank's next possible step in the current time slot, by appending it to the schedule. Return the
+        micro-batch of the step if it is a forward or input gradient, whose result the next stage needs; None for a
+        weight gradient or if no step can run.
 
         stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed, over
         all ranks. most_held: maximum saved activations of the rank, in activations of one micro-batch on one stage.
@@ -149,12 +150,13 @@ class _RankState:
         return micro_batch
 
     def _find_ready(self, stops_made: list[int], most_held: int) -> Iterator[int]:
-        """Yield the remaining steps of the rank that can run now, in planned order, as indices into the list
-        `self.waiting` of remaining steps.
+        """Yield the remaining steps of the rank that can run now, in planned order, as indices into `self.waiting` (the
+        steps not yet run).
 
-        A step can run if its input has arrived. A forward also needs free memory: enough for itself and for the steps
-        planned before it, which will run after it. While the pipeline is full (from the rank's first input gradient on
-        its first stage until its last forward on that stage) only the first planned step is considered.
+        A step can run if its input has arrived. A forward also needs free memory: for itself and for the steps planned
+        before it, which will run after it. While the pipeline is full (from the rank's first input gradient on its
+        first stage until its last forward on that stage) only the first planned step is considered.
+
         stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed, over
         all ranks. most_held: maximum saved activations of the rank, in activations of one micro-batch on one stage.
         """

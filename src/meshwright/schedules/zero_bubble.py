@@ -40,11 +40,11 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _generate_zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int) -> PipelineProgram:
-    """Generate the zero-bubble pipeline schedule ZB-H1 (ahead=1) or ZB-H2 (ahead=2). name: name of the schedule.
+    """Generate the zero-bubble pipeline schedule called `name`, ZB-H1 (ahead=1) or ZB-H2 (ahead=2).
 
-    ahead: before its first backward, a rank runs this many more forwards than the next rank, and it defers this many
-    fewer weight gradients than the next rank. Thus all ranks hold the same number of activations. Once a rank has no
-    forwards left, it runs one weight gradient after each input gradient and defers no more of them.
+    ahead: number of forwards that a rank runs before its first backward in addition to those of the next rank; it also
+    defers as many fewer weight gradients than the next rank, so that all ranks hold the same number of activations.
+    Once a rank has no forwards left, it runs one weight gradient after each input gradient and defers no more of them.
     """
     program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
