@@ -64,7 +64,8 @@ def shard_sequences(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
     """Return this cp rank's slices of unsharded tokens and targets, [B, S] -> [B, S / cp] each, and of `documents`
-    (document boundaries in packed sequences). Without context parallelism the arguments are returned unchanged."""
+    (document boundaries in packed sequences). Without context parallelism the arguments are returned unchanged. `mesh`:
+    device mesh, whose layout gives the cp method and whose cp axis gives this rank."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
     indices_C = local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
@@ -72,7 +73,8 @@ def shard_sequences(
 
 
 class ContextParallel(ContextOperations):
-    """Base class of ring and Ulysses attention. `axis`: mesh axis cp, whose ranks each hold a part of each sequence."""
+    """Base class of ring and Ulysses attention. `axis`: mesh axis cp, whose ranks each hold some tokens of every
+    sequence."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.size = axis, axis.size
@@ -90,11 +92,13 @@ class RingAttention(ContextParallel):
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
     ) -> VarlenMask | torch.Tensor | None:
-        """Return the attention mask for `attend`: a `VarlenMask` of this rank's chunks with flash attention, else on
-        the CPU the sequence index of the first key that each query on this rank attends to, [B or 1, C] (None: 0).
+        """Return the attention mask that `attend` takes. With flash attention (`form` "varlen") it is a `VarlenMask` of
+        this rank's chunks; otherwise the index, in the sequence, of the first key that each query on this rank attends
+        to, [B or 1, C], on the CPU (None: 0). It is computed on the host, which does not wait for `device`.
+
         `documents`: boundaries in packed sequences; `tokens`: C, tokens of each sequence on this rank; `window`:
-        sliding window in tokens (None: none); `form`: "varlen" if flash attention supports the queries. All bounds
-        are found on the host, which does not wait for `device`."""
+        sliding window in tokens (None: none); `form`: form of mask that the attention kernel takes.
+        """
         chunks, held = 2 * self.size, held_chunks(self.axis.rank, self.size)
         if form == "varlen":
             return varlen_mask(documents, window, device, held, chunks)
@@ -157,8 +161,9 @@ def context_operations(mesh: Mesh) -> ContextOperations:
 
 
 def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:
-    """Pass KV blocks around the ring of cp ranks; yield (owner rank, block [2, B, K, C, D]) for every rank, this rank's
-    own first. The next block is received while the caller computes with the current one. `site`: label in traces."""
+    """Pass KV blocks around the ring of cp ranks (`axis`); yield (owner rank, block [2, B, K, C, D]) for every rank,
+    this rank's own first. The next block is received while the caller computes with the current one. `site`: label of
+    the calls in traces."""
     here = torch.stack([k_BKCD, v_BKCD])
     spare = [torch.empty_like(here) for _ in range(min(2, axis.size - 1))]
     for distance in range(axis.size):
@@ -176,9 +181,9 @@ def _compute_ring_attention(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ring attention without autograd. Return the output [B, N, C, D] and each query's log-sum-exp [B, N, C]
-    for the C tokens on this rank. `key`: string that identifies the cp axis (`Axis.key`), because custom operators
-    accept no objects; `attend_span`: computes the attention of a span; `sinks`: of the query heads, which are merged
-    once, after all KV blocks."""
+    for the C tokens of each sequence on this rank. `key`: string that identifies the cp axis (`Axis.key`), because
+    custom operators accept no objects; `attend_span`: computes the attention of a span (slice of queries over a slice
+    of keys); `sinks`: one more score of each query head [N] (None: none), merged once, after all KV blocks."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
@@ -198,7 +203,8 @@ def _compute_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of ring attention's queries, keys and values, in their shapes, and that of the `sinks` by
     this rank's queries, given the output gradient `d_out_BNCD`. `saved_tensors`: queries, keys, values, output,
-    log-sum-exps; `key`: string that identifies the cp axis (`Axis.key`); `add_span`: adds the gradients of a span."""
+    log-sum-exps; `key`: string that identifies the cp axis (`Axis.key`); `add_span`: computes the gradients of a span
+    (slice of queries over a slice of keys) and adds them."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
@@ -234,8 +240,9 @@ def _attend_by_tiles(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None,
     numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by tiles (see `_compute_ring_attention`, `ring_spans.attend_by_tiles`). `numbers`: scale
-    and softcap of the scores."""
+    """Compute ring attention by tiles, without autograd: output and log-sum-exps, as `_compute_ring_attention`.
+    `first_BC`: index of the first key that each query attends to (None: 0); `numbers`: [scale, softcap] of the scores;
+    `key`: string that identifies the cp axis; `sinks`: one more score of each query head."""
     attend_span = partial(ring_spans.attend_by_tiles, first_BC, Scores(numbers[0], numbers[1]))
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
@@ -244,7 +251,8 @@ def _differentiate_by_tiles(
     d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], first_BC: torch.Tensor | None, numbers: list[float], key: str,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys, values and sinks by tiles (see `_compute_gradients`)."""
+    """Return the gradients of queries, keys, values and sinks, computed by tiles. `saved`: queries, keys, values,
+    output, log-sum-exps; other arguments as those of `_attend_by_tiles`."""
     return _compute_gradients(
         d_out_BNCD, saved, key, partial(ring_spans.add_by_tiles, first_BC, Scores(numbers[0], numbers[1])), sinks
     )
@@ -254,8 +262,9 @@ def _attend_by_flash(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, tensors: list[torch.Tensor],
     numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by flash kernels (see `_compute_ring_attention`). `tensors`: of the mask; `numbers`: its
-    window, and the scale of the scores."""
+    """Compute ring attention by flash kernels, without autograd: output and log-sum-exps, as `_compute_ring_attention`.
+    `tensors`: tensors of a `VarlenMask`; `numbers`: [its window, scale of the scores]; `key`: string that identifies
+    the cp axis; `sinks`: one more score of each query head."""
     attend_span = partial(ring_spans.attend_by_flash, _varlen_mask(tensors, numbers), numbers[1])
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
@@ -264,14 +273,15 @@ def _differentiate_by_flash(
     d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], tensors: list[torch.Tensor], numbers: list[float], key: str,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys, values and sinks by flash kernels (see `_compute_gradients`). `tensors`,
-    `numbers`: as in the forward."""
+    """Return the gradients of queries, keys, values and sinks, computed by flash kernels. `saved`: queries, keys,
+    values, output, log-sum-exps; other arguments as those of `_attend_by_flash`."""
     add_span = partial(ring_spans.add_by_flash, _varlen_mask(tensors, numbers), numbers[1])
     return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
 
 
 def _varlen_mask(tensors: list[torch.Tensor], numbers: list[float]) -> VarlenMask:
-    """Return the mask of which `tensors` and, at first in `numbers`, the window are given."""
+    """Rebuild a `VarlenMask`, which custom operators cannot take as an argument, from its `tensors` and from `numbers`,
+    whose first number is its window."""
     return VarlenMask(tensors[0], tensors[1], int(numbers[0])) if tensors else VarlenMask(None, None, int(numbers[0]))
 
 

@@ -33,10 +33,9 @@ COUNTS_SITE = "experts.counts"
 
 class Routes(NamedTuple):
     """Numbers of token copies that one expert-parallel dispatch moves (a token has one copy for each of its experts).
-
     `sent`, `received`: copies that this rank sends to, and receives from, each rank of ep (expert parallelism).
-    `shared`: copies that each rank of etp (expert tensor parallelism) has received. `counts_GPL[g, p, l]`: copies for
-    local expert l that rank g of etp has received from rank p of ep."""
+    `shared`: copies that each rank of etp (expert tensor parallelism) has received from its ep ranks. `counts_GPL[g, p,
+    l]`: copies for local expert l that rank g of etp has received from rank p of ep."""
 
     sent: list[int]
     received: list[int]
@@ -104,12 +103,13 @@ class AllToAllTokenDispatcher:
         return Routes(sent, received, shared, counts_GPL)
 
     def _share_counts(self, counts: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange integer counts among the ranks of an axis (all-to-all); `counts` has one row for each receiving
-        rank. Return [ranks, columns], where row i is the one that rank i sent to this rank; and for each row a number
-        that is not 0 if its checksum is wrong.
+        """Exchange integer counts among the ranks of an axis (all-to-all). `counts`: one row for each receiving rank.
+        Return [ranks, columns], where row i is the one that rank i sent to this rank, and for each row a number that is
+        not 0 if its checksum is wrong.
 
         A checksum column shows whether each row is intact, belongs to this call, and has the right sender and receiver:
-        with wrong sizes, ranks would hang or read data that was never sent."""
+        with wrong sizes, ranks would hang or read data that was never sent.
+        """
         if axis.trivial:
             return counts, counts.new_zeros(1)
         # The number of this group's next call, equal on all of its ranks, and one for each sender and receiver.

@@ -23,8 +23,8 @@ from meshwright.spec.parameters import ModelParameter, ParameterEntry, Parameter
 
 
 class Columns(NamedTuple):
-    """Range [start, stop) of the columns of a matrix that has `total` columns. The matrix is a parameter entry (one
-    tensor of a checkpoint) as the model stores it, [output, input]."""
+    """Range [start, stop) of the columns of a matrix that has `total` columns; the matrix is a parameter entry (one
+    tensor of a checkpoint) as the model stores it, [output, input]. Tensor parallelism gives a rank such a range."""
 
     start: int
     stop: int
@@ -45,10 +45,14 @@ def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tenso
 
 
 def slice_entries(value_of: Callable[[ParameterEntry], torch.Tensor]) -> ReadSlice:
-    """Return a function (entry, start, stop, columns) -> values that reads slices of parameter entries (checkpoint
-    tensors) through `value_of`, which can only read an entry as a whole. `value_of`: returns an entry's unsharded value
-    in its shape on disk (before any transposition). The last entry's value is cached: consecutive slices of one entry
-    call `value_of` once."""
+    """Return a function that reads a slice of a parameter entry (one tensor of a checkpoint), given a function that
+    reads whole entries. The result, (entry, start, stop, columns) -> 1-D tensor, returns the elements [start, stop) of
+    the flattened entry; `columns`: (first, end, width) to count only the elements of columns [first, end) of a matrix
+    of `width` columns, None: all.
+
+    `value_of`: returns an entry's unsharded value in its shape on disk (before any transposition). The last value is
+    cached, so that consecutive slices of one entry call it once.
+    """
     known: dict[str, torch.Tensor] = {}  # the last entry's value, flattened
 
     def read_slice(entry: ParameterEntry, start: int, stop: int, columns: tuple[int, int, int] | None) -> torch.Tensor:
@@ -98,11 +102,12 @@ class TensorSlice:
 @dataclass(frozen=True, slots=True)
 class EntrySlice:
     """Slice of a parameter entry (one tensor of a checkpoint) in a flat buffer: the buffer elements [offset, offset +
-    numel) are the elements [begin, begin + numel) of the flattened `entry`. `columns`: `begin` counts only the elements
-    of these matrix columns (None: all columns).
+    numel) are the elements [begin, begin + numel) of the flattened `entry`.
 
-    `copies`: number of neighbouring tp ranks that hold the same slice. `partial`: True if the gradient on each of these
-    ranks is only a partial gradient, to be summed over them."""
+    `columns`: `begin` counts only the elements of these matrix columns (None: all columns). `copies`: number of
+    neighbouring tp ranks that hold the same slice. `partial`: True if each of these ranks computes only a partial
+    gradient of it, which must be summed over them.
+    """
 
     entry: ParameterEntry
     offset: int
@@ -148,7 +153,7 @@ class FlatLayout:
 
     @property
     def rate(self) -> float:
-        """Factor on the learning rate of the first `decay_numel` elements, the matrices, which have the same one."""
+        """Factor on the learning rate of the first `decay_numel` elements, the matrices (1 without µP)."""
         rates = {placed.tensor.entries[0].rate for placed in self.tensors if placed.tensor.decay}
         assert len(rates) < 2, f"{self.name}: matrices with different learning rates {rates}"
         return rates.pop() if rates else 1.0
@@ -228,8 +233,8 @@ class FlatLayout:
 
 
 def buffer_name(unit: str, buffer: BufferKind) -> str:
-    """Return the name of a flat buffer of the FSDP unit `unit`: the unit's name for its "dense" buffer, else
-    "UNIT.KIND", such as "layers.3.experts"."""
+    """Return the name of a flat buffer of the FSDP unit `unit`. `buffer`: "dense" for the unit's trained parameters,
+    whose name is the unit's; any other, such as "experts", is appended: "layers.3.experts"."""
     return unit if buffer == "dense" else f"{unit}.{buffer}"
 
 
@@ -243,8 +248,9 @@ def flat_layout(
 ) -> FlatLayout:
     """Return the layout of one flat buffer of the FSDP unit `name` on one rank. `table`: the model's parameter table;
     `shards`: number of ranks over which ZeRO shards the buffer, which is padded to equal shards; `layout`: parallel
-    layout (None: one device); `coordinates`: {axis: index} of this rank in it (None: rank 0); `buffer`: kind of the
-    buffer."""
+    layout (None: one device); `coordinates`: {axis: index} of this rank in it (None: rank 0); `buffer`: "dense"
+    (trained parameters), "experts" (routed experts under expert parallelism), "frozen", "frozen_experts" or "packed"
+    (quantized)."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
     tensors, slices = [], []
@@ -287,9 +293,9 @@ def cut_slices(
 ) -> list[TensorSlice]:
     """Return the checkpoint slices of the elements [low, high) of the flat buffer with layout `flat`, one for each
     parameter entry (checkpoint tensor) in that range, as views of the 1-D `values`. `kind`: label of the quantity in
-    `values` ("master", "exp_avg", ...); `start`: buffer element of the first element of `values`; `position`: index of
-    this rank on tp; of elements that several tp ranks hold, each of them then gets only an equal part; None: all
-    elements are returned."""
+    `values` ("master", "exp_avg", ...); `start`: index in the buffer of the first element of `values`; `position`:
+    index of this rank on tp: of elements that several tp ranks hold, each rank gets an equal part; None: this rank gets
+    all elements."""
     slices = []
     for part, first, last in flat.slices_within(low, high):
         if position is not None:

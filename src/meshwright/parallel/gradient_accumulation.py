@@ -24,9 +24,10 @@ class BackwardPass:
     whose gradients are incomplete, in backward order; `missing`: unit name -> indices of its parameters that have no
     gradient yet.
 
-    `held`: (parameter, gradient) pairs that are stored, not accumulated, while a split pass computes input gradients
-    and while it is paused; otherwise None. `early`: those pairs after the pass is resumed: unit name -> pairs that are
-    still to be added to the unit's buffer."""
+    `held`: (parameter, gradient) pairs that are stored instead of accumulated, while a split pass computes input
+    gradients and while it is paused; otherwise None. `early`: after the pass is resumed, the pairs of `held` that are
+    still to be added to the buffers: unit name -> pairs.
+    """
 
     order: list[str]
     missing: dict[str, set[int]]

@@ -57,8 +57,9 @@ class Compute(Protocol):
 
 
 def check_programs_match(program: PipelineProgram, mesh: Mesh) -> None:
-    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0, which would deadlock:
-    each rank generates or reads the program by itself. The programs' names are not compared. Collective."""
+    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0, because different
+    programs would deadlock (each rank generates or reads the program by itself). The programs' names are not compared.
+    Collective over all ranks of `mesh`."""
     if mesh.pp.size == 1:
         return
     digest = hashlib.sha256(repr((program.ranks, program.micro_batches, program.placement)).encode())
@@ -140,8 +141,8 @@ class Pipeline:
         _PipelineExecution(self.axis, compute).execute(self._groups)
 
     def run_forwards(self, compute: Compute, micro_batches: int) -> None:
-        """Execute only the forward steps of the first `micro_batches` micro-batches (for evaluation), in the program's
-        order, calling `compute` for each. Raises RankLost if a pipeline neighbour does not answer."""
+        """Execute only the forward steps of the first `micro_batches` micro-batches, for evaluation, in the order of
+        the pipeline program; `compute` executes each. Raises RankLost if a pipeline neighbour does not answer."""
         groups = []
         for group in self._groups:
             steps = [

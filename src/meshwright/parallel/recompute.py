@@ -67,10 +67,13 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return a replacement for `function` (the forward of a transformer block or of a part of it) that saves the
-        results of some of its operators and recomputes the others in backward. That applies to the kind "selective",
-        and to "none" with compilation; under "full", `wrap_block` checkpoints the whole block instead. compile_options:
-        keyword arguments of torch.compile; None: do not compile. around: function that wraps the compiled function."""
+        """Return a replacement for `function`, the forward of a transformer block or of a part of the block, that saves
+        the results of some of its operators and recomputes the others in backward. This is done for the kind
+        "selective", and for "none" with compilation; under "full", `wrap_block` checkpoints the whole block instead.
+
+        compile_options: keyword arguments of torch.compile; None: do not compile. around: function that wraps the
+        compiled function.
+        """
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:
@@ -90,8 +93,8 @@ def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Functio
     and recompute those of all others in backward."""
 
     def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-        """Policy of PyTorch's selective activation checkpointing: return "must save" if `operator` is one of those to
-        save, else "prefer recompute"."""
+        """Policy of PyTorch's selective activation checkpointing, which calls it for each operator with its arguments:
+        return "must save" if `operator` is one of those to save, else "prefer recompute"."""
         return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
 
     return _checkpoint_always(function, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
@@ -102,7 +105,7 @@ def _checkpoint_always(function: Function, **options: Any) -> Function:
     arguments of torch.utils.checkpoint."""
 
     def run(*arguments: Any) -> Any:
-        """Run `function` under checkpointing when gradients are enabled."""
+        """Run `function(*arguments)`: under activation checkpointing if gradients are enabled, else directly."""
         if not torch.is_grad_enabled():
             return function(*arguments)
         compiling = torch.compiler.is_compiling()
@@ -119,7 +122,8 @@ _stored = threading.local()
 
 def _run_with_stored_results(function: Function, results: list[Any], *arguments: Any) -> Any:
     """Call the checkpointed `function(*arguments)`, in forward or in its recomputation in backward. `results`: list in
-    which calls of `compute_once` inside it store their results in forward, and find them in recomputation."""
+    which calls of `compute_once` inside the function store their results in forward, and find them when it is
+    recomputed."""
     _stored.call = results, itertools.count()
     try:
         return function(*arguments)

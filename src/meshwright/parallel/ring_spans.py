@@ -70,9 +70,9 @@ AddSpan = Callable[[Gradients, SavedQueries, torch.Tensor, Span], None]
 
 
 def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
-    """Merge two attention results of the same queries over different keys, in place into the first: `out`, `log_sum`
-    (output and log-sum-exp). `more`, `log_sum_more`: the second result. The merged output is the mean of both outputs,
-    weighted by the exponentials of their log-sum-exps."""
+    """Merge two attention results of the same queries over different keys, in place into the first. `out`, `log_sum`:
+    first output [..., D] and log-sum-exp [...]; `more`, `log_sum_more`: the second ones. The merged output is the mean
+    of both outputs, weighted by the exponentials of their log-sum-exps."""
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
     out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
@@ -186,7 +186,8 @@ def attend_by_flash(
     mask: VarlenMask, scale: float, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
     """Compute the attention of `span` (a slice of queries over a slice of keys) by flash kernels; yield partial results
-    to merge. `scale`: of the scores; `block`: keys and values, [2, B, K, C, D]."""
+    to merge. `mask`: document boundaries and sliding window; `scale`: factor of the scores; `block`: keys and values,
+    [2, B, K, C, D]."""
     for at, there, call in list_kernel_calls(mask, span, len(q_BKGCD), scale):
         out, log_sum = flash_forward(q_BKGCD[at].flatten(1, 2), block[0][there], block[1][there], call)
         yield at, by_kv_head(out, block[0]), by_kv_head(log_sum, block[0])
@@ -195,9 +196,9 @@ def attend_by_flash(
 def add_by_flash(
     mask: VarlenMask, scale: float, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span
 ) -> None:
-    """Compute the gradients of the attention of `span` by flash kernels and add them in place to `gradients`.
-    `scale`: of the scores; `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B,
-    K, C, D]."""
+    """Compute the gradients of the attention of `span` (a slice of queries over a slice of keys) by flash kernels and
+    add them in place to `gradients`. `mask`: document boundaries and sliding window; `scale`: factor of the scores;
+    `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C, D]."""
     for at, there, call in list_kernel_calls(mask, span, len(saved.q), scale):
         of_queries = saved.q, saved.out, saved.d_out, saved.log_sum_BKGC
         q, out, d_out, log_sum = (x[at].flatten(1, 2) for x in of_queries)

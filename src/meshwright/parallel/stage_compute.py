@@ -26,8 +26,8 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 class BackwardOrder(NamedTuple):
     """Order of this rank's backwards relative to its forwards in the pipeline program. `at_once`: the forwards, as
     (stage, replica (model copy), micro-batch), that are immediately followed by their own backward; such a forward may
-    compute the gradient of the output head together with the loss. `queue`: queue in which split backward passes defer
-    their weight-gradient computations; None if only forwards run."""
+    compute the gradient of the output head together with the loss, as this saves the recomputation of logits. `queue`:
+    queue in which split backward passes defer their weight-gradient computations; None if only forwards run."""
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None
@@ -66,12 +66,14 @@ class StageCompute:
         self._paused: dict[Key, BackwardPass] = {}
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run one compute step of kind `kind` (forward, backward, or the B (input-gradient) or W (weight-gradient) pass
-        of a split backward) for `key`: (stage, replica (model copy), micro-batch). `x`: the stage's input in a forward,
-        the gradient of its output in a backward or B pass; None at the ends of the pipeline and in a W pass. Return the
-        stage's output or the gradient of its input, None likewise. The last stage's forward adds its loss to the
-        attribute `loss`; the engine accumulates the parameter gradients; a B pass queues the weight-gradient
-        computations of linear layers."""
+        """Run one compute step of a micro-batch through a stage. `kind`: forward, backward, or the B (input-gradient)
+        or W (weight-gradient) pass of a split backward; `key`: (stage, replica (model copy), micro-batch).
+
+        `x`: the stage's input in a forward, the gradient of its output in a backward or B pass. Return the stage's
+        output, or the gradient of its input. Both are None at the ends of the pipeline and in a W pass. The last
+        stage's forward adds its loss to the attribute `loss`; the engine accumulates the parameter gradients; a B pass
+        queues the weight-gradient computations of linear layers.
+        """
         if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")  # the phase of waiting for another stage
         stage = self._stages[key[0]]
@@ -165,7 +167,8 @@ class _OutputRoot(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, out: torch.Tensor) -> torch.Tensor:
-        """Return an empty tensor that stands for the stage output `out` in autograd."""
+        """Return an empty tensor that takes the place of the stage output `out` in the autograd graph. context:
+        autograd context."""
         context.gradient = None
         return out.new_empty(0)
 

@@ -83,7 +83,8 @@ class ForwardBackward:
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
-            """Store the log-probabilities of a micro-batch (by index) and return a loss of zero."""
+            """Store the responses' log-probabilities of micro-batch number `micro_batch` in the result; return 0 as its
+            loss, since no loss is wanted."""
             found[micro_batch] = log_probabilities_BD
             return log_probabilities_BD.new_zeros(())
 
@@ -111,7 +112,8 @@ class ForwardBackward:
         self.figures.zero_()
 
         def compute_loss(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
-            """Return the summed preference loss of a micro-batch (by index) and add its metrics to `figures`."""
+            """Return the summed preference loss of micro-batch number `micro_batch`, given the log-probabilities [B, D]
+            of its responses, and add its metrics to `figures`."""
             pairs = micro_batches[micro_batch][2].pairs
             assert pairs is not None, "documents without pairs"
             found = preference(log_probabilities_BD, pairs)
@@ -134,9 +136,9 @@ def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> TermCount:
 
 
 def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -> TermCount:
-    """Return the sum of `counts` (integer scalars, one per micro-batch of this rank) over micro-batches and over all
-    ranks of the mesh axis `data` (dp x cp), divided by `copies`, the number of ranks that hold the same; at least 1.
-    Collective."""
+    """Return the sum of `counts` over micro-batches and over all ranks of the mesh axis `data` (dp x cp), divided by
+    `copies`; at least 1. Collective. `counts`: integer scalars, one per micro-batch of this rank; `copies`: number of
+    ranks that hold the same counts, such as cp ranks with the same pairs."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for count in counts:
         total += count
@@ -153,9 +155,10 @@ def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.
 
 
 def _count_passes(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
-    """Analyse the order of compute steps on the pipeline rank `rank`. Return {stage: number of backward passes through
-    it}; the forwards, as (stage, replica (model copy), micro-batch), that are immediately followed by their own
-    backward; and True if any backward is split into B and W passes."""
+    """Analyse the order of compute steps of `program` on the pipeline rank `rank`. Return three values: {stage: number
+    of backward passes through it}; the forwards, as (stage, replica (model copy), micro-batch), that are immediately
+    followed by their own backward; True if any backward is split into B (input-gradient) and W (weight-gradient)
+    passes."""
     s = program.steps
     here = [at for at in s.of_rank(rank) if s.kind[at] in COMPUTING]
     passes: Counter[int] = Counter()

@@ -84,7 +84,7 @@ class TensorParallel(TensorOperations):
 
 class PartialGradients:
     """Partial gradients of one rank, which must still be summed over tp: those of parameters that tp ranks replicate
-    but use for their own tokens or heads alone. They are views of the gradient shards of the FSDP `units`, at the same
+    but apply only to their own tokens or heads. They are views of the gradient shards of the FSDP `units`, at the same
     positions on all ranks of a tp group. `table`: parameter table of the model."""
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:

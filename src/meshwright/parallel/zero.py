@@ -62,10 +62,10 @@ TIED_SITE = "pipeline.gradients.shared"
 
 @dataclass(frozen=True, slots=True)
 class ShardingAxes:
-    """Mesh axes of an FSDP unit. `data`: axis over which the unit's gradient is summed; `shard`: axis over which ZeRO
-    shards the unit; `replica`: axis of the ranks that hold the same shard (hybrid sharding). `tied`: axis of the
-    pipeline ranks that all hold the unit (a tied embedding, or a model copy of a bidirectional schedule); None if only
-    one rank does."""
+    """Mesh axes over which an FSDP unit is sharded and its gradient summed. `data`: ranks over which the gradient is
+    summed; `shard`: ranks over which ZeRO shards the unit; `replica`: ranks that hold the same shard (hybrid sharding).
+    `tied`: pipeline ranks that all hold the unit (a tied embedding, or a model copy of a bidirectional schedule); None
+    if only one rank does."""
 
     data: Axis
     shard: Axis
@@ -105,7 +105,7 @@ class FsdpUnit:
         master_dtype: torch.dtype,
     ) -> None:
         def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            """Return a 1-D tensor of zeros on the unit's device."""
+            """Return a 1-D tensor of `numel` zeros of dtype `dtype` on the unit's device."""
             return torch.zeros(numel, dtype=dtype, device=device)
 
         self.flat, self.axes, self.trainable = flat, axes, flat.trainable
@@ -366,7 +366,7 @@ class _BackwardHook(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
-        """Return a view of `x`; `call` is called in backward."""
+        """Return a view of `x` whose backward calls `call`. context: autograd context."""
         context.call = call
         return x.view_as(x)
 

@@ -117,7 +117,7 @@ class ModulePrefetcher:
 
     def on_reduce(self, name: str) -> None:
         """Callback of `GradientAccumulator` before the gradients of FSDP unit `name` are reduced: start the all-gather
-        of the unit that follows it in backward. All ranks thus issue these calls in the same order."""
+        of the next unit in backward first, so that all ranks issue their calls in the same order."""
         if self._backward:
             self._start_all_gathers_through(self._next_unit(name))
 
@@ -231,8 +231,8 @@ class ModulePrefetcher:
 
 class _SavedView(NamedTuple):
     """Object that autograd saves for backward in place of a view of an FSDP unit's parameters, so that the unit can be
-    unsharded again before the view is read. unit: name of the unit; tensor: the view, whose memory is freed while the
-    unit is sharded."""
+    unsharded again before the view is read. unit: name of the unit; tensor: the view, whose storage has no memory while
+    the unit is sharded."""
 
     unit: str
     tensor: torch.Tensor
@@ -240,7 +240,8 @@ class _SavedView(NamedTuple):
 
 class _ParameterUses(TorchFunctionMode):
     """Torch function mode that calls the function `use` with every `nn.Parameter` argument of a torch function that
-    reads the parameter's values, before that function runs."""
+    reads the parameter's values, before that function runs. With it, parameters that are used outside of their FSDP
+    unit are unsharded in time."""
 
     def __init__(self, use: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
