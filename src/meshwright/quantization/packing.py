@@ -33,24 +33,25 @@ def _nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _nf4_pairs(device: torch.device) -> torch.Tensor:
-    """Return the two float32 values of each byte of two codes, high one first, as one int64: [256]. Looking up pairs is
-    twice as fast."""
+    """Return a table [256] that maps a byte of two NF4 codes to the two float32 levels, that of the high code first,
+    stored as one int64. Looking up pairs is twice as fast as looking up codes."""
     values = _nf4_tables(device)[0]
     return torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1).view(torch.int64).flatten()
 
 
 class Unpacked:
-    """Storage format of a flat weight buffer whose elements are not quantized: one buffer item for each element. Base
-    class of `Packing`, the quantized formats. Attribute `dtype`: dtype of the buffer; None: that of the elements."""
+    """Storage format of a flat weight buffer that holds the weights themselves, not quantized: one buffer item for each
+    weight. Base class of `Packing`, whose items are bytes. Attribute `dtype`: dtype of the buffer; None: that of the
+    weights."""
 
     dtype: torch.dtype | None = None
 
     def count(self, elements: int) -> int:
-        """Return the number of buffer items that store `elements` weight elements: equally many."""
+        """Return the number of items of the buffer that store `elements` weights: `elements`, one for each weight."""
         return elements
 
     def count_elements(self, items: int) -> int:
-        """Return the number of weight elements that `items` buffer items store: equally many."""
+        """Return the number of weights that `items` items of the buffer store: `items`, one weight in each."""
         return items
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
@@ -63,7 +64,7 @@ class Unpacked:
         return items
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the weight of shape `shape` as a view of its buffer items [n]."""
+        """Return the weight of shape `shape` as a view of its buffer items [n], n the number of its elements."""
         return items.view(shape)
 
 
@@ -89,16 +90,17 @@ class Packing(Unpacked):
         return RECORD_BYTES[self.name]
 
     def count(self, elements: int) -> int:
-        """Return the number of bytes that store `elements` weight elements, a multiple of 64."""
+        """Return the number of bytes that store `elements` weights, a multiple of 64."""
         assert elements % BLOCK == 0, elements
         return elements // BLOCK * self.record_bytes
 
     def count_elements(self, items: int) -> int:
-        """Return the number of weight elements that `items` bytes store."""
+        """Return the number of weights that `items` bytes of the buffer store."""
         return items // self.record_bytes * BLOCK
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return `items`, the flat records, unchanged: quantized bytes have no view in the weight's shape `shape`."""
+        """Return `items`, the bytes of a weight's records, unchanged: quantized bytes have no view in the weight's
+        shape `shape`."""
         return items
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
@@ -128,7 +130,7 @@ class Packing(Unpacked):
         return values.flatten()
 
     def _unpack(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values [blocks, 64] of `records` [blocks, record bytes] in `dtype`."""
+        """Dequantize `records` [blocks, record bytes], uint8; return the weights [blocks, 64] in `dtype`."""
         codes, largest = records[:, :-4], records[:, -4:].contiguous().view(torch.float32)
         if self.name == "nf4":
             pairs = _nf4_pairs(records.device).index_select(0, codes.reshape(-1).int())
@@ -136,14 +138,15 @@ class Packing(Unpacked):
         return codes.contiguous().view(torch.int8).float().div_(127).mul_(largest).to(dtype)
 
     def round_trip(self, values: torch.Tensor) -> torch.Tensor:
-        """Quantize `values`, of any shape with a multiple of 64 elements, and return their dequantized values in
-        float64, same shape."""
+        """Quantize `values`, of any shape with a multiple of 64 elements, and dequantize them; return the result in
+        float64, same shape. Shows the rounding error of the format."""
         return self.unpack(self.pack(values.reshape(-1)), torch.float32).double().view(values.shape)
 
 
 class PackedProduct:
-    """Product x Wᵀ of a linear layer whose frozen weight W [outputs, inputs] is quantized (QLoRA); W is dequantized for
-    the product, and again in backward. `packing`: its storage format; `outputs`, `inputs`: shape of W on this rank."""
+    """Function that computes the product x Wᵀ of a linear layer whose frozen weight W [outputs, inputs] is quantized
+    (QLoRA); W is dequantized for the product, and again in backward. `packing`: storage format of W; `outputs`,
+    `inputs`: shape of W on this rank."""
 
     def __init__(self, packing: Packing, outputs: int, inputs: int) -> None:
         self.packing, self.shape = packing, (outputs, inputs)
@@ -158,11 +161,12 @@ class PackedProduct:
 
 
 class _Product(torch.autograd.Function):
-    """Autograd function of the product with a quantized weight, which gets no gradient."""
+    """Autograd function of the product x Wᵀ with a quantized weight W; x gets a gradient, W none."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, records: torch.Tensor, product: PackedProduct) -> torch.Tensor:
-        """Return x Wᵀ [..., outputs], with W dequantized from `records`. `product`: format and shape of W."""
+        """Return x Wᵀ [..., outputs] for `x` [..., inputs], with W dequantized from `records` (uint8). `product`:
+        format and shape of W."""
         context.save_for_backward(records)
         context.product = product
         return torch.nn.functional.linear(x, product.unpack(records, x.dtype))
