@@ -16,13 +16,18 @@ from meshwright.comm.custom_operator import custom_operator
 def attention_operator(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], result: Callable[..., Any]
 ) -> None:
-    """Register `forward` as the custom operator meshwright::`name`, differentiable by the operator of `backward`.
+    """Register `forward` as the custom operator meshwright::`name`, whose gradient the function `backward` computes.
 
-    `forward` takes queries, keys, values [B, N or K, S, D], further arguments (the mask) and at last the heads' sinks
-    [N] (or None), and returns the output, or a tuple of the output and what `backward` needs of it. `backward` takes
-    the output's gradient, the list of saved tensors (queries, keys, values and, if `forward` returns a tuple, its
-    results), the further arguments and the sinks; it returns the gradients of queries, keys, values and sinks (empty
-    without). `result`: function of the arguments of `forward` that returns what it does, uninitialised, for tracing."""
+    `forward`: takes queries, keys, values [B, N or K, S, D], further arguments (the mask) and at last the heads' sinks
+    [N] (or None); returns the output, or a tuple of the output and other tensors that `backward` needs.
+
+    `backward`: takes the output's gradient, the list of saved tensors (queries, keys, values and, if `forward` returns
+    a tuple, its results), the further arguments and the sinks; returns the gradients of queries, keys, values and sinks
+    (an empty tensor without sinks).
+
+    `result`: takes the arguments of `forward` and returns uninitialised tensors of the shapes of its result, for
+    tracing.
+    """
     registered = custom_operator(f"meshwright::{name}")(forward)
     of_gradients = custom_operator(f"meshwright::{name}_backward")(backward)
     registered.register_fake(result)
@@ -31,13 +36,15 @@ def attention_operator(
     )
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save tensors and mask for backward (`setup_context` of torch.library.register_autograd)."""
+        """Save the operator's tensors and mask for backward (`setup_context` of torch.library.register_autograd). ctx:
+        autograd context; `inputs`, `output`: those of the operator."""
         ctx.mask = inputs[3:-1]
         ctx.save_for_backward(*inputs[:3], inputs[-1], *(output if isinstance(output, tuple) else ()))
         ctx.set_materialize_grads(False)
 
     def formula(ctx: Any, d_out_BNSD: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of all inputs (`backward` of torch.library.register_autograd)."""
+        """Return the gradients of all of the operator's inputs, given that of its output (`backward` of
+        torch.library.register_autograd). ctx: autograd context."""
         q, k, v, sinks, *results = ctx.saved_tensors
         *found, d_sinks = of_gradients(d_out_BNSD, [q, k, v, *results], *ctx.mask, sinks)
         nothing = ([None] * len(each) if _holds_tensors(each) else None for each in ctx.mask)
@@ -47,7 +54,7 @@ def attention_operator(
 
 
 def _holds_tensors(argument: Any) -> bool:
-    """Return True for an operator's argument that is a list of tensors, which autograd gives gradients one by one."""
+    """Return True if an operator's argument is a list of tensors; autograd then expects a list of gradients for it."""
     return isinstance(argument, list) and all(isinstance(each, torch.Tensor) for each in argument)
 
 
@@ -61,14 +68,14 @@ def add_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> 
 
 
 def sink_gradients(sinks_N: torch.Tensor, log_sum_BNS: torch.Tensor, inner_BNS: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the sinks [N]: minus a sink's probability times the sum `inner_BNS` over D of output times
-    its gradient, summed over all queries. `log_sum_BNS`: log-sum-exps with sinks."""
+    """Return the gradient of the sinks [N]: minus the sum over all queries of the sink's probability times `inner_BNS`,
+    the sum over D of the output times its gradient. `log_sum_BNS`: log-sum-exps of the scores, sinks included."""
     p_BNS = (sinks_N.to(log_sum_BNS.dtype)[:, None] - log_sum_BNS).exp_()
     return -(p_BNS * inner_BNS).sum(dim=(0, 2)).to(sinks_N.dtype)
 
 
 def empty_gradient(like: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return an uninitialised tensor for the gradient of `sinks`, without elements if that is None."""
+    """Return an uninitialised tensor for the gradient of `sinks`; without sinks (None) an empty tensor like `like`."""
     return like.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 

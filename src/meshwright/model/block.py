@@ -57,7 +57,8 @@ class Block(nn.Module):
         return self.add(x_BSH, y_BSH, self.mlp_post_norm), balance
 
     def add(self, x_BSH: torch.Tensor, y_BSH: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        """Return the residual sum x + scale * norm(y) of a sublayer's output `y_BSH`. `norm`: its norm; None: none."""
+        """Return the residual sum x + s norm(y), where y is the output `y_BSH` of a sublayer (attention or MLP) and s
+        the model's residual multiplier (1 in most families). `norm`: norm of the sublayer's output; None: none."""
         y_BSH = y_BSH if norm is None else norm(y_BSH)
         return x_BSH + (y_BSH if self.residual_scale == 1 else y_BSH * self.residual_scale)
 

@@ -49,15 +49,15 @@ class CheckpointFiles:
         return frozenset(self._place)
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the weights `name`: itself, or values and scales; empty if there
-        is none."""
+        """Return the names of the files' tensors that hold the weights `name`: one tensor of that name, or the two
+        tensors of quantized weights (values and scales); empty if there is none."""
         packed = (name + BLOCKS, name + SCALES)
         if name not in self.names:
             return packed if self.names.issuperset(packed) else ()
         return (name, name + SCALE_SUFFIX) if name + SCALE_SUFFIX in self.names else (name,)
 
     def weights_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the weights `name`, packed ones as those that they stand for."""
+        """Return the shape of the weights `name`; for quantized ones the shape after dequantization."""
         if name in self.names:
             return self.shape(name)
         return mxfp4.unpacked_shape(self.shape(name + BLOCKS))
@@ -81,9 +81,9 @@ class CheckpointFiles:
             return query(self._open(self._place[name]))
 
     def read_weights(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """Read the weights `name` in their dtype on disk, or in float32 as products of values and scales. `expert`: its
-        index, to read its part of weights that are stacked along a first dim; None: all. Raises UserError for another
-        dtype and for NaN or infinite values."""
+        """Read the weights `name` in their dtype on disk; quantized ones are dequantized to float32. `expert`: index
+        along the first dim of weights that are stacked by expert, to read only that expert's; None: read all. Raises
+        UserError for another dtype and for NaN or infinite values."""
         self.check_weights(name)
         value, *scales = (each if expert is None else each[expert] for each in map(self.read, self.parts(name)))
         if scales:
@@ -101,8 +101,8 @@ class CheckpointFiles:
         return value
 
     def check_weights(self, name: str) -> None:
-        """Raise UserError unless the weights `name` have a floating-point dtype that is supported (`WEIGHT_TYPES`), or
-        are packed, with scales, as ``config.json`` describes."""
+        """Raise UserError unless the weights `name` have a supported floating-point dtype (`WEIGHT_TYPES`), or are
+        quantized, with scales, in the format that ``config.json`` describes."""
         if name not in self.names:
             self._check_blocks(name)
             return
@@ -137,12 +137,13 @@ class CheckpointFiles:
 
     @cached_property
     def _described(self) -> WeightFormat | None:
-        """The format of packed weights that the directory's ``config.json`` describes."""
+        """Quantization format of the weights as described by the directory's ``config.json``; None: it describes
+        none."""
         return read_weight_format(read_config(self.directory), str(self.directory / "config.json"))
 
     def _format(self, name: str, wanted: type[WeightFormat]) -> WeightFormat:
-        """Return the format of packed weights. Raises UserError unless it is the `wanted` one, that of the tensor
-        `name`."""
+        """Return the quantization format that ``config.json`` describes. Raises UserError unless it is of the class
+        `wanted`, the format in which the tensor `name` is stored."""
         if not isinstance(self._described, wanted):
             raise UserError(
                 f"{self.file(name)}: tensor {name} is {self.dtype(name)}, but config.json has no "
@@ -151,7 +152,7 @@ class CheckpointFiles:
         return self._described
 
     def file(self, name: str) -> Path:
-        """Return the path of the file that contains the tensor or the packed weights `name`."""
+        """Return the path of the file that contains the tensor, or the quantized weights, called `name`."""
         return self._place[name if name in self._place else name + BLOCKS]
 
     def _locate_tensors(self) -> dict[str, Path]:

@@ -51,7 +51,7 @@ class Documents:
         return Documents(None if starts_BS is None else starts_BS.cpu())
 
     def to(self, device: torch.device | str) -> Documents:
-        """Return a copy on `device`, copied without waiting for a GPU; `host_starts_BS` is on the CPU."""
+        """Return a copy on `device`; the host does not wait for a GPU. The copy's `host_starts_BS` stays on the CPU."""
         all_three = self.starts_BS, self.indices_C, self.samples_B
         starts_BS, indices_C, samples_B = (None if each is None else move(each, device) for each in all_three)
         pairs = None if self.pairs is None else self.pairs.map(lambda tensor: move(tensor, device))
@@ -84,14 +84,15 @@ class Documents:
         return lengths_BS if self.indices_C is None else lengths_BS[:, self.indices_C]
 
     def cut(self, size: int, rows: int, sequence: int, device: torch.device) -> Documents:
-        """Return the boundaries of the chunks of `size` tokens of each document, within which layers with chunked
-        attention attend. `rows`, `sequence`: number of unsharded sequences, and of their tokens; `device`: of the
-        boundaries."""
+        """Return the boundaries of chunks instead of documents: each document is cut into chunks of `size` tokens,
+        within which layers with chunked attention attend. `rows`: number of sequences; `sequence`: tokens of an
+        unsharded sequence; `device`: device of the boundaries."""
         if sequence <= size:
             return self
 
         def chunks(starts_BS: torch.Tensor | None, where: torch.device) -> torch.Tensor:
-            """Return the index at which the chunk of each token begins, given that of its document."""
+            """Return, for each token, the index in the sequence at which its chunk begins. `starts_BS`: index at which
+            its document begins (None: 0); `where`: device of the result."""
             places_S = torch.arange(sequence, device=where)
             starts_BS = places_S.new_zeros(rows, sequence) if starts_BS is None else starts_BS
             return starts_BS + (places_S - starts_BS) // size * size
@@ -105,7 +106,8 @@ class Documents:
         if that is 0 for all tokens. (Attention is causal: the last one is the token itself.)
 
         `window`: sliding window; a token attends to itself and the `window` - 1 tokens before it; None: no sliding
-        window. `sequence`: number of tokens of an unsharded sequence."""
+        window. `sequence`: number of tokens of an unsharded sequence. `device`: device of the result.
+        """
         if window is None or window >= sequence:
             return self.starts_BS
         oldest_S = (torch.arange(sequence, device=device) - (window - 1)).clamp(min=0)

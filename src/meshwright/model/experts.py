@@ -42,9 +42,9 @@ class Mixture(nn.Module):
     def forward(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the layer's output [B, S, H] and its load-balancing loss (scalar; None without `counted_B`).
-        `counted_B`: number of target tokens of each sequence, by which the sequence's load-balancing loss is
-        weighted."""
+        """Return the layer's output [B, S, H] for the hidden states `x_BSH`, and its load-balancing loss (scalar; None
+        without `counted_B`). `counted_B`: number of target tokens of each sequence, by which the sequence's
+        load-balancing loss is weighted."""
         if self.expert_parallel:
             return self._forward_expert_parallel(x_BSH, counted_B)
         x_BSH = self.tensor.enter(x_BSH, "mlp.input")
@@ -134,9 +134,10 @@ class Router(nn.Module):
         return weights_TK * self.config.routed_scale, chosen_TK
 
     def _keep_groups(self, ranking_TE: torch.Tensor) -> torch.Tensor:
-        """Return `ranking_TE`, by which experts are chosen, with -inf for the experts outside of each token's groups.
-        The groups are those with the highest score, which is their highest expert score (arXiv:2405.04434, section
-        2.2.2) or, with sigmoid scores, the sum of their two highest (arXiv:2412.19437, section 2.1.2)."""
+        """Return a copy of `ranking_TE` [T, E], the values by which a token's experts are chosen, with -inf for the
+        experts outside of the token's chosen groups (group-limited routing). Chosen are the groups with the highest
+        score, which is their highest expert score (arXiv:2405.04434, section 2.2.2) or, with sigmoid scores, the sum of
+        their two highest (arXiv:2412.19437, section 2.1.2)."""
         config = self.config
         grouped_TGE = ranking_TE.unflatten(1, (config.expert_groups, -1))
         best = grouped_TGE.topk(2 if config.router == "sigmoid" else 1, dim=-1).values.sum(dim=-1)
@@ -181,10 +182,12 @@ class Router(nn.Module):
 
 class Experts(nn.Module):
     """MLPs of the routed experts on this rank, stacked. With E experts on this rank, of intermediate size F on this
-    rank, and hidden size H, `up.weight` is [E x 2F, H]: for each expert the gate projection, then the up projection,
-    or their rows in turn; `down.weight` is [E x H, F]. Of the bias on the down projection a rank holds and adds a slice
-    of H, [E x H / ranks], where several ranks split an expert's width. `axes`: communication of the mesh axes;
-    `options`: `device` and `dtype` of the parameters."""
+    rank, and hidden size H, `up.weight` is [E x 2F, H]: for each expert the rows of the gate projection, then those of
+    the up projection (in some families alternating); `down.weight` is [E x H, F]. Where several ranks split an expert's
+    width, each holds and adds a slice of the bias of the down projection, [E x H / ranks].
+
+    `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the parameters.
+    """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -250,11 +253,13 @@ def split_gate(up_NX: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, to
 
 class ClampedSwiGLU(torch.autograd.Function):
     """Autograd function of gpt-oss's activation (arXiv:2508.10925, section 2.2): gate * sigmoid(alpha * gate) * (up +
-    1), where the gate is limited to at most `limit` and up to [-limit, limit]. It saves its input alone."""
+    1), where gate is first clamped to at most `limit`, and up to [-limit, limit]. It saves only its input."""
 
     @staticmethod
     def forward(context: Any, up_NX: torch.Tensor, limit: float, alpha: float, interleaved: bool) -> torch.Tensor:
-        """Return the activation [N, F] of `up_NX` [N, 2F]; `interleaved`: as for `split_gate`."""
+        """Return the activation [N, F] for the concatenated gate and up projections `up_NX` [N, 2F]. `limit`, `alpha`:
+        constants of the function; `interleaved`: True if the columns of gate and up alternate, False if gate's come
+        first."""
         context.save_for_backward(up_NX)
         context.numbers = limit, alpha, interleaved
         gate_NF, up_NF = split_gate(up_NX, interleaved)
@@ -263,7 +268,7 @@ class ClampedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_NF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient [N, 2F] of the input, given that of the output."""
+        """Return the gradient [N, 2F] of the input, given `d_NF`, that of the output; None for the other arguments."""
         (up_NX,) = context.saved_tensors
         limit, alpha, interleaved = context.numbers
         gate_NF, up_NF = split_gate(up_NX, interleaved)

@@ -37,7 +37,8 @@ def grouped_product(
 def _compute_grouped_product(
     x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor, bias_EZ: torch.Tensor | None, first: int
 ) -> torch.Tensor:
-    """Return what `grouped_product` does, without autograd."""
+    """Compute x Wᵀ + b for token copies sorted by expert, with the arguments and result of `grouped_product`, but
+    without autograd."""
     if _supports_grouped_mm(x_NX, weight_EYX):
         y_NY = F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     else:

@@ -30,12 +30,13 @@ _NORM_EPSILON = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention layer of a transformer block.
+    """Multi-head latent attention layer of a transformer block. The projections of the hidden state are fused: the rows
+    of `qkv.weight` are those of the queries (or of their latent vector), then R rows for the latent vector of keys and
+    values, then E rows for the rotary key. Every tp rank computes the latent vectors; heads are split over tp.
 
-    The projections of the hidden state are fused: the rows of `qkv.weight` are those of the queries (or of their latent
-    vector), then R of the latent vector of keys and values, then E of the rotary key. Every tp rank computes the latent
-    vectors; heads are split. `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
-    parameters."""
+    R: size of the latent vector, E: size of the rotary key. `axes`: communication of the mesh axes; `options`: `device`
+    and `dtype` of the parameters.
+    """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -113,10 +114,13 @@ class LatentAttention(nn.Module):
     def _attend_latent(
         self, q_BNSP: torch.Tensor, q_BNSE: torch.Tensor, new_B1SC: torch.Tensor, cache: AttentionCache, layer: int
     ) -> torch.Tensor:
-        """Return the attention output [B, N, S, V] of new tokens over the latent vectors in a KV cache, to which those
-        of the new tokens are added as layer number `layer`. `q_BNSP`, `q_BNSE`: features of the queries without and
-        with rotary position; `new_B1SC`: latent vectors and rotary keys of the new tokens, C = R + E. Keys are W_k
-        latent and values W_v latent, so that q (W_k latent)^T = (q W_k) latent^T and p (W_v latent) = W_v (p latent).
+        """Return the attention output [B, N, S, V] of new tokens over the latent vectors in a KV cache, to which the
+        new tokens' latent vectors are first added as those of layer number `layer`. `q_BNSP`, `q_BNSE`: features of the
+        queries without and with rotary position; `new_B1SC`: latent vectors and rotary keys of the new tokens, C = R +
+        E.
+
+        Keys (W_k latent) and values (W_v latent) are never formed, as the projections move to queries and output: q
+        (W_k latent)^T = (q W_k) latent^T, and p (W_v latent) = W_v (p latent) for probabilities p.
         """
         up_NOR = self.latent_up.weight.unflatten(0, (self.heads, -1))
         key_NPR, value_NVR = up_NOR.split([self.plain, self.latent.value_dim], dim=1)

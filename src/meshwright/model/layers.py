@@ -20,9 +20,13 @@ from meshwright.spec.config import ModelConfig
 
 class Linear(nn.Module):
     """Linear layer y = x Wᵀ + b with W [y, x]; parameters are uninitialised. `x`, `y`: input and output size; `bias`:
-    True for a layer with b; `options`: `device` and `dtype` of the parameters. Attribute `weight_gradients`: queue to
-    which backward hands the computation of the weight gradient; None: autograd computes it. Attribute `taps`: set only
-    during a compiled call: two dummy inputs whose gradients carry dy and x out of the compiled graph to that queue."""
+    True for a layer with b; `options`: `device` and `dtype` of the parameters.
+
+    Attributes: `weight_gradients`: queue to which backward hands the computation of the weight gradient; None: autograd
+    computes it. `packed`: function that multiplies by a quantized weight; None: the weight is not quantized. `adapter`:
+    LoRA adapter; None: none. `taps`: only during a compiled call: two dummy inputs, as whose gradients the compiled
+    backward passes dy and x to the queue.
+    """
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
     packed: PackedProduct | None = None  # the product with a packed weight
@@ -36,18 +40,21 @@ class Linear(nn.Module):
         self.adapter = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ + b, [..., Y], for `x` [..., X], where W is [Y, X]; with an adapter, x (W + s B A)ᵀ + b."""
+        """Return x Wᵀ + b, [..., Y], for `x` [..., X], where W is [Y, X]; with a LoRA adapter of matrices A, B and
+        scale s, x (W + s B A)ᵀ + b."""
         if self.adapter is None and self.packed is None:
             return linear(x, self.weight, self.bias, self.weight_gradients, self.taps)
         y = self._product(x)
         return y if self.bias is None else y + self.bias
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output without bias, [..., Y], that of its adapter included, for `x` [..., X]."""
+        """Return x Wᵀ [..., Y] for `x` [..., X], with the output of a LoRA adapter added if the layer has one, but
+        without bias."""
         return self.base_product(x) if self.adapter is None else self.adapter.adapted_product(x, self)  # type: ignore[no-any-return]
 
     def base_product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ, [..., Y], without bias and adapter, for `x` [..., X]."""
+        """Return x Wᵀ [..., Y] for `x` [..., X], the layer's output without bias and without the output of a LoRA
+        adapter."""
         if self.packed is not None:
             return self.packed(x, self.weight)
         return linear(x, self.weight, None, self.weight_gradients, self.taps)
@@ -85,7 +92,8 @@ class RMSNorm(nn.Module):
         self.epsilon, self.centre, self.tensor = epsilon, centre, tensor
 
     def factors(self) -> torch.Tensor:
-        """Return the factors of the normalised elements, [size]: weight + centre, in at least float32 with a centre."""
+        """Return the factors by which the normalised elements are multiplied, [size]: weight + centre (`centre`: 1 if
+        the weight is stored as the difference from 1, else 0), in at least float32 with a centre."""
         return self.weight if not self.centre else self.weight.to(at_least_float32(self.weight.dtype)) + self.centre
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -177,7 +185,7 @@ class Embedding(nn.Module):
         self.tensor = tensor
 
     def forward(self, numbers_BS: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [B, S, H] of the IDs `numbers_BS`."""
+        """Return the embeddings [B, S, H] of the token or position IDs `numbers_BS` [B, S]."""
         if self.tensor is None or self.tensor.trivial:
             return _Lookup.apply(self.weight, numbers_BS)
         places_BS = numbers_BS - self.tensor.rank * self.weight.shape[0]
@@ -203,8 +211,8 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient_BSH: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the gradient [V, H] of the embedding table, given the gradient of the looked-up rows (None for the
-        IDs)."""
+        """Return the gradient [V, H] of the embedding table, given the gradient `gradient_BSH` of the looked-up rows;
+        None for the IDs."""
         (numbers_BS,) = context.saved_tensors
         wide = gradient_BSH.to(at_least_float32(context.dtype))
         total_VH = torch.ops.aten.embedding_dense_backward(wide, numbers_BS, context.rows, -1, False)

@@ -248,7 +248,8 @@ class Chunk:
 
 
 def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each of C tokens' maximum logit and sum of exp(logit - maximum) over this rank's vocabulary, [C] each."""
+    """Return the maximum of each token's logits, and the sum of exp(logit - maximum), over this rank's vocabulary, [C]
+    each. `logits_CV`: logits of C tokens."""
     wide = at_least_float32(logits_CV.dtype)
     maximum_C = logits_CV.amax(dim=1).to(wide)
     return maximum_C, (logits_CV.to(wide) - maximum_C[:, None]).exp().sum(dim=1)
@@ -290,11 +291,13 @@ def cap_logits_(logits: torch.Tensor, softcap: float) -> torch.Tensor:
 def _logit_chunks(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, known_2T: torch.Tensor | None = None
 ) -> Iterator[Chunk]:
-    """Compute the logits of the output head chunk by chunk of tokens and yield each `Chunk`. All chunks share one
-    logit buffer, so a chunk must be used before the next one is requested. Chunks have nearly equal numbers of tokens.
+    """Compute the logits of the output head for the hidden states `hidden_TH`, chunk by chunk of tokens; yield each
+    `Chunk`. All chunks share one logit buffer, so a chunk must be used before the next one is requested.
 
-    All tp ranks cut the tokens into the same chunks, because they communicate in every chunk. `known_2T`: log-sum-exp
-    and target logit of each token, if known from the forward pass; else None."""
+    Chunks have nearly equal numbers of tokens. All tp ranks cut the tokens into the same chunks, because they
+    communicate in every chunk. `targets_T`: target token IDs; `known_2T`: log-sum-exp and target logit of each token,
+    if known from the forward pass; else None.
+    """
     chunks = loss_chunks(len(hidden_TH), head.widest or len(head.weight_VH), hidden_TH.device.type)
     buffer = hidden_TH.new_empty(max(chunks, default=0), len(head.weight_VH))
     start = 0

@@ -19,13 +19,17 @@ RESPONSES_SITE = "loss.responses"
 @dataclass(frozen=True, slots=True)
 class Pairs:
     """Preference pairs of a batch of B sequences, with at most P pairs and D = 2 P responses in each. Documents 2k and
-    2k + 1 of a sequence are a pair: the same prompt with its chosen and with its rejected response.
+    2k + 1 of a sequence are a pair: the same prompt with its chosen and with its rejected response. Or, for KTO, single
+    labelled responses in place of pairs, with D = P.
 
     `response_BC`: document number of each of the C tokens on this rank; D for tokens outside any pair. `counted_BP`:
     True for a pair, False for padding in sequences with fewer than P pairs. `reference_BD`: log-probabilities of the
-    responses under the reference policy (nats, float64); zeros until they are computed. `lengths_BD`: target tokens of
-    the responses (float64); zeros until they are counted. Of single responses: `undesirable_BD`: True for an
-    undesirable one; `kl_B`: estimate of the KL divergence of policy and reference (nats, float64), the same for all."""
+    responses under the reference policy (nats, float64); zeros until they are computed. `lengths_BD`: number of target
+    tokens of each response (float64); zeros until they are counted.
+
+    Only used for single responses: `undesirable_BD`: True for a response labelled undesirable; `kl_B`: estimate of the
+    KL divergence between policy and reference (nats, float64), the same number for all sequences.
+    """
 
     response_BC: torch.Tensor
     counted_BP: torch.Tensor
@@ -38,9 +42,12 @@ class Pairs:
     def from_ids(cls, ids_BS: torch.Tensor, most: int | None = None, of: int = 2) -> Pairs:
         """Build the pairs of sequences from `ids_BS`, the document number of each token, counted from 0. Documents 2k
         and 2k + 1 are a pair. If the last number is even, its tokens are padding: 0, 0, 1, 2, 3, 3, 4 are two pairs and
-        one token of padding. `most`: P, the number of pairs per sequence for which tensors are allocated; None: the
-        largest number in the batch. `of`: number of documents that form an entry, 2 for pairs, 1 for single responses,
-        of which every document counts, the padding included."""
+        one token of padding.
+
+        `most`: P, the number of pairs per sequence for which tensors are allocated; None: the largest number in the
+        batch. `of`: 2 for pairs, 1 for single labelled responses; then each document is one response, and the padding
+        counts as one too.
+        """
         pairs_B = (ids_BS.amax(dim=1) + 1) // 2 if of == 2 else ids_BS.amax(dim=1) + 1
         most = max(1, int(pairs_B.max())) if most is None else most
         counted_BP = torch.arange(most, device=ids_BS.device) < pairs_B[:, None]
@@ -76,10 +83,12 @@ class Pairs:
 
 
 class PreferenceLoss(NamedTuple):
-    """Preference loss and metrics of a batch. `loss`: summed over pairs, or single responses. `figures` (float64 [5],
-    detached): sum of the rewards of chosen (desirable) responses and of those of rejected (undesirable) ones; number of
-    pairs whose chosen response has the higher reward, or of single responses whose score is on their label's side of
-    the KL estimate; numbers of chosen and of rejected responses."""
+    """Preference loss and metrics of a batch. `loss`: summed over pairs (or, for KTO, single labelled responses).
+
+    `figures`: float64 [5], detached: sum of the rewards of chosen (desirable) responses; that of rejected (undesirable)
+    ones; number of pairs whose chosen response has the higher reward, or of single responses whose score is on the side
+    of the KL estimate that their label demands; number of chosen responses; number of rejected ones.
+    """
 
     loss: torch.Tensor
     figures: torch.Tensor

@@ -39,7 +39,7 @@ def inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0)
 
 def _longrope_factors(scaling: RopeScaling, length: int) -> tuple[float, ...]:
     """Return LongRoPE's divisors of the rotary frequencies for sequences of up to `length` tokens (Ding et al. 2024,
-    arXiv:2402.13753); empty for other methods."""
+    arXiv:2402.13753): the short or long factors of `scaling`; empty for other scaling methods."""
     return scaling.long_factors if length > (scaling.original_max_positions or 0) else scaling.short_factors
 
 
@@ -80,11 +80,13 @@ def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotati
 
 
 class RotaryTable:
-    """Table of rotary cosines and sines by position, for layers with the rotary settings `rotation`; it grows when
-    larger positions are requested, and is not part of a model's state. `dtype`: dtype of the model. `length`: tokens of
-    the longest sequence, by which LongRoPE chooses its factors; None: each document chooses by its own length.
+    """Table of the cosines and sines of rotary angles by position, shared by all layers with the rotary settings
+    `rotation`. It grows when larger positions are requested, and is not saved with the model. `dtype`: dtype of the
+    model. `length`: tokens of the longest sequence, by which LongRoPE chooses its factors; None: each document chooses
+    by its own length.
 
-    Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart."""
+    Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart.
+    """
 
     def __init__(self, rotation: Rotation, dtype: torch.dtype, length: int | None = None) -> None:
         self._dtype, self._rotation, self._length = at_least_float32(dtype), rotation, length
@@ -126,8 +128,8 @@ class RotaryTable:
 
 
 class TemperatureTable:
-    """Factors on the queries of layers with the position-dependent `temperature`, in `dtype` or float32; the same
-    interface as that of `RotaryTable`."""
+    """Factors by which the queries of layers with position-dependent temperature are multiplied (Llama 4), by position,
+    in `dtype` or float32. Has the same interface as `RotaryTable`."""
 
     def __init__(self, temperature: Temperature, dtype: torch.dtype) -> None:
         self._temperature, self._dtype = temperature, at_least_float32(dtype)
@@ -136,8 +138,8 @@ class TemperatureTable:
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device,
         documents: Documents = ONE_DOCUMENT,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Return the factors [B or 1, 1, S, 1] at the positions `positions_BS` (None: start ... stop - 1), and None in
-        place of a sine."""
+        """Return the factors of the queries [B or 1, 1, S, 1] at the positions `positions_BS` (None: start ... stop -
+        1), and None in place of a sine. `device`: device of the factors; `documents`: ignored."""
         if positions_BS is None:
             positions_BS = torch.arange(start, stop, device=device)[None]
         steps_BS = (positions_BS + 1) // self._temperature.floor
@@ -146,15 +148,19 @@ class TemperatureTable:
 
 
 def make_table(turn: Rotation | Temperature, dtype: torch.dtype, length: int | None) -> RotaryTable | TemperatureTable:
-    """Return the table of a layer's rotary positions or temperatures. `dtype`, `length`: as for `RotaryTable`."""
+    """Return the table that a layer's queries and keys need: of rotary positions, or of temperatures. `turn`: settings
+    of either; `dtype`: dtype of the model; `length`: tokens of the longest sequence (None: each document by its own
+    length)."""
     return TemperatureTable(turn, dtype) if isinstance(turn, Temperature) else RotaryTable(turn, dtype, length)
 
 
 def half_rotation_order(config: ModelConfig) -> list[int] | None:
-    """Return the permutation of a head's D features after which rotary pairs are D/2 apart (feature i with i + D/2), as
-    kernels with half-rotation over the whole head expect; pairs that are not rotated get the angle 0 (`pad_pairs`).
+    """Return the permutation [D] of a head's features after which rotary pairs are D/2 apart (feature i with i + D/2),
+    as serving kernels expect that rotate the whole head; `pad_pairs` adds pairs of angle 0 for features that are not
+    rotated. None: the features are in this order already.
+
     Attention scores do not depend on the order of features, so that a server may permute those of queries and keys.
-    None: they are in this order already."""
+    """
     size, rotated = config.head_dim, config.rotary_dim
     if config.positions != "rope" or (rotated == size and not config.rotary_interleaved):
         return None
@@ -189,8 +195,9 @@ def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, inter
 
 
 def _rotate_first(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Return `x` [..., D] with the pairs of its first R features rotated, in the dtype of `x`. `cosine`, `sine`: of the
-    angles, broadcast against [..., R/2]; `interleaved`: neighbours are pairs."""
+    """Return `x` [..., D] with the pairs of its first R features rotated, in the dtype of `x`. `cosine`, `sine`: those
+    of the angles, broadcast against [..., R/2]; `interleaved`: True: the pairs are features (2i, 2i + 1); False: (i, i
+    + R/2)."""
     size = 2 * cosine.shape[-1]
     if size < x.shape[-1]:
         rotated = _rotate_first(x[..., :size], cosine, sine, interleaved)

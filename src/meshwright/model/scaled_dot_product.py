@@ -25,9 +25,9 @@ attention), or one entry for each pair of tokens."""
 def choose_mask_form(
     device: torch.device, dtype: torch.dtype, head_size: int, capped: bool, sinks: bool = False
 ) -> MaskForm:
-    """Return the form of mask that the attention kernel for queries of `dtype` and `head_size` on `device` takes.
-    `capped`: True if the scores have a softcap, which tiled attention alone computes; `sinks`: True if heads have
-    sinks, which PyTorch's other kernels than flash attention do not compute."""
+    """Return the form of the attention mask ("first", "varlen" or "boolean") that the attention kernel for queries of
+    `dtype` and `head_size` on `device` takes. `capped`: True if the scores have a softcap, which only tiled attention
+    computes; `sinks`: True if heads have sinks, which of PyTorch's kernels only flash attention supports."""
     if capped or device.type == "cpu":
         return "first"
     if supports_flash_attention(device, dtype, head_size):

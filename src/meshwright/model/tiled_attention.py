@@ -57,7 +57,8 @@ class Scores(NamedTuple):
     sinks: torch.Tensor | None = None
 
     def of_heads(self, q_BKGSD: torch.Tensor, heads: slice) -> Scores:
-        """Return a copy whose sinks are those of the key-value heads `heads`, [heads, G], of the K of `q_BKGSD`."""
+        """Return a copy that has the sinks of some key-value heads only, [heads, G]. `q_BKGSD`: queries, from whose
+        shape the numbers of heads are taken; `heads`: slice of the K key-value heads."""
         return self if self.sinks is None else self._replace(sinks=self.sinks.view(q_BKGSD.shape[1:3])[heads])
 
 
@@ -140,9 +141,10 @@ def _compute_gradients(
 def _compute_probabilities(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, how: Scores
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the softmax of a tile's scores, in the dtype of `q_PXD`, the derivative of their softcap, and the
-    probabilities of the sinks, [sequences, heads, G, queries]; arguments as those of `compute_scores`. The scores are
-    freed."""
+    """Return three tensors of a tile: the softmax of its scores [P, X, L], in the dtype of `q_PXD`; the derivative of
+    the scores' softcap (None without one); the probabilities of the sinks [sequences, heads, G, queries] (None without
+    sinks). `wide_k_PSD`: keys, in the dtype of the scores; `shape`: (sequences, heads, G, queries, D); `how`: scale,
+    softcap and sinks."""
     scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, how)
     p_PXL, p_sinks = torch.softmax(scores_PXL, dim=-1), None
     if how.sinks is not None:
@@ -153,8 +155,8 @@ def _compute_probabilities(
 
 
 def log_sum_exp(scores_PXL: torch.Tensor, p_PXL: torch.Tensor) -> torch.Tensor:
-    """Return the log-sum-exp [P, X] of `scores_PXL`, given their softmax `p_PXL`: its greatest element is exp(greatest
-    score - log-sum-exp)."""
+    """Return the log-sum-exp [P, X] over the last dim of `scores_PXL`, given their softmax `p_PXL`, without another
+    exp: it is the greatest score minus the logarithm of the greatest probability."""
     return scores_PXL.amax(dim=-1) - p_PXL.amax(dim=-1).log()
 
 

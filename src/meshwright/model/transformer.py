@@ -135,12 +135,12 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         units: Units = NO_UNITS,
     ) -> torch.Tensor:
-        """Return the sum of the token losses (nats, a scalar in float32 or float64) over targets that are not -100.
-        With preference pairs, return the log-probability of each response instead, float64 [B, D] for D responses per
-        sequence. `documents`: document boundaries in packed sequences, and preference pairs; `units`: hooks around FSDP
-        units.
+        """Return the sum of the token losses (nats, a scalar in float32 or float64) of `tokens_BS` over targets that
+        are not -100. With preference pairs, return the log-probability of each response instead, float64 [B, D] for D
+        responses per sequence. Load-balancing losses of experts contribute to the gradient, but not to the value.
 
-        Load-balancing losses of experts contribute to the gradient, but not to the value."""
+        `documents`: document boundaries in packed sequences, and preference pairs; `units`: hooks around FSDP units.
+        """
         return self.run_stage(self._whole_model_stage(), None, tokens_BS, targets_BS, documents, units).x
 
     def run_stage(
@@ -241,13 +241,13 @@ class Transformer(nn.Module):
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the compiled function `run_block` so that its backward can defer weight gradients. During each call,
-        every linear layer of the block that has a queue of deferred gradients gets taps: dummy inputs, through whose
-        gradients the compiled backward passes dy and x to the queue."""
+        every linear layer of the block that has a queue of deferred gradients gets taps: dummy inputs, as whose
+        gradients the compiled backward returns dy and x, which are then put into the queue."""
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
         def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:
-            """Run the compiled `block` while its linear layers have taps (dummy inputs that carry dy and x to the
-            queue)."""
+            """Run the compiled `block` while its linear layers have taps (dummy inputs, as whose gradients backward
+            returns dy and x). `rest`: further arguments of `Block.forward`."""
             with attach_taps(block.linear_layers(), (x_BSH.shape[0], x_BSH.shape[1] * ranks)):
                 return run_block(block, x_BSH, *rest)
 
@@ -315,9 +315,13 @@ class Transformer(nn.Module):
         cache: AttentionCache | None,
         positions_BS: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, dict[int, tuple[Rotated, Visible]]]:
-        """Return the position IDs (None: consecutive) and {layer: (rotary cosine and sine, attention mask)} for each of
-        the `layers`. Cosine and sine: None without rotary positions; mask: None for plain causal attention or with a
-        KV cache. Arguments are those of `_forward_blocks`."""
+        """Prepare what the attention of the given `layers` needs. Return the position IDs (None: consecutive) and
+        {layer: (rotary cosine and sine, attention mask)}. Cosine and sine are None without rotary positions; the mask
+        is None for plain causal attention or with a KV cache.
+
+        `tokens_BS`: token IDs; `documents`: document boundaries; `cache`: KV cache of the preceding tokens;
+        `positions_BS`: position IDs; None: consecutive within each document.
+        """
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = {layer: self.config.layer_window(layer) for layer in layers}
         turns = {layer: self.config.layer_rotation(layer) or self.config.layer_temperature(layer) for layer in windows}
@@ -349,8 +353,12 @@ class Transformer(nn.Module):
         counted_B: torch.Tensor | None, keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Run multi-token prediction: return (summed loss of predicting the token after the next one, load-balancing
-        loss of the prediction module). `normed_BSH`: output of the final norm; `counted_B`: number of target tokens of
-        each sequence; `keep`: True: compute the loss's gradients in forward. Other arguments: as in `run_stage`."""
+        loss of the prediction module).
+
+        `normed_BSH`: output of the final norm; `tokens_BS`, `targets_BS`: token IDs and targets of the next token;
+        `documents`: document boundaries; `counted_B`: number of target tokens of each sequence; `keep`: True: compute
+        the loss's gradients in forward.
+        """
         assert self.prediction is not None and self.axes.context.size == 1, "refused with cp"
         next_BS, after_BS = shift_by_one(tokens_BS, targets_BS, documents)
         x_BSH = self.prediction.project(normed_BSH, self._embed(next_BS, "prediction.embedding"))
@@ -362,8 +370,8 @@ class Transformer(nn.Module):
         return linear_cross_entropy(states_BSH.flatten(0, 1), after_BS.flatten(), self.output_head(), keep), balance
 
     def _normalise(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the final norm of `x_BSH` [B, S, H], which the output head takes (with sequence parallelism of all tp
-        ranks' token slices)."""
+        """Return the final norm of `x_BSH` [B, S, H], the input of the output head. With sequence parallelism `x_BSH`
+        is this rank's token slice, and the result has the tokens of all tp ranks."""
         x_BSH = self._norm(self.final_norm, x_BSH)
         if self.config.logit_divisor != 1:
             x_BSH = x_BSH / self.config.logit_divisor

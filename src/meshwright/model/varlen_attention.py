@@ -30,15 +30,20 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 
 
 class VarlenMask(NamedTuple):
-    """Attention mask in the form that flash kernels take: causal, within documents, with a sliding window; for the
-    tokens in the chunks of each sequence that this rank holds (two with ring attention, else one, the whole sequence).
+    """Attention mask in the form that flash kernels take: causal, within documents, with a sliding window. It covers
+    the chunks of each sequence that this rank holds: two with ring attention, else one chunk, the whole sequence. Chunk
+    boundaries cut documents into pieces.
 
-    cu_seqlens: int32 [chunks, L + 1] on the device: the chunks number c of all sequences are concatenated, and row c
-    has the indices at which the pieces of documents in it begin, then the number of tokens; trailing pieces may be
-    empty. None: each sequence is one document. lengths: int64 [1 + 2 B chunks] on the CPU: tokens of the longest piece;
-    then for each sequence and chunk the index in the sequence at which the document of the chunk's first token begins,
-    and the number of the chunk's tokens in this document. window: a token attends to itself and the `window` - 1 tokens
-    before it; 0: no window."""
+    cu_seqlens: int32 [chunks, L + 1] on the device; row c, for chunk number c of all sequences concatenated, has the
+    indices at which the pieces of documents begin, and at last the number of tokens; trailing pieces may be empty.
+    None: each sequence is one document.
+
+    lengths: int64 [1 + 2 B chunks] on the CPU: first the number of tokens of the longest piece; then, for each sequence
+    and chunk, two numbers on the document of the chunk's first token: the index in the sequence at which this document
+    begins, and how many of the chunk's tokens it has.
+
+    window: a token attends to itself and the `window` - 1 tokens before it; 0: no window.
+    """
 
     cu_seqlens: torch.Tensor | None
     lengths: torch.Tensor | None
@@ -46,16 +51,19 @@ class VarlenMask(NamedTuple):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Both tensors; empty where each sequence is one document."""
+        """The tensors `cu_seqlens` and `lengths` as a list; an empty list where each sequence is one document."""
         return [] if self.cu_seqlens is None or self.lengths is None else [self.cu_seqlens, self.lengths]
 
 
 class FlashCall(NamedTuple):
-    """Arguments of a call of the flash kernels, besides queries, keys and values. cu_seqlens, longest: start indices
-    and largest length of the variable-length pieces, of queries and of keys alike; None: each sequence is one piece.
-    causal: the last query attends to all keys, each query before it to one key less at the end. left: the last query
-    attends to at most the last `left` + 1 keys, each query before it to one more at the start and, unless `causal`, to
-    all keys after them; None: no limit. scale: factor of the scores; None: 1 / √D."""
+    """Arguments of a call of the flash kernels, besides queries, keys and values.
+
+    cu_seqlens: start indices of the variable-length pieces, of queries and of keys alike; None: each sequence is one
+    piece. longest: largest length of a piece. causal: True: the last query attends to all keys, and each query before
+    it to one key less at the end. left: sliding window: the last query attends to at most the last `left` + 1 keys; for
+    each query before it the window is one key further to the front; None: no limit. scale: factor of the scores; None:
+    1 / √D.
+    """
 
     cu_seqlens: torch.Tensor | None = None
     longest: int = 0
@@ -78,8 +86,12 @@ def varlen_mask(
 
 
 def _find_lengths(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the fields `cu_seqlens`, here on the CPU, and `lengths` of a `VarlenMask`. `starts_BXC`: index in the
-    sequence at which each token's document begins, for X chunks of C tokens; `held`: indices of this rank's chunks."""
+    """Find the lengths of the pieces of documents in this rank's chunks of each sequence; return them as the fields
+    `cu_seqlens` (here on the CPU) and `lengths` of a `VarlenMask`.
+
+    `starts_BXC`: index in the sequence at which each token's document begins, where each of B sequences is cut into X
+    chunks of C tokens; `held`: indices of the chunks that this rank holds.
+    """
     starts_BHC, first_BH1 = starts_BXC[:, held], starts_BXC[:, held, :1]
     is_first_BHC = starts_BHC == torch.arange(starts_BXC[0].numel()).view(starts_BXC.shape[1:])[held, :]
     is_first_BHC[..., 0] = True
@@ -103,9 +115,9 @@ def varlen_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: VarlenMask, scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], stored in memory as [B, S, N, D], of tokens that
-    see only their document and window; query head n reads key-value head n // (N / K). `scale`: None: 1 / √D.
-    `sinks`: one more score of each query head [N]; None: none."""
+    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], stored in memory as [B, S, N, D], computed by
+    flash kernels; query head n reads key-value head n // (N / K). `mask`: documents and sliding window within which
+    tokens attend; `scale`: None: 1 / √D. `sinks`: one more score of each query head [N]; None: none."""
     found = torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, mask.tensors, mask.window, scale, sinks)
     return found[0]  # type: ignore[no-any-return]
 
@@ -161,7 +173,8 @@ def _compute_attention(
     scale: float | None, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute variable-length attention without autograd; return the output [B, N, S, D] and each query's log-sum-exp,
-    float32 [B, N, S]. `tensors`, `window`: of a `VarlenMask`; `scale`, `sinks`: of the scores."""
+    float32 [B, N, S]. `tensors`, `window`: those of a `VarlenMask`; `scale`: factor of the scores; `sinks`: one more
+    score of each query head."""
     found = flash_forward(q_BNSD, k_BKSD, v_BKSD, _causal_call(q_BNSD, tensors, window, scale))
     if sinks is not None:
         add_sinks(*found, sinks[:, None])
@@ -173,7 +186,8 @@ def _compute_gradients(
     scale: float | None, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values, in their shapes, and of the sinks. `d_out_BNSD`: gradient of
-    the output; `saved`: queries, keys, values, output and log-sum-exps. The last arguments are those of the forward."""
+    the output; `saved`: queries, keys, values, output and log-sum-exps; `tensors`, `window`, `scale`, `sinks`: as in
+    `_compute_attention`."""
     found = flash_backward(d_out_BNSD, saved, _causal_call(d_out_BNSD, tensors, window, scale))
     if sinks is None:
         return *found, empty_gradient(d_out_BNSD, None)
@@ -182,8 +196,8 @@ def _compute_gradients(
 
 
 def _causal_call(q_BNSD: torch.Tensor, tensors: list[torch.Tensor], window: int, scale: float | None) -> FlashCall:
-    """Return the kernel call, with variable lengths, for queries, the parts of a `VarlenMask` of one chunk and the
-    scale of the scores."""
+    """Return the kernel arguments of causal attention. `tensors`, `window`: those of a `VarlenMask` with one chunk a
+    sequence; `scale`: factor of the scores; None: 1 / √D."""
     tokens, left = q_BNSD.shape[2], window - 1 if window else None
     if tensors:
         cu_seqlens, lengths = tensors

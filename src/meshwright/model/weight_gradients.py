@@ -80,7 +80,7 @@ class WeightGradients:
             self._collects.append(product)
 
     def _accumulate(self, product: _DeferredGradient) -> None:
-        """Execute one deferred computation and add its gradient to the accumulation buffers."""
+        """Execute one deferred computation, `product`, and add its gradient to the accumulation buffers."""
         parameter, multiply, operands = product
         if multiply is None:
             self._sums.accumulate_product(parameter, *operands)
@@ -166,8 +166,9 @@ class _Linear(torch.autograd.Function):
 def _differentiate_input_and_bias(
     context: Any, dy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return a linear layer's input x, and the gradients of x and bias where they are required, given that of the
-    output. Reads the saved tensors, which checkpointing allows once in a backward."""
+    """Return a linear layer's input x, and the gradients of x and bias (None where not required), given `dy`, that of
+    the output. context: autograd context; its saved tensors are read once, because activation checkpointing allows only
+    one read in a backward."""
     x, weight_YX = context.saved_tensors
     needs_x, _, needs_bias = context.needs_input_grad[:3]
     dy_NY = dy.flatten(0, -2)
@@ -188,8 +189,8 @@ class _TappedLinear(torch.autograd.Function):
         dy_tap: torch.Tensor,
         x_tap: torch.Tensor,
     ) -> torch.Tensor:
-        """Return x Wᵀ + b, [..., Y], for x [..., X]. `dy_tap` [..., Y] and `x_tap` [..., X] are not read; in backward
-        their gradients are dy and x."""
+        """Return x Wᵀ + b, [..., Y], for x [..., X], `weight_YX` W and `bias` b (None: 0). `dy_tap` [..., Y] and
+        `x_tap` [..., X] are not read; backward returns dy and x as their gradients."""
         context.save_for_backward(x, weight_YX)
         return F.linear(x, weight_YX, bias)
 
@@ -252,9 +253,9 @@ def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[N
 
 def grouped_linear(x_NX: torch.Tensor, layer: GroupedLayer, ends_E: torch.Tensor, first: int = 0) -> torch.Tensor:
     """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` (one for each of a token's experts) sorted by expert, where W
-    and b are those of the copy's expert. `ends_E`: exclusive end index of each expert's copies; `first`: output from
-    which on b is added. The layer's queue gets the computation of the weight gradient in backward; without one autograd
-    computes it."""
+    and b are those of the copy's expert. `layer`: weights and biases of E experts; `ends_E`: exclusive end index of
+    each expert's copies; `first`: index of the first output to which b, which may be shorter than Y, is added. In
+    backward the layer's queue gets the computation of the weight gradient; without a queue autograd computes it."""
     weight, bias, queue = layer.weight, layer.bias, layer.weight_gradients
     if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
         bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)
@@ -290,8 +291,8 @@ class _GroupedLinear(torch.autograd.Function):
         first: int, queue: WeightGradients,
     ) -> torch.Tensor:  # fmt: skip
         """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert. `weight`, `bias`: those of all E experts
-        stacked; `ends_E`, `first`: as for `grouped_linear`; `queue`: receives the operands of the weight gradient in
-        backward."""
+        stacked; `ends_E`: exclusive end index of each expert's copies; `first`: index of the first output to which b is
+        added; `queue`: receives the operands of the weight gradient in backward."""
         context.save_for_backward(x_NX, weight, ends_E)
         bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)
         context.weight, context.queue = weight, queue
