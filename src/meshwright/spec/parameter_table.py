@@ -60,7 +60,9 @@ class ParameterTable:
         self, unit: str, layout: Layout | None = None, buffer: BufferKind | None = None
     ) -> tuple[ModelParameter, ...]:
         """Return the model parameters of the FSDP unit called `unit` in the order of its flat buffers: those with
-        weight decay first. `buffer`: kind of flat buffer, to select the tensors in it under `layout`; None: all."""
+        weight decay first. `buffer`: select only those in this flat buffer under `layout`: "dense" (trained
+        parameters), "experts" (routed experts under expert parallelism), "frozen", "frozen_experts" or "packed"
+        (quantized); None: all."""
         tensors = self._tensors_by_unit[unit]
         if buffer is None:
             return tensors
@@ -124,9 +126,10 @@ class ParameterTable:
         return tuple(boxes)
 
     def unit_numel(self, unit: str, layout: Layout | None = None, buffer: BufferKind = "dense") -> int:
-        """Return the number of elements of a rank's flat buffer of the FSDP unit called `unit` (parameters that ZeRO-3
-        all-gathers together), before ZeRO sharding and padding. layout: None: one device. buffer: kind of flat
-        buffer."""
+        """Return the number of elements of one flat buffer on a rank, before ZeRO sharding and padding; the buffer
+        holds parameters of the FSDP unit called `unit`. layout: None: one device. buffer: "dense" (trained parameters),
+        "experts" (those of routed experts under expert parallelism), "frozen" and "frozen_experts" (the same, not
+        trained), or "packed" (quantized)."""
         tensors = self.unit_tensors(unit, layout, buffer)
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
