@@ -142,7 +142,9 @@ def _iterate_segments(
 
 
 def _begin_segment(first: int, cleaner: Cleaner, reader: Reader) -> SegmentWriter:
-    """Return a writer of the results of `cleaner` for the documents of `reader` from number `first` on."""
+    """Return a writer for a segment, the file with the cleaning results of consecutive documents, without documents so
+    far. first: number of the segment's first document. cleaner: its rules determine what the segment stores. reader:
+    reads the documents; tells whether they are examples of records."""
     spans = hash_spans if cleaner.recipe.sentence_duplicates else None
     return SegmentWriter(first, cleaner.minhash, cleaner.rewrites, spans, reader.records is not None)
 
