@@ -53,8 +53,10 @@ def _attach_low_rank(
     tensor: TensorOperations | None,
     **options: Any,
 ) -> None:
-    """Add to the linear layers of `model` the matrices of `adapter`, and freeze all other parameters. The arguments are
-    those of `attach_adapters`."""
+    """Add the matrices of `adapter` to the linear layers of `model`, and freeze all other parameters. table: parameter
+    table of the model, which lists the adapted layers; layout: parallel layout of which `model` is one rank's part;
+    tensor: communication of tensor parallelism, by which DoRA sums norms; options: `device` and `dtype` of the
+    adapter's parameters."""
     model.requires_grad_(False)
     model.token_keys = tokens = TokenKeys()  # type: ignore[assignment]
     tensors = {parameter.name: parameter for parameter in table.tensors}
@@ -81,7 +83,9 @@ def _attach_low_rank(
 
 
 def _list_features(table: ParameterTable, first: ParameterEntry, layout: Layout, tp_rank: int) -> torch.Tensor:
-    """Return the index in the unsharded layer of each input that a rank has, int64. first: entry of a matrix A."""
+    """Return the index, among the inputs of the unsharded layer, of each input that a rank's shard of the layer has:
+    int64 [inputs of the rank]. first: parameter entry of one of the layer's adapter matrices A; layout: parallel
+    layout; tp_rank: index of the rank on tp."""
     coordinates = dict.fromkeys(("tp", "cp", "dp", "pp", "ep", "etp"), 0) | {"tp": tp_rank}
     boxes = table.local_slices(first, layout, coordinates)
     return torch.cat([torch.arange(box.start[1], box.start[1] + box.shape[1]) for box in boxes])
@@ -107,7 +111,8 @@ def make_initial_values(
     of its entries, in its shape on disk; seed: seed of the random values."""
 
     def value_of(entry: ParameterEntry) -> torch.Tensor:
-        """Return the initial value of one parameter entry of the adapter, in its shape on disk."""
+        """Return the initial value of a parameter entry of the adapter (one of its checkpoint tensors), in its shape on
+        disk."""
         if not entry.name.endswith(_MAGNITUDE):
             return initial_value(entry, seed)
         weight = base.entry(f"{entry.name.removeprefix(PEFT_PREFIX).removesuffix(_MAGNITUDE)}.weight")

@@ -18,11 +18,13 @@ NORM_SITE = "adapter.norms"
 
 class WeightDecomposed(LowRank):
     """DoRA adapter of one linear layer y = x Wᵀ: output feature i becomes m_i / n_i times that of W' = W + s B A, where
-    n_i is the norm of row i of W' (eq. 5) and constant in backward (section 4.3). Parameters: `a`, `b` as in `LowRank`,
-    and `magnitude`, the m of all adapted output features.
+    n_i is the norm of row i of W' (eq. 5), treated as constant in backward (section 4.3). Parameters: `a` and `b`, the
+    stacked matrices A and B of `LowRank`, and `magnitude`, the m of all adapted output features.
 
-    rows, inputs, rank, scale, options: as in `LowRank`. tensor: communication of tensor parallelism for a row-parallel
-    layer, whose ranks each hold some columns of W'; None: this rank holds all columns."""
+    rows: range of output features of each adapted matrix; inputs: number of inputs; rank: rank of A and B; scale: s;
+    options: `device` and `dtype` of the parameters. tensor: communication of tensor parallelism for a row-parallel
+    layer, whose ranks each hold some columns of W'; None: this rank holds all columns.
+    """
 
     def __init__(
         self,
@@ -38,9 +40,9 @@ class WeightDecomposed(LowRank):
         self.magnitude = nn.Parameter(torch.empty(self.b.shape[0], **options))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, layer: Linear) -> torch.Tensor:
-        """Return the output of the adapted layer without bias, [..., Y], for its input `x` [..., X] and the base
-        layer's output `y` [..., Y] without bias (in a row-parallel layer this rank's partial sums, as is the result).
-        `layer`: the base layer, whose weight the row norms need."""
+        """Return the output of the adapted layer without bias, [..., Y]. `x`: the layer's input [..., X]; `y`: output
+        [..., Y] of the base layer without bias; `layer`: the base layer, whose weight the row norms need. In a
+        row-parallel layer `y` and the result are this rank's partial sums."""
         if not self.enabled:
             return y
         weight = layer.weight if layer.packed is None else layer.packed.unpack(layer.weight, self.a.dtype)

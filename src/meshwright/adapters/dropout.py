@@ -21,28 +21,31 @@ _STEP = -0x61C8864680B583EB
 
 
 def _mix_64(value: torch.Tensor) -> torch.Tensor:
-    """Return well-mixed bits of each int64 (the finaliser of splitmix64); products wrap around."""
+    """Return well-mixed (hashed) bits of each int64 number in `value`, by the finaliser of splitmix64; products wrap
+    around."""
     value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * _MIX_64[0]
     value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * _MIX_64[1]
     return value ^ ((value >> 31) & 0x1FFFFFFFF)
 
 
 def sample_keys(seed: int, numbers: torch.Tensor) -> torch.Tensor:
-    """Return the random key of each sample of a run, int64 of the shape of `numbers`. seed: of the run; numbers: global
-    sample numbers, which count the samples over all steps."""
+    """Return the random key of each sample of a training run, int64 of the shape of `numbers`. seed: seed of the run;
+    numbers: global numbers of the samples, counted over all steps."""
     digest = hashlib.sha256(f"adapter dropout, seed {seed}".encode()).digest()
     return _mix_64(numbers.long() * _STEP + int.from_bytes(digest[:8], "little", signed=True))
 
 
 class TokenKeys:
-    """Random keys of the tokens of the micro-batch that is being computed, shared by all adapters of a model: attribute
-    `keys_BC`, int32 [B, C]; None: nothing is dropped."""
+    """Random keys of the tokens of the current micro-batch, from which all adapters of a model derive their dropout
+    masks. Attribute `keys_BC`: int32 [B, C] for C tokens of each of B sequences on this rank; None: nothing is
+    dropped."""
 
     keys_BC: torch.Tensor | None = None
 
     def set(self, documents: Documents, tokens: int) -> None:
-        """Compute the keys of a micro-batch. documents: its random keys of samples and its positions under cp; tokens:
-        C. Nothing is dropped without keys of samples, as in validation."""
+        """Compute the keys of a micro-batch's tokens from its samples' random keys and the tokens' positions.
+        documents: has both (`samples_B`, and under context parallelism `indices_C`); without `samples_B`, as in
+        validation, nothing is dropped. tokens: number of tokens of a sequence on this rank."""
         keys_B = documents.samples_B
         if keys_B is None:
             self.keys_BC = None
@@ -54,11 +57,13 @@ class TokenKeys:
 
 
 class Dropout:
-    """Dropout of one layer's input, shared by the adapted matrices of the layer: elements are 0 with a probability, and
-    1 / (1 - probability) times their value otherwise.
+    """Dropout of the input of one adapted layer, shared by its adapted matrices: each element is set to 0 with a
+    certain probability, and otherwise multiplied by 1 / (1 - probability).
 
-    probability: of 0; name: of the layer, such as "layers.3.attention.qkv"; features: index in the unsharded layer of
-    each of this rank's X inputs, int64; tokens: keys of the tokens."""
+    probability: probability with which an element is dropped; name: name of the layer, such as
+    "layers.3.attention.qkv"; features: index of each of this rank's X inputs among those of the unsharded layer, int64;
+    tokens: random keys of the tokens.
+    """
 
     def __init__(self, probability: float, name: str, features: torch.Tensor, tokens: TokenKeys) -> None:
         self.tokens, self.scale = tokens, 1 / (1 - probability)
@@ -72,7 +77,8 @@ class Dropout:
         return self.tokens.keys_BC is not None and torch.is_grad_enabled()
 
     def mask(self, keys_BC: torch.Tensor) -> torch.Tensor:
-        """Return True for each element that is kept, [B, C, X]. keys_BC: keys of the tokens."""
+        """Return the dropout mask [B, C, X]: True for each input element that is kept. keys_BC: random keys of the
+        tokens."""
         if self._keys_X.device != keys_BC.device:
             self._keys_X = self._keys_X.to(keys_BC.device)
         bits = (keys_BC[..., None] ^ self._keys_X) * _MIX_32[0]
@@ -82,26 +88,29 @@ class Dropout:
         return bits >= self._threshold
 
     def product(self, x: torch.Tensor, a_RX: torch.Tensor) -> torch.Tensor:
-        """Return x̃ Aᵀ, [B, C, R], for the input `x` [B, C, X], of which elements are dropped in x̃."""
+        """Return the product of the input after dropout and Aᵀ, [B, C, R]. x: the layer's input [B, C, X]; a_RX: A."""
         assert self.tokens.keys_BC is not None and x.shape[:-1] == self.tokens.keys_BC.shape, x.shape
         return _DroppedProduct.apply(x, a_RX, self.tokens.keys_BC, self)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _DroppedProduct(torch.autograd.Function):
-    """Autograd function of `Dropout.product`, whose backward computes the mask again: only x is saved."""
+    """Autograd function of the product of an adapter's input after dropout and Aᵀ. It saves the input and computes the
+    dropout mask again in backward."""
 
     @staticmethod
     def forward(
         context: Any, x: torch.Tensor, a_RX: torch.Tensor, keys_BC: torch.Tensor, dropout: Dropout
     ) -> torch.Tensor:
-        """Return x̃ Aᵀ."""
+        """Return the product of `x` after dropout and Aᵀ, [B, C, R]. a_RX: A; keys_BC: random keys of the tokens;
+        dropout: computes the mask. context: autograd context."""
         context.save_for_backward(x, a_RX, keys_BC)
         context.dropout = dropout
         return F.linear(x * dropout.mask(keys_BC), a_RX) * dropout.scale
 
     @staticmethod
     def backward(context: Any, d_low: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        """Return the gradients of x and A."""
+        """Return the gradients of x and A (None if not required), given `d_low`, that of their product [B, C, R]; None
+        for the other inputs. context: autograd context."""
         x, a_RX, keys_BC = context.saved_tensors
         mask, d_low = context.dropout.mask(keys_BC), d_low * context.dropout.scale
         needs_x, needs_a = context.needs_input_grad[:2]

@@ -19,8 +19,8 @@ from meshwright.quantization.packing import PackedProduct
 
 
 class Rows(NamedTuple):
-    """Range [start, start + size) of a layer's output features on this rank that one adapted matrix produces (query,
-    key or value of a fused qkv)."""
+    """Range [start, start + size) of the output features of a linear layer on this rank that belong to one adapted
+    matrix, such as the query part of a fused qkv."""
 
     start: int
     size: int
@@ -50,22 +50,24 @@ class LowRank(nn.Module):
         return y + self.product(x, y.shape[-1]) if self.enabled else y
 
     def split(self, low: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
-        """Yield (output features, part of `low`, part of `b`) of each adapted matrix. low: x Aᵀ, [..., M x R]; b: as
-        the parameter."""
+        """Yield for each adapted matrix (its range of output features, part of `low`, part of `b`). low: x Aᵀ of all
+        adapted matrices, [..., M x R]; b: their stacked matrices B, as the parameter `b`, or a tensor of its shape."""
         sizes = [each.size for each in self.rows]
         return zip(self.rows, low.split(self.rank, dim=-1), b.split(sizes), strict=True)
 
     def adapted_product(self, x: torch.Tensor, layer: Linear) -> torch.Tensor:
-        """Return the output of the adapted layer without bias, [..., Y], for its input `x` [..., X]. `layer`: the base
-        layer. One autograd function adds B's products to W x, and their gradients to that of x, without copies."""
+        """Return the output of the adapted layer without bias, x (W + s B A)ᵀ, [..., Y], for its input `x` [..., X].
+        `layer`: the base layer. Where W is frozen, one autograd function adds the adapter's product to x Wᵀ in place,
+        without a copy."""
         fused = type(self) is LowRank and self.enabled and not torch.compiler.is_compiling()
         if not fused or layer.weight.requires_grad or (self.dropout is not None and self.dropout.active):
             return self(x, layer.base_product(x), layer)  # type: ignore[no-any-return]
         return _AdaptedProduct.apply(x, layer.weight, self.a, self.b, self, layer.packed)  # type: ignore[no-untyped-call, no-any-return]
 
     def product(self, x: torch.Tensor, outputs: int) -> torch.Tensor:
-        """Return s x Aᵀ Bᵀ, the adapter's contribution to the layer's output, [..., Y], for `x` [..., X]; zeros for
-        output features without adapter. outputs: Y."""
+        """Return s x Aᵀ Bᵀ, the adapter's contribution to the layer's output, [..., Y], for the layer's input `x` [...,
+        X]; zeros for output features without adapter. outputs: Y, number of output features of the layer on this
+        rank."""
         dropped = self.dropout is not None and self.dropout.active
         low = (self.dropout.product(x, self.a) if dropped else F.linear(x, self.a)) * self.scale  # type: ignore[union-attr]
         parts, end = [], 0
@@ -80,7 +82,7 @@ class LowRank(nn.Module):
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """Autograd function of x (W + s B A)ᵀ with a frozen W, which may be packed."""
+    """Autograd function of the adapted layer's output x (W + s B A)ᵀ with a frozen W, which may be quantized."""
 
     @staticmethod
     def forward(
@@ -92,7 +94,8 @@ class _AdaptedProduct(torch.autograd.Function):
         adapter: LowRank,
         packed: PackedProduct | None,
     ) -> torch.Tensor:
-        """Return x (W + s B A)ᵀ, [..., Y]. weight: W, or its records if `packed`; a, b: parameters of `adapter`."""
+        """Return x (W + s B A)ᵀ, [..., Y]. weight: W, or its quantized records, which `packed` dequantizes (None: not
+        quantized); a, b: stacked matrices A and B of `adapter`. context: autograd context."""
         low = F.linear(x, a)
         y = F.linear(x, weight if packed is None else packed.unpack(weight, x.dtype))
         context.save_for_backward(x, weight, a, b, low)
@@ -109,7 +112,8 @@ class _AdaptedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of x, a and b, given that of the output."""
+        """Return the gradients of x, a and b (None for the other inputs), given `dy`, that of the output. context:
+        autograd context."""
         x, weight, a, b, low = context.saved_tensors
         adapter, dx, shape = context.adapter, None, x.shape
         dy, low = dy.flatten(0, -2), low.flatten(0, -2)

@@ -35,9 +35,9 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth")
 
 @dataclass(frozen=True)
 class Adapter:
-    """Adapter of a model, read from a PEFT directory. files: its tensors; config: the model's configuration with the
-    adapter; names: name of an adapted weight in the base model's files -> name of its module; transposed: names of the
-    adapted weights that these files store as [input, output]."""
+    """Adapter of a model, read from a PEFT directory. files: reader of its tensors; config: the model's configuration
+    with the adapter; names: {name of an adapted weight in the base model's files: name of its module in the model};
+    transposed: names of the adapted weights that the base model's files store as [input, output]."""
 
     files: CheckpointFiles
     config: ModelConfig
@@ -51,16 +51,17 @@ class Adapter:
         return self.config.adapter
 
     def product(self, name: str) -> torch.Tensor:
-        """Return s B A, the adapter's change of the weight `name`, in float64 and in the shape of that weight in the
-        base model's files."""
+        """Return s B A, the adapter's change of the weight `name` (name in the base model's files), in float64 and in
+        the weight's shape there."""
         prefix = f"{PEFT_PREFIX}{self.names[name]}"
         first, second = (self.files.read_weights(f"{prefix}.{ADAPTER_PARTS[part]}").double() for part in "ab")
         product = self.settings.scale * second @ first
         return product.T if name in self.transposed else product
 
     def merge(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return the weight `name` with the adapter merged into it, float64, in the shape of the base `weight`: W + s B
-        A; with DoRA its rows scaled to the trained magnitudes."""
+        """Return the weight with the adapter merged into it, W + s B A, in float64; with DoRA its rows are scaled to
+        the trained magnitudes. name: the weight's name in the base model's files. weight: W, as those files store it;
+        the result has its shape."""
         merged = weight.double() + self.product(name)
         if self.settings.kind != "dora":
             return merged
@@ -83,8 +84,8 @@ def open_model_adapter(directory: Path, base: Path) -> tuple[CheckpointFiles, Ad
 
 
 def _selected(config: ModelConfig, settings: AdapterConfig) -> dict[str, Any]:
-    """Return {name of a module: parameter entry of its weight} for the layers of the base model of configuration
-    `config` that the adapter with `settings` adapts."""
+    """Return {module name: parameter entry of the module's weight} for the linear layers that an adapter adapts.
+    config: configuration of the base model; settings: settings of the adapter, which name its target modules."""
     known = adaptable_entries(parameter_table(config).entries)
     return {module: known[module] for module in settings.targets}
 
@@ -103,8 +104,9 @@ def find_base(directory: Path) -> Path:
 
 
 class MergedFiles(CheckpointFiles):
-    """Tensors of the base model of a PEFT directory with the adapter merged into them, each when it is read, in the
-    dtype of the base model's files. directory: PEFT directory; base: Hugging Face directory of its base model."""
+    """Reader of the tensors of a base model with the adapter of a PEFT directory merged into them; a tensor is merged
+    when it is read, in the dtype of the base model's files. directory: PEFT directory; base: Hugging Face directory of
+    its base model."""
 
     mapped = False
 
@@ -180,13 +182,14 @@ def find_format(directory: Path) -> str | None:
 
 
 def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None = None) -> dict[str, Any]:
-    """Write the base model with the adapter in `directory` merged into it to `target`; return the JSON document of
-    `meshwright adapter merge`.
+    """Write the base model in `base`, with the adapter in `directory` merged into it, to `target`; return the JSON
+    document of `meshwright adapter merge`.
 
     packed: format in which the base weights were quantized in training ("nf4", "int8"; None: not quantized); the
-    adapter is then merged into the dequantized weights, because it was trained on those. In the document, "rounding" is
-    the relative error of the merged weights due to rounding to the files' dtype, "quantization" that of the base
-    weights due to quantization."""
+    adapter is then merged into the dequantized weights, because it was trained on those. Of the document's keys,
+    "rounding" is the relative error of the merged weights due to rounding to the files' dtype, "quantization" that of
+    the base weights due to quantization.
+    """
     _, adapter = open_model_adapter(directory, base)
     rounding, lost = _RelativeError(), _RelativeError()
 
@@ -211,8 +214,9 @@ def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None 
 
 
 def unmerge_adapter(directory: Path, merged: Path, target: Path) -> dict[str, Any]:
-    """Write the model in `merged` without the adapter in `directory`, which was merged into it, to `target`: W - s B A.
-    Return the JSON document of `meshwright adapter unmerge`. Raises `UserError` for DoRA, whose base norms are lost."""
+    """Subtract an adapter from the weights into which it was merged, W - s B A, and write the model to `target`; return
+    the JSON document of `meshwright adapter unmerge`. directory: PEFT directory of the adapter; merged: Hugging Face
+    directory of the merged model. Raises `UserError` for DoRA, whose base norms are lost."""
     _, adapter = open_model_adapter(directory, merged)
     if adapter.settings.kind == "dora":
         raise UserError(f"{directory}: a merged DoRA adapter cannot be removed: the norms of the base are not stored")
@@ -228,10 +232,13 @@ def unmerge_adapter(directory: Path, merged: Path, target: Path) -> dict[str, An
 
 
 def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict[str, Any]:
-    """Write the adapter of rank `rank` that is closest to the difference of two checkpoints of one model, `tuned` minus
-    `base`, to the PEFT directory `target`: the truncated singular value decomposition of each linear layer's
-    difference (Eckart & Young 1936). Return the JSON document of `meshwright adapter extract`: "kept" is the share of
-    the differences' squared norm, "not_extracted" the tensors that differ and take no adapter."""
+    """Compute a LoRA adapter of rank `rank` from a fine-tuned model: the truncated singular value decomposition of each
+    linear layer's difference between the checkpoints `tuned` and `base`, the closest matrix of this rank (Eckart &
+    Young 1936). Write it to the PEFT directory `target`.
+
+    Return the JSON document of `meshwright adapter extract`; of its keys "kept" is the share of the differences'
+    squared norm that the adapter has, "not_extracted" the tensors that differ and take no adapter.
+    """
     config = config_from_path(base)
     if config_from_path(tuned) != config:
         raise UserError(f"{tuned}: its config.json describes another model than that of {base}")

@@ -51,8 +51,9 @@ def with_adapter_of(files: CheckpointFiles, adapter: AdapterConfig, base: ModelC
 
 
 def read_peft_adapter(directory: str | Path, config: ModelConfig) -> Callable[[ParameterEntry], torch.Tensor]:
-    """Return a function that reads a parameter entry of the adapter (one of its tensors) from a PEFT directory. Raises
-    `UserError` if the directory holds another adapter than that of the model configuration `config`."""
+    """Return a function (parameter entry of the adapter) -> tensor, which reads the adapter's tensors from a PEFT
+    directory. Raises `UserError` if the directory holds another adapter than that of the model configuration
+    `config`."""
     files, adapter = open_adapter(directory)
     if (difference := same_adapter(config, adapter)) is not None:
         raise UserError(f"{directory}: holds an adapter with {difference}; give [adapter] the values of the directory")
