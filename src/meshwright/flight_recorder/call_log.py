@@ -63,8 +63,8 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a rank: a collective, or the sending or receiving of a message. Times are seconds of the machine's
-    monotonic clock, which all its processes share.
+    """One communication call of a rank: a collective, or the sending or receiving of a message. Times are seconds of
+    the machine's monotonic clock, which all its processes share.
 
     Attributes:
         number: Position among all calls of the rank, counted from 1.
@@ -73,11 +73,11 @@ class Call:
         axis: Mesh axis, such as "data".
         group: Ranks that take part in the call.
         index: Position among the rank's calls in this group, counted from 1.
-        payload_bytes: Size of its data on this rank in bytes.
-        form: Dtype and shape of its data, such as "float32[128, 64]".
+        payload_bytes: Bytes of the call's data on this rank.
+        form: Dtype and shape of the call's data, such as "float32[128, 64]".
         place: File, line and function of the code that makes the call.
         posted: Time at which the rank entered the call; all messages posted as one group have the same time.
-        waited: Time at which the process began to wait for its completion; None before.
+        waited: Time at which the process began to wait for the call's completion; None before.
         done: Time of completion; None before.
     """
 
@@ -139,8 +139,8 @@ class RankCalls:
 
     @property
     def waiting(self) -> Call | None:
-        """Oldest incomplete call for which the process has begun to wait; None without one. On a GPU, which runs calls
-        in order, this is the call that is running."""
+        """Oldest incomplete call for which the rank's process has begun to wait; None without one. On a GPU, which runs
+        calls in order, this is the call that is running."""
         return next((call for call in self.calls if call.waiting), None)
 
     @property

@@ -204,8 +204,9 @@ class CallWriter:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context manager for sends and receives that are posted as one group (between `ncclGroupStart` and
-        `ncclGroupEnd`): all of them are recorded with the time at which it was entered."""
+        """Context manager around sends and receives that are posted as one group (between `ncclGroupStart` and
+        `ncclGroupEnd`): all are recorded as posted at the time at which the context was entered, as none starts before
+        the group ends."""
         self._time_of_group = monotonic_ns()
         try:
             yield
@@ -228,7 +229,7 @@ class CallWriter:
         self._words[_GAVE_UP] = 1
 
     def read(self) -> RankCalls:
-        """Return the recorded calls of this process, read from the ring buffer as another process would."""
+        """Return the calls of this process that are in the ring buffer, read as another process would read them."""
         return _parse_ring(bytes(self._memory))
 
     def _find_place(self) -> int:

@@ -25,11 +25,10 @@ class Event(Protocol):
 
 
 class DeviceCalls:
-    """Wrapper of the call recorder `calls` for a device, on which the host's wait for a call returns before the call is
-    complete. It records when the device completes each call, and marks the call that the device is running as the one
-    waited for.
+    """Wrapper of the call recorder `calls` for calls on a GPU, where the host's wait for a call returns before the call
+    is complete. It records when the GPU has completed each call, and which call it is running.
 
-    make_event: function that makes a device event. seconds: time limit of one call, from when the device begins it.
+    make_event: function that makes a device event. seconds: time limit of one call, from when the GPU begins it.
     overdue: function called at most once, in the watching thread, with the number of the first call that exceeds the
     limit.
     """
@@ -44,7 +43,8 @@ class DeviceCalls:
         self._closed = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute `name` of the wrapped call recorder."""
+        """Return the attribute `name` of the wrapped call recorder: methods that this class does not define act as
+        those of the recorder."""
         return getattr(self._calls, name)
 
     def done(self, number: int) -> None:

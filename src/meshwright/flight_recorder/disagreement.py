@@ -78,12 +78,11 @@ def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergenc
 
 
 def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
-    """Complete the calls that lack operation, site or shape because the recorder's space for texts was full. They are
-    copied from the most common call among other ranks' complete calls with the same operation and site, as far as these
-    are known.
+    """Complete recorded calls that lack operation, site or shape because the recorder's space for texts was full: copy
+    these from the most common call among the other ranks whose known texts are equal.
 
-    here: rank -> its call at one index of a group. Return the same mapping with completed calls; calls without a unique
-    most common candidate are left out.
+    here: rank -> the rank's call at one index of a group. Return the same mapping with completed calls; calls without a
+    unique most common candidate are left out.
     """
     if all(call.form and call.operation != "?" for call in here.values()):
         return here
@@ -192,8 +191,8 @@ class _Divergence:
 
     def _predict_next(self, then: list[_Signature], among: Container[_Signature] | None = None) -> _Signature | None:
         """Predict the signature (operation, site, dtype and shape) of the group's next call, as training repeats its
-        calls from step to step: find the longest earlier run of calls equal to the most recent calls, and return the
-        call that followed it.
+        calls from step to step: find an earlier run of calls that equals the most recent calls, as long as possible,
+        and return the call that followed it.
 
         then: signatures of calls assumed to follow those before the divergence; they count as the most recent. among:
         signatures that may be returned (None: all). Returns None if there is no such run, or if equally long runs were
@@ -213,9 +212,9 @@ class _Divergence:
         return follower
 
     def _is_made_later(self, rank: int, expected: _Signature) -> bool:
-        """Return True if `rank` left out the `expected` call (signature: operation, site, dtype and shape). That is so
-        if the call it made instead is made by other ranks at most `LOOK_AHEAD` calls later, or is predicted for them by
-        then."""
+        """Return True if `rank` left out the `expected` call (signature: operation, site, dtype and shape). This is
+        concluded if the other ranks make, or are predicted to make, the rank's actual call at most `LOOK_AHEAD` calls
+        after the expected one."""
         wrong = _make_signature(self.here[rank])
         for calls in self.calls.values():
             later = (calls.get(self.index + ahead) for ahead in range(1, LOOK_AHEAD))

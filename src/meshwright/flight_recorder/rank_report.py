@@ -65,8 +65,8 @@ class Snapshot:
 
     @property
     def busy_ranks(self) -> list[RankState]:
-        """States of the ranks that are blamed for the hang and are outside any call, running their own code, so that
-        only a stack dump shows what they do."""
+        """States of the ranks that are blamed for the hang and run their own code outside any call; only a dump of
+        their Python stacks can show what they do."""
         blamed = self.verdict.blamed if self.verdict is not None else ()
         return [
             each
@@ -80,8 +80,8 @@ class Snapshot:
         return any(each.calls is not None and each.calls.last is not None for each in self.seen)
 
     def format_report(self, first_line: str) -> str:
-        """Format the hang report: `first_line` (the conclusion), a paragraph for each rank, and, of the process
-        group in which the hang was found, the calls just before and after the one that shows the cause."""
+        """Format the hang report as text: `first_line` (the conclusion); a paragraph on each rank; and the calls just
+        before and after the one that shows the cause, in the process group in which it was found."""
         verdict = self.verdict
         lines = [first_line, "", f"{self.when}, activity of each rank:", ""]
         shown = _choose_ranks([each.rank for each in self.seen], verdict)
@@ -128,8 +128,8 @@ class Snapshot:
         return f"{self.now - (moment or self.now):.1f} s"
 
     def _format_calls(self, group: Group, index: int) -> list[str]:
-        """Format a group's calls just before and after call `index` (counted from 1 in the group), one line each, with
-        the ranks that made them."""
+        """Format the calls of a group just before and after its call number `index` (from 1), one line each, with the
+        ranks that made them; return the lines."""
         made: dict[int, dict[str, list[int]]] = {}
         members = [each for each in self.seen if each.rank in group.members and each.calls is not None]
         for each in members:

@@ -52,9 +52,9 @@ class RankState:
 
     @property
     def blame(self) -> str:
-        """Reason why other ranks wait for this one, as the `kind` of a verdict: "dead" (its process died), "stopped"
-        (suspended), or "behind" (it runs its own code outside any call, or its calls are unknown). Empty if it waits in
-        a call itself."""
+        """Reason why other ranks wait for this one, which becomes the `kind` of a verdict: "dead" (its process died),
+        "stopped" (suspended), or "behind" (it runs its own code outside any call, or its calls are unknown). Empty if
+        the rank itself waits in a call."""
         if self.dead or self.stopped:
             return "dead" if self.dead else "stopped"
         return "behind" if self.calls is None or self.calls.waiting is None else ""
@@ -126,8 +126,8 @@ def choose_is(ranks: Sequence[int]) -> str:
 
 
 def format_wait(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> str:
-    """Format the longest time that any of the ranks `ranks` has waited, with the verb: `have been waiting for 12.3 s`.
-    calls: rank -> call in which it waits. now: seconds of the monotonic clock."""
+    """Return the beginning of a clause on how long `ranks` have waited, such as `have been waiting for 12.3 s`: the
+    longest wait of any of them. calls: rank -> call in which it waits. now: seconds of the monotonic clock."""
     longest = now - min(calls[rank].waited or calls[rank].posted for rank in ranks)
     return f"{choose_has(ranks)} been waiting for {longest:.1f} s"
 

@@ -56,7 +56,8 @@ def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]
     read."""
 
     def entered(rank: int) -> bool:
-        """Return True if the rank's calls can be read and it has entered `call`."""
+        """Return True if rank `rank` is known to have entered `call`; False if it has not, or if its calls cannot be
+        read."""
         calls = ranks[rank].calls if rank in ranks else None
         return calls is not None and calls.counts.get(call.group, 0) >= call.index
 
@@ -131,8 +132,8 @@ def _blame_unreadable(
 def _blame_late_or_link(
     ranks: Mapping[int, RankState], stuck: list[int], waiting: Mapping[int, Call], now: float
 ) -> Verdict:
-    """Return the verdict on a call that all ranks of its group have entered without completing it: one rank entered it
-    late, or else the network carries no data. A rank is late if it entered the call after more than the fraction
+    """Return the verdict on a call that all ranks of its group have entered, but that is not complete: either one rank
+    entered it late, or the network carries no data. A rank is late if it entered the call after more than the fraction
     `LATE_SHARE` of the first rank's wait.
 
     ranks: rank -> its state. stuck: ranks that wait in the call. waiting: rank -> call in which it waits. now: seconds
@@ -179,12 +180,12 @@ def _describe_circle(waiting: Mapping[int, Call], blockers: Mapping[int, list[in
 
 
 def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Find ranks that have made fewer calls in a group than other ranks; return the verdict that blames them. None if
-    no rank lags, and also while no process has died, timed out or been stopped (SIGSTOP), because ranks then lag in
-    normal operation. On CUDA a lag is what shows the cause, as hosts queue calls and do not block in them.
+    """Find ranks that have made fewer calls in a group than other ranks; return the verdict that blames them. On CUDA
+    only such a lag shows the cause, because hosts queue calls and do not block in them.
 
-    If rank A is behind rank B, and rank B behind rank C, only A is blamed. ranks: rank -> its state. now: seconds of
-    the monotonic clock.
+    None if no rank lags, or if no process has died, timed out or been stopped (SIGSTOP), because ranks also lag in
+    normal operation. If rank A is behind rank B, and B behind C, only A is blamed. ranks: rank -> its state. now:
+    seconds of the monotonic clock.
     """
     if not any(seen.dead or seen.stopped or seen.gave_up for seen in ranks.values()):
         return None
