@@ -45,8 +45,9 @@ class Agreement:
         return sender, received.rstrip(b"\0").decode(errors="replace")
 
     def broadcast_from_largest(self, size: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Broadcast the `values` of the rank whose `size` (not negative) is largest, the lowest such rank in a tie;
-        return them with the added key "rank", that rank's number. values: at most 2048 bytes as JSON."""
+        """Broadcast the `values` of the rank that passes the largest `size` (not negative; in a tie the lowest such
+        rank); return them on every rank, with the number of that rank added under the key "rank". values: at most 2048
+        bytes as JSON."""
         rank = self._mesh.rank
         sizes = self._sum([size if other == rank else 0 for other in range(self._mesh.world_size)])
         largest = sizes.index(max(sizes))
@@ -56,7 +57,7 @@ class Agreement:
         return shared
 
     def _sum(self, values: list[int]) -> list[int]:
-        """All-reduce `values` by summation; return the sums, one for each entry."""
+        """All-reduce `values` by summation over all ranks; return the sums, one for each entry."""
         tensor = torch.tensor(values, dtype=torch.int64, device=self._mesh.device)
         collectives.all_reduce(tensor, self._mesh.world, "checkpoint.agreement")
         return tensor.tolist()

@@ -106,8 +106,8 @@ def _open_unverified(path: Path) -> CheckpointPath:
 
 
 def list_candidates(directory: Path) -> list[Path]:
-    """List the subdirectories of `directory` with a checkpoint's name ("step-000020"), intact or not, highest step
-    first."""
+    """List the subdirectories of `directory` whose names are those of checkpoints ("step-000020"), highest step first,
+    without checking that they are intact."""
     if not directory.is_dir():
         return []
     found = [

@@ -121,8 +121,8 @@ class Checkpointer:
     # --- saving
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the host memory of snapshots before the first `save`. slices: the master weights and optimizer state
-        that this rank saves."""
+        """Allocate the host memory of snapshots before the first `save`, so that the save does not delay training.
+        slices: the master weights and optimizer state that this rank saves."""
         self._buffers.reserve(slices)
 
     def save(
@@ -152,7 +152,8 @@ class Checkpointer:
         self.stall_seconds = time.perf_counter() - begun
 
     def _run(self, save: Save) -> None:
-        """Run `save` to its end and store its error message, if it fails, for `failed` to return."""
+        """Run `save`, in the background thread or in the caller's; if it fails, store its error message, which `failed`
+        returns."""
         try:
             save.run()
         except SaveFailed as failure:
@@ -242,7 +243,8 @@ class Checkpointer:
         return read_state(path)
 
     def _log_once(self, line: str) -> None:
-        """Log a line about a damaged checkpoint, unless a line about the same checkpoint was logged before."""
+        """Log `line`, a message about a damaged checkpoint, unless a line about the same checkpoint was logged
+        before."""
         key = line.partition(" is damaged")[0]
         if key not in self._logged:
             self._logged.add(key)
@@ -327,7 +329,8 @@ def make_model_contents(config: ModelConfig, options: SaveOptions) -> Checkpoint
 
 
 def _check_adapter(config: ModelConfig, path: Path) -> None:
-    """Raise `UserError` if the checkpoint directory `path` holds another adapter than that of `config`."""
+    """Raise `UserError` if the checkpoint directory `path` holds another adapter than the one in the model
+    configuration `config`."""
     found = read_adapter_config(path, {part.name for part in read_index(path)})
     if (difference := same_adapter(config, found)) is not None:
         raise UserError(

@@ -53,11 +53,11 @@ class _BlockTask:
 
 
 def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int) -> None:
-    """Load the checkpoint in the directory `path` into the tensors of `slices`. Every block that is read is verified by
-    its hash. The blocks of the exported model files, which are not needed, are verified too, divided among all ranks.
+    """Load the checkpoint in the directory `path` into the tensors of `slices`; verify the hash of every block that is
+    read. Blocks of the exported model files, which no slice needs, are verified too, divided among all ranks.
 
     rank, ranks: number of this rank, and number of ranks. Raises `DamagedCheckpoint` (the tensors may then be partly
-    overwritten), and `UserError` if the checkpoint lacks a kind of state, such as "momentum".
+    overwritten), and `UserError` if the checkpoint lacks an optimizer state that a slice wants, such as "momentum".
     """
     _, manifest = open_checkpoint(path)
     index = read_index(path)
@@ -86,7 +86,7 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
     buffers = threading.local()
 
     def run(task: _BlockTask) -> None:
-        """Read and verify one block and copy its elements into the slices."""
+        """Read one block of a file, verify its hash, and copy the task's elements into the slices."""
         if not hasattr(buffers, "memory"):
             buffers.memory = np.empty(BLOCK_BYTES, dtype=np.uint8)
         data = _read_block(path, task, manifest.files[task.file], buffers.memory)
@@ -101,8 +101,8 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
 
 
 def copy_common(source: torch.Tensor, has: MatrixRange, destination: torch.Tensor, wants: MatrixRange) -> None:
-    """Copy the elements of a matrix that two of its parts have in common from `source` to `destination`. Both are 1-D
-    tensors; `has` is the part of the matrix in `source`, `wants` the part in `destination`."""
+    """Copy the elements of a matrix that are in both of two ranges of its elements. `source`: 1-D, the elements of the
+    range `has`; `destination`: 1-D, those of the range `wants`, which is overwritten where the ranges intersect."""
     for top, bottom, left, right in intersect_ranges(has, wants):
         size = (bottom - top, right - left)
         there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.index_of(top, left))

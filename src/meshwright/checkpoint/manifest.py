@@ -244,5 +244,5 @@ def _hash_whole(path: Path) -> str:
 
 
 def _hash_content(content: Any) -> str:
-    """Return the hex SHA-256 of the manifest's content (JSON value), which must not include this hash."""
+    """Return the hex SHA-256 of the manifest's content (JSON value without the key that stores this hash)."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -136,10 +136,11 @@ def split_disk_runs(
     """Split a slice of an exported tensor into runs of elements that are contiguous on disk. Yield (index of the run's
     first element in the tensor on disk, values of the run).
 
-    entry: parameter entry of the tensor (its shape on disk). values: elements [start, start + len(values)) of the
-    flattened tensor. A matrix is flattened row-major as [outputs, inputs]; with `columns` it is first reduced to these
-    input columns. On disk it may be transposed: then there is one run per row on disk, unless the slice is the whole
-    matrix. Otherwise there is one run, or with `columns` one per matrix row."""
+    entry: parameter entry of the tensor, which gives its shape on disk. values: elements [start, start + len(values))
+    of the flattened tensor. A matrix is flattened row-major as [outputs, inputs]; with `columns`, a range of inputs,
+    only these columns are flattened. There is one run, or with `columns` one per matrix row. A matrix that is stored
+    transposed has one run per row on disk, unless the slice is the whole matrix.
+    """
     stop = start + len(values)
     if not entry.transposed:
         if columns is None:
@@ -178,8 +179,8 @@ def write_slice(
     each run of elements that is contiguous on disk.
 
     place: position of the tensor. values: the slice's elements, in the dtype on disk. start: index of the first of them
-    in the flattened tensor; a matrix is flattened row-major as [outputs, inputs]. columns: input columns to which the
-    matrix is reduced before it is flattened; None: all.
+    in the flattened tensor; a matrix is flattened row-major as [outputs, inputs]. columns: range of inputs; only these
+    columns of the matrix are flattened; None: all.
     """
     for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)

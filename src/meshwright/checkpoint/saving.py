@@ -126,8 +126,8 @@ class Save:
         self._wait_for(lambda: self.markers.ranks_with("written"), set(range(self.target.ranks)), "written its part")
 
     def _write_slices(self) -> list[StoredSlice]:
-        """Write this rank's file of master weights and optimizer state; return the position of each slice in the
-        file."""
+        """Write the file with this rank's slices of the master weights and optimizer state; return the position of each
+        slice in the file."""
         file = slice_file_name(self.target.rank, self.target.ranks)
         slices = self.snapshot.slices
         codes = [DTYPE_CODES[str(item.tensor.dtype).removeprefix("torch.")] for item in slices]
@@ -153,7 +153,8 @@ class Save:
         descriptors: dict[str, int] = {}
 
         def write(file: str, data: memoryview, offset: int) -> None:
-            """Write `data` at byte `offset` of the model file named `file`, opened at its first use."""
+            """Write `data` at byte offset `offset` of the model file named `file`, which is opened at its first use and
+            stays open."""
             self._writing = file
             if file not in descriptors:
                 descriptors[file] = os.open(self.partial / file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -253,8 +254,8 @@ class Save:
     # --- synchronization with other ranks
 
     def _mark(self, what: str, content: Any) -> None:
-        """Write the marker file which shows that this rank has completed a phase of the save. what: the phase,
-        "written" or "hashed". content: JSON value for rank 0 to read."""
+        """Write the marker file by which other ranks see that this rank has completed a phase of the save. what: the
+        phase, "written" or "hashed". content: JSON value for rank 0 to read."""
         self._writing = self.markers.marker_name(what)
         self.markers.mark(what, content)
 
@@ -383,8 +384,8 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _split_chunks(tensor: torch.Tensor, whole: bool) -> Iterable[tuple[int, torch.Tensor]]:
-    """Split a 1-D slice into chunks, so that converting one to another dtype takes little memory; return an iterable of
-    (index of the chunk's first element, elements). whole: True for a single chunk, for tensors that are stored
-    transposed: a small chunk of them would be many short runs on disk."""
+    """Split a 1-D slice into chunks, so that the conversion of one to another dtype takes little memory; return an
+    iterable of (index of the chunk's first element, elements). whole: True to return the slice as a single chunk, for
+    tensors that are stored transposed: a small chunk would be many short runs on disk."""
     step = tensor.numel() if whole else _CAST_ELEMENTS
     return ((start, tensor[start : start + step]) for start in range(0, tensor.numel(), max(1, step)))

@@ -25,8 +25,8 @@ INDEX = "training/index.json"
 @dataclass(frozen=True, slots=True)
 class StoredSlice:
     """Location on disk of a slice of the training state: elements [start, stop) of the flattened tensor `name`. A
-    matrix is flattened row-major as [outputs, inputs]; if `columns` is given, it is first reduced to these input
-    columns.
+    matrix is flattened row-major as [outputs, inputs]; with `columns`, a range of inputs, only these columns are
+    flattened.
 
     kind: "master" (fp32 master weights), "exp_avg", "exp_avg_sq" or "momentum". file: file name. offset: byte of the
     file at which the elements begin. code: safetensors dtype of the elements, such as "F32".
@@ -45,7 +45,7 @@ class StoredSlice:
 @dataclass(frozen=True, slots=True)
 class MatrixRange:
     """Range of the elements of a matrix: elements [start, stop) of the flattened (row-major) submatrix that consists of
-    the columns [first, first + width). All indices count from 0."""
+    the columns [first, first + width). `start` and `stop` count elements of the submatrix. All indices count from 0."""
 
     start: int
     stop: int
@@ -95,7 +95,8 @@ class PlannedRead:
         return self.source.stop - self.source.start
 
     def subrange(self, first: int, count: int) -> MatrixRange:
-        """Return the matrix range of `count` elements of this read, beginning with element number `first` (from 0)."""
+        """Return `count` of the elements of this read, from element number `first` on (counted from 0), as a range of
+        the matrix."""
         start = self.source.start + first
         return MatrixRange(start, start + count, self.source.first, self.source.width)
 
@@ -110,8 +111,8 @@ def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Colu
     """Return the name of a slice as a tensor in a safetensors file: "exp_avg:model.norm.weight[0:64]", or with columns
     "exp_avg:NAME[:, 8:16][0:64]".
 
-    kind: kind of state. name: name of the exported tensor. start, stop: range of its flattened elements. columns: input
-    columns to which a matrix is reduced before it is flattened; None: all.
+    kind: "master" or an optimizer state such as "exp_avg". name: name of the exported tensor. start, stop: range of its
+    flattened elements. columns: range of inputs; only these columns of the matrix are flattened; None: all.
     """
     of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
     return f"{kind}:{name}{of}[{start}:{stop}]"
@@ -140,8 +141,9 @@ def read_index(path: Path) -> list[StoredSlice]:
 def _parse_slice(
     file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int
 ) -> StoredSlice:
-    """Build a `StoredSlice` from one entry of the JSON index; the arguments are its fields. columns: empty, or (first
-    column, end column (exclusive), number of columns of the matrix). Raises `ValueError` for invalid values."""
+    """Build a `StoredSlice` from one entry of the JSON index; the arguments before `columns` are its fields. columns:
+    empty, or (first column, end column (exclusive), number of columns of the matrix). Raises `ValueError` for invalid
+    values."""
     part = StoredSlice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
     first, end, of = part.columns or (0, 1, 1)
     texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)
@@ -164,9 +166,9 @@ def check_bounds(slices: Iterable[StoredSlice], sizes: Mapping[str, int]) -> Non
 
 
 def check_coverage(table: ParameterTable, slices: Iterable[StoredSlice]) -> None:
-    """Check that for each kind of state (master weights, each optimizer moment) the slices cover every element of every
-    tensor of `table` exactly once. Buffers and frozen parameters need slices of the kind "master" only. Raises
-    `AssertionError`."""
+    """Raise `AssertionError` unless, for each kind of state (master weights, and each optimizer state such as
+    "exp_avg"), the slices cover every element of every tensor of `table` exactly once. Buffers and frozen parameters
+    need slices of the kind "master" only."""
     parts: dict[str, dict[str, list[StoredSlice]]] = {"master": {}}
     for part in slices:
         parts.setdefault(part.kind, {}).setdefault(part.name, []).append(part)
@@ -232,8 +234,8 @@ def plan_reads(
 
 
 def intersect_ranges(a: MatrixRange, b: MatrixRange) -> list[tuple[int, int, int, int]]:
-    """Intersect two ranges of the same matrix; return the common elements as rectangles (first row, end row, first
-    column, end column) with exclusive ends."""
+    """Intersect two ranges, `a` and `b`, of the elements of one matrix; return the common elements as rectangles (first
+    row, end row, first column, end column) with exclusive ends."""
     found = []
     for top, bottom, left, right in a.to_rectangles():
         for above, below, from_, to in b.to_rectangles():
@@ -244,9 +246,9 @@ def intersect_ranges(a: MatrixRange, b: MatrixRange) -> list[tuple[int, int, int
 
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (first column, width) for each of two column ranges of one matrix; None stands for all columns. For equal
-    column ranges, return (0, 1) twice: equal indices in the flattened elements then mean equal elements, so that both
-    can be treated as a matrix with a single column."""
+    """Return (first column, width) for each of two column ranges of one matrix, so that `MatrixRange` can intersect
+    them; None stands for all columns. For equal column ranges, return (0, 1) twice: equal indices in the flattened
+    elements then mean equal elements, so that both can be treated as a matrix with a single column."""
     if a == b:
         return (0, 1), (0, 1)
     total = (a or b or Columns(0, 1, 1)).total
