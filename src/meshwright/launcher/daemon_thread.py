@@ -16,7 +16,7 @@ def run_in_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
     future.set_running_or_notify_cancel()
 
     def run() -> None:
-        """Set the future."""
+        """Call `work`, and set the future to its result or exception."""
         try:
             future.set_result(work())
         except BaseException as error:

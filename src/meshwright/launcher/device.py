@@ -114,8 +114,8 @@ def choose_device(wanted: str, local_rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """Host and GPUs of one rank that torchrun, Kubernetes or SLURM started. host: host name. local_rank: number of the
-    rank on that host, from 0; None if unknown. devices: UUIDs of the GPUs that the rank sees."""
+    """Host and GPUs of one rank that torchrun, Kubernetes or SLURM started. host: host name. local_rank: index of the
+    rank on that host, from 0; None if unknown. devices: UUIDs of the GPUs that are visible to the rank."""
 
     host: str
     local_rank: int | None
@@ -203,5 +203,5 @@ def _list_visible_devices() -> list[str]:
 
 
 def _format_devices(count: int) -> str:
-    """Format a number of CUDA devices with its noun, such as "2 CUDA devices"."""
+    """Format `count` CUDA devices as text, such as "2 CUDA devices"."""
     return f"{count} CUDA device{'s' if count != 1 else ''}" if count else "no CUDA device"

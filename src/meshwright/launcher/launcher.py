@@ -178,8 +178,8 @@ class _Attempt:
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:
-        """Record the state of all ranks for the hang report: their recorded collective calls, and stacks of the blamed
-        ranks that run outside a collective call."""
+        """Store the state of all ranks for the hang report, before any of them is ended: the collective calls that they
+        have recorded, and the stacks of the blamed ranks that run outside a collective call."""
         ended = {rank.number: rank.how_it_ended for rank in self.ranks if rank.ended is not None and not rank.report}
         self.snapshot = Snapshot.take({rank.number: rank.calls for rank in self.ranks}, ended)
         for seen in self.snapshot.busy_ranks:
@@ -187,8 +187,8 @@ class _Attempt:
 
     def _stopped_too_long(self) -> bool:
         """Return True if a rank's process has been suspended (SIGSTOP) for `STOPPED_SECONDS` longer than the timeout of
-        collective calls, even if no other rank waits for it in a collective call (such as during a save, which has a
-        much longer time limit)."""
+        collective calls. This also finds ranks for which no other rank waits in a collective call, as during a save,
+        which has a much longer time limit."""
         now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
         stopped = [
             rank.number
@@ -226,7 +226,8 @@ class _Attempt:
         self._record_end(rank)
 
     def _record_end(self, rank: StartedRank) -> None:
-        """Record the time at which a rank's process ended, and parse its report (result or error, JSON)."""
+        """Record that a rank's process has ended: the time, and the rank's report (result or error, JSON), which is
+        parsed."""
         rank.process.wait()
         rank.ended = time.monotonic()
         with suppress(ValueError):  # no report, or killed while writing it
@@ -234,8 +235,8 @@ class _Attempt:
             rank.ended = (rank.report or {}).get("at", rank.ended)
 
     def _ended_abnormally(self, rank: StartedRank) -> bool:
-        """Return True if a rank ended without a result and without reporting `Terminated` (the save after SIGTERM), so
-        that the other ranks cannot continue."""
+        """Return True if a rank has ended in such a way that the other ranks cannot continue: without a result, and
+        without the report `Terminated` of a rank that stopped after SIGTERM."""
         return rank.ended is not None and not rank.finished and rank.error != "Terminated"
 
     def _forward_signals(self) -> None:
@@ -294,12 +295,12 @@ class _Attempt:
         raise RankLost(f"{line}; {self._describe_resume()}")
 
     def _describe_loss(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
-        """Return one sentence on which rank was lost and why.
+        """Return one sentence on which rank was lost and why. died: ranks that ended without a report. reported: ranks
+        that reported an error.
 
-        died: ranks that ended without a report. reported: ranks that reported an error. The sentence describes the
-        first of `died`. If none died, or if NCCL aborted that rank because another one was suspended or made a wrong
-        call, it describes the rank that the recorded collective calls show to be at fault. If the calls show none, it
-        is the first reported error.
+        The sentence is on the first of `died`. If none died, or if NCCL aborted that rank because another one was
+        suspended or made a wrong call, it is on the rank at fault according to the recorded collective calls. If the
+        calls show none, it is the first reported error.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for a suspended one.

@@ -97,7 +97,7 @@ def _end_with_launcher(launcher: int | None) -> None:
     die_with_parent()
 
     def watch() -> None:
-        """Kill this process when standard input closes."""
+        """Wait until standard input closes, which shows that the launcher has ended; then kill this process."""
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGKILL)

@@ -145,9 +145,9 @@ def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
 
 
 def read_rank_cores(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the host and cores of this rank: {"host": its host name, "cores": number of cores available to it,
-    "shared": True if other ranks use the same cores}. environment: environment variables; SLURM_CPUS_PER_TASK is the
-    number of cores that one task has to itself."""
+    """Return the host and cores of this rank: {"host": host name, "cores": number of cores available to the rank,
+    "shared": True if other ranks use the same cores}. environment: environment variables, of which SLURM_CPUS_PER_TASK
+    is the number of cores that the rank has to itself."""
     own = environment.get("SLURM_CPUS_PER_TASK", "")
     shared = not own.isdecimal() or not int(own)
     cores = count_available_cores() if shared else min(count_available_cores(), int(own))

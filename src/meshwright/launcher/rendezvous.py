@@ -98,9 +98,9 @@ _LOCAL_RANKS = (
 
 
 def _read_local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | None:
-    """Return this process's rank on its host from the environment variables of torchrun, SLURM or MPI, None if unknown.
-    rank, ranks: global rank and world size of this process; MPI's or SLURM's local rank is used only if their variables
-    name the same two numbers."""
+    """Return this process's rank on its host from the environment variables of torchrun, SLURM or MPI; None if unknown.
+    rank, ranks: global rank and world size of this process. The local rank of MPI or SLURM is used only if their global
+    rank and world size are the same."""
     if "LOCAL_RANK" in environment:
         return _read_int(environment, "LOCAL_RANK")
     for own, all_of_them, local in _LOCAL_RANKS:
@@ -259,7 +259,8 @@ def check_port_free(method: str) -> None:
 
 
 def parse_host_and_port(method: str) -> tuple[str, int]:
-    """Return (host, port) of a rendezvous URL tcp://HOST:PORT, or for env:// from MASTER_ADDR and MASTER_PORT."""
+    """Return (host, port) of the rendezvous URL `method`: those of tcp://HOST:PORT, or for env:// those in MASTER_ADDR
+    and MASTER_PORT."""
     if method == "env://":
         return os.environ["MASTER_ADDR"], _read_int(os.environ, "MASTER_PORT")
     host, _, port = method.removeprefix("tcp://").rpartition(":")
@@ -273,8 +274,8 @@ connections, and more of it for each rank that connects at the same time; torch 
 
 def _connect_within(place: Place, connect: Callable[[timedelta], Store], timeout: timedelta) -> Store:
     """Connect this rank to the key-value store by calling `connect(limit)`, and return the store. Ranks other than 0
-    first wait up to `timeout` for rank 0 to listen, and then `STORE_TIMEOUT_SECONDS` or more for its answer;
-    `RuntimeError` after that.
+    first wait up to `timeout` for rank 0 to listen; then the store must answer within `limit`, which grows with the
+    number of ranks up to `timeout`. Raises `RuntimeError` at the end of either time.
 
     place: this rank and its rendezvous.
     """

@@ -9,10 +9,11 @@ from typing import Any
 
 
 class StopSignals:
-    """Context manager that records SIGTERM and SIGINT, and restores their handlers at its exit. No effect outside the
-    main thread.
+    """Context manager that records SIGTERM and SIGINT instead of ending the process, and restores the previous handlers
+    at its exit. No effect outside the main thread.
 
-    received: numbers of the signals so far. wakeup: socket that becomes readable when a signal arrives.
+    received: numbers of the signals so far. wakeup: socket that becomes readable when a signal arrives, to be watched
+    by a selector.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,8 @@ class StopSignals:
             self._write.send(b"!")
 
     def drain(self) -> None:
-        """Discard the pending bytes of the wake-up socket."""
+        """Discard the pending bytes of the socket `wakeup`, one for each signal that has arrived, so that it is
+        readable again only after the next signal."""
         with suppress(BlockingIOError):
             while self.wakeup.recv(64):
                 pass

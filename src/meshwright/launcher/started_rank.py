@@ -64,8 +64,8 @@ class StartedRank:
 
     @property
     def how_it_ended(self) -> str:
-        """Text on how the process of a rank without a report ended, as the end of a sentence, such as "was killed by
-        signal 9 (SIGKILL)"."""
+        """End of a sentence on how the process of a rank without a report ended, such as "was killed by signal 9
+        (SIGKILL)"."""
         number = self.signal
         if number is None:
             return f"ended with exit code {self.process.returncode} and no report"
@@ -102,9 +102,9 @@ def start_rank(
 ) -> StartedRank:  # fmt: skip
     """Start the process of one rank; return its record.
 
-    number: global rank. ranks: world size. description: work of the rank, sent as JSON on its standard input. command:
-    command line. threads: number of the rank's compute threads. keep: file descriptors that the process inherits.
-    output: file descriptor that becomes its standard output (2: standard error).
+    number: global rank. ranks: world size. description: what the rank is to do, sent as JSON on its standard input.
+    command: command line. threads: number of the rank's compute threads. keep: file descriptors that the process
+    inherits. output: file descriptor that becomes its standard output (2: standard error).
     """
     ours, theirs = os.pipe()
     calls, stack = create_memory_file(number, ranks), _temporary_descriptor()
