@@ -82,7 +82,7 @@ class PostedMessage:
 class EmulatedWork(dist.Work):
     """Handle of an asynchronous communication call, the emulation's `torch.distributed.Work`. Results are written to
     the output tensors only when the program waits for the handle (or finds it completed), so that a forgotten `wait`
-    shows in every run.
+    shows as wrong values in every run.
 
     matcher: matches the calls of all ranks. ready: returns True once the call is complete. describe: returns text on
     the call, for the deadlock report. finish: writes the results to the output tensors and returns these tensors.
@@ -117,7 +117,7 @@ class EmulatedWork(dist.Work):
         return self._ready()
 
     def synchronize(self) -> None:
-        """Wait until the call is complete; the same as `wait`, as emulated ranks have no streams."""
+        """Wait until the call is complete, exactly as `wait` does: emulated ranks have no streams."""
         self.wait()
 
     def get_future(self) -> Any:
@@ -188,7 +188,7 @@ class CallMatcher:
             return f"{where}: {collective.describe_missing()}"
 
         def finish() -> Tensors:
-            """Copy the results to the output tensors of the rank's call; return these tensors."""
+            """Copy the collective's results to the output tensors of this rank's call; return these tensors."""
             assert collective.results is not None
             copy_results(call.outputs, collective.results[at])
             return call.outputs
@@ -284,8 +284,9 @@ class CallMatcher:
             self.on_event(event)
 
     def _check_match(self, collective: CollectiveCall, operation: str, group: Any, call: RankCall) -> None:
-        """Raise EmulationFailed if this rank's call differs in operation or `call.form` (reduction, shape, root as
-        text) from the calls that other ranks of the group have made to the same `collective`."""
+        """Raise EmulationFailed if this rank's call is not the one that the other ranks of the group have made to the
+        same `collective`: if the operation, or `call.form` (text of reduction, shape and root), differs. group: an
+        `EmulatedGroup`. call: this rank's call."""
         for at, other in collective.calls.items():
             if (collective.operation, other.form) != (operation, call.form):
                 raise EmulationFailed(

@@ -58,7 +58,8 @@ def break_before(breakpoint: tuple[int, int], output: IO[str]) -> Callable[[int,
     """
 
     def on_call(rank: int, call: int, frame: FrameType | None) -> None:
-        """Open the debugger in `frame` if the call number `call` of `rank` is the one of the breakpoint."""
+        """Open the debugger in `frame` if call number `call` of rank `rank` is the one before which to break; called
+        before each communication call."""
         if (rank, call) == breakpoint and frame is not None:
             RankDebugger(rank, output).open_at(frame)
 
@@ -70,7 +71,8 @@ def make_breakpoint_hook(current: Callable[[], int], output: IO[str]) -> Callabl
     current: returns the running rank. output: stream for the debugger's prompt."""
 
     def hook(*_: Any, **__: Any) -> None:
-        """Open the debugger at the line that follows the caller's `breakpoint()`; the arguments are ignored."""
+        """Open the debugger of the running rank at the line that follows the caller's `breakpoint()`; the arguments are
+        ignored."""
         RankDebugger(current(), output).set_trace(sys._getframe(1))
 
     return hook

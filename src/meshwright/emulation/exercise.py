@@ -53,7 +53,7 @@ class ExerciseResult:
 
     @property
     def passed(self) -> bool:
-        """True if all tensors of the ranks agree with those of the single device."""
+        """True if the tensors of all ranks agree with those of the single device."""
         return not self.wrong
 
 

@@ -20,8 +20,8 @@ from meshwright.flight_recorder.verdict import name_ranks
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One distinct value of a named tensor, with the ranks on which the tensor has this value. A tensor that differs
-    between ranks has several entries.
+    """One value of a named tensor, with the ranks on which the tensor has this value; a tensor that differs between
+    ranks has one `Holding` for each distinct value.
 
     name: class of the module and name of the parameter, such as "Linear.weight", or name of a global variable. shape:
     dtype and shape, "float32[4, 8]". ranks: ranks whose tensors are bitwise equal. checksum: CRC-32 of the bytes, in
@@ -51,7 +51,8 @@ class ModuleLog:
         """
 
         def add(module: Any, *_: Any) -> None:
-            """Record `module`, which registers a parameter, for the running rank."""
+            """Record `module` for the running rank; called when it registers a parameter, whose arguments `_` are
+            ignored."""
             self._modules.setdefault(current(), {})[id(module)] = module
 
         def adopt(module: Any, name: str, child: Any) -> None:

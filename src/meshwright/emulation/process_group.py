@@ -203,7 +203,7 @@ class EmulatedGroup(_ProcessGroup):
         return self.matcher.join(self, "barrier", RankCall((), (), None))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks of the group have called; the arguments, torch.distributed's, are ignored."""
+        """Wait until all ranks of the group have called this. timeout, wait_all_ranks: ignored."""
         self.barrier().wait()
 
     # --- messages

@@ -185,8 +185,8 @@ class NumpyRandom:
         return cls(b"", seeded.get_state(legacy=False), seeded._bit_generator)
 
     def read_again(self) -> NumpyRandom:
-        """Return the current state of NumPy's global generator: this same object, to save time, if the generator's
-        memory shows that no number was drawn since this state was written."""
+        """Return the current state of NumPy's global generator, quickly: this same object if the generator's memory
+        shows that no number was drawn since this state was written or read, else a new one."""
         # NumPy draws normals in pairs: the second call returns the cached one without changing the memory.
         words = _copy_generator_memory()
         same = words and words == self.words and not self.state["has_gauss"]

@@ -92,7 +92,7 @@ class EmulatedRanks:
         return self.scheduler.run([partial(_run_task, task) for task in tasks])
 
     def _make_matcher(self) -> CallMatcher:
-        """Return the object that matches the ranks' communication calls."""
+        """Return a new object that matches the communication calls of the ranks with each other."""
         return CallMatcher(self.scheduler)
 
     def _patch_process(self, stack: contextlib.ExitStack) -> None:
@@ -219,10 +219,9 @@ def _refuse_rendezvous(*_: Any, **__: Any) -> None:
 
 
 def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
-    """Return the value of a cached property of `instance` (the property `self` itself if that is None). Stand-in for
+    """Return the value of a cached property of `instance`, or the property `self` if `instance` is None. Stand-in for
     `functools.cached_property.__get__`, which before Python 3.12 holds a lock: a rank that communicates in a property
-    would keep the lock while it waits for others.
-    """
+    would keep the lock while it waits for others. owner: ignored."""
     if instance is None:
         return self
     if self.attrname not in instance.__dict__:

@@ -160,8 +160,8 @@ class Scheduler:
             self.check_stopped()
 
     def yield_turn(self, describe: Callable[[], str] = lambda: "polling", polled: bool = False) -> None:
-        """Let the next rank that can run do so, and return at this rank's next turn; for programs that poll. If all
-        ranks only yield, no deadlock is detected.
+        """Let the next rank that can run do so, and return at this rank's next turn; for programs that poll. A deadlock
+        in which all ranks only call this is not detected.
 
         describe: returns text on what the rank does, for the deadlock report. polled: True if the program asks whether
         a call is complete.
@@ -170,11 +170,11 @@ class Scheduler:
         self.wait(lambda: next(turns, True), describe, polled)
 
     def poll(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Let other ranks run once, because the program has asked for the state of a call that is not complete.
+        """Let other ranks run once; called when the program asks for the state of a call that is not complete.
 
-        The run fails with a deadlock after 1000 polls (`MOST_POLLS`) of this rank during which no rank made a call, if
-        no other rank can run either. ready: returns True once the call is complete. describe: returns text on the call
-        for the deadlock report. Raises RankStopped for a deadlock.
+        After 1000 polls (`MOST_POLLS`) of this rank, during which no rank made a call and no other rank could run, the
+        run fails with a deadlock. ready: returns True once the call is complete. describe: returns text on the call for
+        the deadlock report. Raises RankStopped for a deadlock.
         """
         self.yield_turn(describe, polled=True)
         rank, calls = self.current(), sum(each.calls for each in self.ranks)

@@ -121,9 +121,8 @@ class RankOutput(io.TextIOBase):
         return self.output.fileno()
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute `name` of the output stream, for attributes that only files have, such as `buffer` and
-        `reconfigure`.
-        """
+        """Return the attribute `name` of the output stream, such as `buffer` or `reconfigure`, which only file streams
+        have."""
         return getattr(self.output, name)
 
     def finish(self) -> None:
@@ -153,7 +152,7 @@ def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: S
         emulated = stack.enter_context(EmulatedRanks(ranks, initialized=options.check))
 
         def current() -> int | None:
-            """Return the rank that runs; None if no rank does."""
+            """Return the emulated rank that is running; None outside a run."""
             running = emulated.scheduler.running
             return None if running is None else running.index
 
