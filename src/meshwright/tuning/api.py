@@ -83,7 +83,7 @@ def tune(
 
     Raises:
         UserError: A key, value or file is wrong, the study belongs to another recipe, Optuna is not installed, or the
-            first five trials failed.
+            five trials in a row failed.
         CheckFailed: No trial completed.
         Terminated: SIGTERM arrived; the running trial was saved. `KeyboardInterrupt` after an interrupt.
 
@@ -125,8 +125,13 @@ def check_widths(
     directory: str | Path | None = None,
     trust: bool = False,
 ) -> tuple[CoordinateCheck, Path]:
-    """Run the coordinate check of µP at `factors` times the width of the recipe's model; return it, and the path of its
-    picture, `coordinates.svg` in the study's directory. Other arguments: as for `tune`. Raises `UserError`."""
+    """Train the recipe's model at several widths for a few steps, to check that µP keeps its activations at the same
+    size (the coordinate check). factors: widths as multiples of the recipe's hidden size. Other arguments: as for
+    `tune`.
+
+    Return the measured sizes, and the path of their chart, `coordinates.svg` in the study's directory. Raises
+    `UserError`.
+    """
     from meshwright.data import prepare
     from meshwright.tuning.coordinates import check_coordinates
 
@@ -170,7 +175,8 @@ def _prepare(recipe: Recipe) -> None:
 
 
 def _work(study: Study) -> None:
-    """Run trials until the budget is used up. Raises `UserError` if many in a row failed."""
+    """Run trials one after another until the budget of the study is used up. Raises `UserError` if five of them in a
+    row failed."""
     failures, waits = 0, False
     while True:
         if (running := study.take_trial()) is None:
@@ -204,7 +210,8 @@ def _format_values(values: Mapping[str, Any]) -> str:
 
 
 def _format_outcome(study: Study, running: RunningTrial, value: float | None, state: str, reason: str) -> str:
-    """Format the end of a trial as text, with the best value so far."""
+    """Format one line of text for the end of a trial, with the best loss so far. running: the trial. value: its
+    validation loss; None without one. state: "complete", "pruned" or "failed". reason: why it did not complete."""
     if state != "complete":
         return reason if state == "pruned" else f"failed: {reason}"
     best = study.optuna.best_trial
@@ -241,7 +248,8 @@ def _terminate_by_exception() -> Iterator[None]:
         return
 
     def terminate(number: int, frame: object) -> None:
-        """Signal handler: end the search; a second SIGTERM ends the process immediately."""
+        """Handle SIGTERM: raise `Terminated`, and let a second SIGTERM end the process immediately. number, frame: as
+        Python passes them to signal handlers."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise Terminated("stopped by SIGTERM; the same command continues the study")
 

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget of a study, over all workers. trials: number of trials. steps, tokens, seconds: of training, summed over
-    trials. None: unlimited. largest_steps, largest_tokens: those of the longest trial that the search space allows."""
+    """Limits of a study, over all its workers; None: unlimited.
+
+    trials: number of trials. steps, tokens, seconds: training steps, tokens and seconds, summed over the trials.
+    largest_steps, largest_tokens: steps and tokens of the longest trial that the search space allows.
+    """
 
     trials: int | None
     steps: int | None
@@ -32,7 +35,7 @@ class Budget:
 
     @staticmethod
     def largest_trial(recipe: Recipe) -> dict[str, int]:
-        """Return {"steps", "tokens"} of the longest trial that the recipe's search space allows."""
+        """Return {"steps": number, "tokens": number} of the longest trial that the recipe's search space allows."""
         most = {"train.steps": recipe.train.steps, "train.batch": recipe.train.batch}
         for dimension in recipe.tune.dimensions:
             if dimension.key in most:
@@ -41,8 +44,8 @@ class Budget:
         return {"steps": steps, "tokens": steps * most["train.batch"] * recipe.data.sequence}
 
     def allows_another(self, trials: Sequence[FrozenTrial]) -> bool:
-        """Return True if another trial of the largest size fits into the budget. trials: all trials so far; running
-        ones count with all steps and tokens that they may use."""
+        """Return True if the budget has room for another trial of the largest size. trials: all trials so far; one that
+        is still running counts with all the steps and tokens that it may use."""
         if self.trials is not None and len(trials) >= self.trials:
             return False
         for name, limit, largest in (("steps", self.steps, self.largest_steps),
@@ -64,7 +67,8 @@ def used_seconds(trials: Sequence[FrozenTrial]) -> float:
 
 
 def count_states(trials: Sequence[FrozenTrial]) -> dict[str, Any]:
-    """Return the number of trials: {"trials": all, "complete", "pruned", "failed", "running"}."""
+    """Count the trials by state. Return {"trials": number of all, "complete": ..., "pruned": ..., "failed": ...,
+    "running": ...}."""
     names = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running"}
     counts = {"trials": len(trials)} | dict.fromkeys(names.values(), 0)
     for trial in trials:

@@ -35,9 +35,12 @@ PARTS = ("embedding", "attention", "mlp", "logits")
 
 @dataclass(frozen=True)
 class CoordinateCheck:
-    """Sizes of activations at several widths. hidden: the hidden sizes. steps: number of training steps. sizes: {part:
-    root mean square of its activations at each width, before the first step}. changes: {part: root mean square of their
-    change by all steps, at each width}; both on one batch."""
+    """Sizes of a model's activations at several widths, all measured on the same batch.
+
+    hidden: the hidden sizes. steps: number of training steps. sizes: {name in `PARTS`, such as "logits": for each
+    width, the root mean square of that output before the first step}. changes: {the same names: for each width, the
+    root mean square of the output's change over all steps}.
+    """
 
     hidden: tuple[int, ...]
     steps: int
@@ -45,15 +48,16 @@ class CoordinateCheck:
     changes: dict[str, list[float]]
 
     def find_growth(self) -> dict[str, float]:
-        """Return {part: exponent}: the changes grow with the width to this power, by least squares on logarithms; near
-        0 (at most about 0.2 for small models) if the learning rate can be kept at another width."""
+        """Return {name in `PARTS`: exponent p}, where the change of that output grows as width^p (least-squares fit of
+        the logarithms). An exponent near 0 (at most about 0.2 for small models) means that the learning rate transfers
+        to other widths."""
         x = torch.tensor(self.hidden, dtype=torch.float64).log()
         y = torch.tensor([self.changes[part] for part in PARTS], dtype=torch.float64).log()
         x = x - x.mean()
         return dict(zip(PARTS, ((y * x).sum(1) / (x * x).sum()).tolist(), strict=True))
 
     def write(self, path: Path) -> None:
-        """Draw sizes and changes over the width to the SVG file `path`."""
+        """Draw two charts, `sizes` and `changes` over the width, to the SVG file `path`."""
         pictures = []
         for title, curves in (("before the first step", self.sizes), (f"change in {self.steps} steps", self.changes)):
             values = [max(value, 1e-12) for part in PARTS for value in curves[part]]
@@ -118,6 +122,7 @@ def _record_activations(task: LanguageModelTask) -> dict[str, torch.Tensor]:
         """Return a forward hook that stores the module's output as `name`."""
 
         def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            """Store `output` under the name given to `keep`; a forward hook of PyTorch, with its arguments."""
             found[name] = (output[0] if isinstance(output, tuple) else output).detach().double()
 
         return hook

@@ -36,7 +36,7 @@ def write_page(study: Study) -> None:
 
 
 def _format_parts(study: Study) -> Iterator[Content]:
-    """Yield the headings, texts and pictures of the page."""
+    """Yield the contents of the page in order: headings, texts, charts and tables."""
     trials = study.trials()
     complete = sorted((one for one in trials if one.state.name == "COMPLETE"), key=_loss)
     counts = count_states(trials)
@@ -78,7 +78,7 @@ def _format_parts(study: Study) -> Iterator[Content]:
 
 
 def _format_row(study: Study, dimensions: Sequence[Dimension], trial: FrozenTrial) -> list[str]:
-    """Return the cells of a trial in the table of trials."""
+    """Return the cells of one trial's row in the table of trials. dimensions: the searched keys, one column each."""
     values = study.read_values(trial)
     cells = [_format_value(values[one.key]) if one.key in values else "–" for one in dimensions]
     loss = f"{_loss(trial):.4f}" if math.isfinite(_loss(trial)) else "–"
@@ -100,20 +100,21 @@ def _format_value(value: object) -> str:
 
 
 def _describe(study: Study, trial: FrozenTrial) -> str:
-    """Describe a trial for a text on hover: number, loss, values."""
+    """Return the text that appears when the mouse is on a trial: its number, loss and values."""
     values = ", ".join(f"{key} {_format_value(value)}" for key, value in study.read_values(trial).items())
     return f"trial {trial.number}: {_loss(trial):.4f}, {values}"
 
 
 def _loss_axis(trials: Sequence[FrozenTrial], title: str = "validation loss") -> Axis:
-    """Return a linear axis for the losses of trials: those of the complete ones, if there are two. The worst tenth of
-    these, and the trials that were pruned above them, are drawn at the edge: they would flatten the rest."""
+    """Return a linear axis for the losses of trials. It spans the complete trials if there are at least two, without
+    their worst tenth. Losses beyond it are drawn at its edge, so that outliers do not flatten the chart."""
     complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
     return _axis_of([_loss(trial) for trial in (complete if len(complete) > 1 else trials)], title)
 
 
 def _axis_of(losses: Sequence[float], title: str) -> Axis:
-    """Return a linear axis from the lowest of `losses` to their ninth decile, with some space beyond both."""
+    """Return a linear axis from the minimum of `losses` to their 90th percentile, with a margin at both ends. title:
+    label of the axis."""
     ascending = sorted(losses)
     high = ascending[min(len(losses) - 1, math.ceil(0.9 * len(losses)))]
     return linear_axis(ascending[0], high, title, below=0.05, above=0.1)
@@ -189,7 +190,8 @@ def _draw_importance(study: Study, complete: Sequence[FrozenTrial]) -> Iterator[
 
 
 def _value_axis(dimension: Dimension, title: str, most: int = 5) -> Axis:
-    """Return the axis of a searched key. Choices lie at 0, 1, 2 ..."""
+    """Return the axis of a searched key's values. Choices are at 0, 1, 2 ... title: label of the axis. most: largest
+    number of ticks."""
     if dimension.choices:
         ticks = [(float(place), _format_value(value)) for place, value in enumerate(dimension.choices)]
         return Axis(-0.5, len(ticks) - 0.5, ticks, title)
@@ -199,7 +201,7 @@ def _value_axis(dimension: Dimension, title: str, most: int = 5) -> Axis:
 
 
 def _place(study: Study, dimension: Dimension, trial: FrozenTrial) -> float | None:
-    """Return where a trial lies on the axis of a searched key; None if it does not have the key."""
+    """Return the coordinate of a trial's value on the axis of a searched key; None if the trial does not have the key."""
     values = study.read_values(trial)
     if dimension.key not in values:
         return None
@@ -208,7 +210,8 @@ def _place(study: Study, dimension: Dimension, trial: FrozenTrial) -> float | No
 
 
 def _draw_parallel(study: Study, dimensions: Sequence[Dimension], trials: Sequence[FrozenTrial]) -> Markup:
-    """Return the parallel coordinates of the trials: an axis for each key, and the loss on the last one."""
+    """Return the parallel-coordinates chart of the trials: one vertical axis for each searched key, and the loss on the
+    last one. A line joins the values of a trial."""
     y_axis = _loss_axis(trials, "")
     axes = [(one.key.removeprefix("train."), _value_axis(one, "")) for one in dimensions] + [("loss", y_axis)]
     ordered = sorted(trials, key=_loss, reverse=True)
@@ -225,7 +228,7 @@ def _draw_parallel(study: Study, dimensions: Sequence[Dimension], trials: Sequen
 
 
 def _draw_slice(study: Study, dimension: Dimension, trials: Sequence[FrozenTrial]) -> Markup:
-    """Return the chart of the trials' losses over the values of one key."""
+    """Return the scatter chart of the trials' losses over the values of one searched key."""
     plot = Plot(_value_axis(dimension, dimension.key), _loss_axis(trials), right=744, bottom=174)
     for trial in trials:
         if (place := _place(study, dimension, trial)) is not None:

@@ -88,7 +88,8 @@ class Study:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the study's lock, for which this waits; workers hold it for milliseconds."""
+        """Hold the exclusive lock of the study's directory inside the context; wait for it if another worker holds it
+        (for milliseconds)."""
         descriptor = _lock_directory(self.directory, wait=True)
         assert descriptor is not None
         try:
@@ -116,8 +117,8 @@ class Study:
             return self._begin(created, lock)
 
     def _try_lock(self, number: int) -> int | None:
-        """Lock the directory of the trial `number`; return the file descriptor, None if a worker or its ranks hold
-        it."""
+        """Lock the directory of the trial `number`. Return the file descriptor that holds the lock; None if another
+        worker, or a training process that it started, holds it."""
         directory = self.trial_directory(number)
         directory.mkdir(parents=True, exist_ok=True)
         return _lock_directory(directory, wait=False)
@@ -146,9 +147,12 @@ class Study:
         return resolve_recipe(tables, values, trust=self.recipe.trusted)
 
     def finish(self, running: RunningTrial, value: float | None, state: str, reason: str = "") -> None:
-        """Record the end of a trial and delete checkpoints that are no longer wanted. value: validation loss after the
-        last step, None unless `state` is "complete". state: "complete", "pruned" or "failed". reason: why it did not
-        complete."""
+        """Record the end of a trial. Then delete the checkpoints of all but the best trials and, if this one is the
+        best, write its recipe to `best.toml`.
+
+        value: validation loss after the last step, None unless `state` is "complete". state: "complete", "pruned" or
+        "failed". reason: why it did not complete.
+        """
         from optuna.trial import TrialState
 
         states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
@@ -162,7 +166,8 @@ class Study:
                 replace_file(self.directory / "best.toml", best.to_toml().encode(), sync=False)
 
     def _delete_checkpoints(self) -> None:
-        """Delete the checkpoints of all finished trials but the best `tune.keep`."""
+        """Delete the checkpoints of all finished trials except the best ones, whose number is the recipe key
+        `tune.keep`."""
         complete = sorted((trial for trial in self.optuna.get_trials(deepcopy=False) if trial.value is not None),
                           key=lambda trial: (trial.state.name != "COMPLETE", trial.value))  # fmt: skip
         kept = {trial.number for trial in complete[: self.recipe.tune.keep] if trial.state.name == "COMPLETE"}
@@ -198,7 +203,8 @@ def import_optuna() -> Any:
 
 
 def suggest_values(recipe: Recipe, trial: Trial) -> dict[str, Any]:
-    """Return {recipe key: value} for a trial. Values that the trial already has, since it was interrupted, are kept."""
+    """Return {recipe key: value}, which the study's sampler chooses for `trial`. A trial that continues after an
+    interruption gets its earlier values again."""
     values: dict[str, Any] = {}
     for dimension in recipe.tune.dimensions:
         if not dimension.is_active(values):
@@ -217,45 +223,53 @@ def suggest_values(recipe: Recipe, trial: Trial) -> dict[str, Any]:
 
 
 def _make_sampler(recipe: Recipe) -> BaseSampler:
-    """Return the sampler that `recipe.tune` asks for, seeded anew for each trial, so that the values of a trial depend
-    on the seed, its number and the results that it builds on, not on which worker takes it."""
+    """Return the sampler of the study: random search or TPE, as the recipe key `tune.sampler` says. A trial's values
+    depend on the study's seed, the trial's number and the earlier results, but not on which worker runs it."""
     from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 
     tune = recipe.tune
 
     def make(number: int) -> BaseSampler:
+        """Make an Optuna sampler whose random generator is seeded by the study's seed and `number`."""
         seed = int.from_bytes(hashlib.sha256(f"{tune.seed}:{number}".encode()).digest()[:4], "little")
         if tune.sampler == "random":
             return RandomSampler(seed)
         return TPESampler(seed=seed, n_startup_trials=tune.startup, multivariate=True, group=True, constant_liar=True)
 
     class SeededSampler(BaseSampler):
-        """Sampler that passes each call on to a sampler made for the trial."""
+        """Optuna sampler that creates a fresh sampler for each trial, seeded by the study's seed and the trial's
+        number, so that a resumed study, or another worker, draws the same values. Methods: as in `BaseSampler`."""
 
         def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
+            """Return the keys whose values the trial's sampler chooses jointly."""
             return make(trial.number).infer_relative_search_space(study, trial)
 
         def sample_relative(self, study: Any, trial: Any, search_space: Any) -> Any:
+            """Return the jointly chosen values, {key: value}. search_space: from `infer_relative_search_space`."""
             sampler = make(trial.number)
             sampler.infer_relative_search_space(study, trial)  # TPE keeps the groups of keys that it finds here
             return sampler.sample_relative(study, trial, search_space)
 
         def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
             # A generator for each key: with one seed, all keys would get the same quantile.
+            """Return the value of the single key `param_name`, drawn from `param_distribution`."""
             name = int.from_bytes(hashlib.sha256(param_name.encode()).digest()[:4], "little")
             return make(trial.number * 2**32 + name).sample_independent(study, trial, param_name, param_distribution)
 
         def before_trial(self, study: Any, trial: Any) -> None:
+            """Call the trial's sampler before the trial starts."""
             make(trial.number).before_trial(study, trial)
 
         def after_trial(self, study: Any, trial: Any, state: Any, values: Any) -> None:
+            """Call the trial's sampler after the trial has ended. state, values: its final state and its losses."""
             make(trial.number).after_trial(study, trial, state, values)
 
     return SeededSampler()
 
 
 def _make_pruner(recipe: Recipe) -> Any:
-    """Return the pruner that `recipe.tune` asks for; it compares validation losses at equal steps."""
+    """Return the Optuna pruner that the recipe key `tune.pruner` names. It stops a trial whose validation loss is worse
+    than that of other trials at the same step."""
     from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
 
     if recipe.tune.pruner == "median":
@@ -266,8 +280,8 @@ def _make_pruner(recipe: Recipe) -> Any:
 
 
 def _check_same_study(old: Recipe, new: Recipe) -> None:
-    """Check that a worker's recipe is the study's, but for keys that do not matter to its results. Raises `UserError`
-    that names the first other key. old: recipe of the study. new: recipe of this worker."""
+    """Check that a worker's recipe equals that of the study in all keys that affect the results of trials. Raises
+    `UserError` that names the first key that differs. old: recipe of the study. new: recipe of this worker."""
     before, after = values_by_key(old), values_by_key(new)
     for key in SCHEMA.keys:
         if before.get(key) == after.get(key) or any(key == free or key.startswith(f"{free}.") for free in _MAY_DIFFER):
@@ -280,8 +294,11 @@ def _check_same_study(old: Recipe, new: Recipe) -> None:
 
 
 def _lock_directory(directory: Path, *, wait: bool) -> int | None:
-    """Lock a directory by flock on the file `.lock` in it; return the descriptor that holds the lock. wait: True to
-    wait for another holder; False: None is returned if there is one. Raises `UserError` if it cannot be written."""
+    """Lock a directory by flock on the file `.lock` in it; return the file descriptor that holds the lock.
+
+    wait: True: wait until no other process holds the lock; False: return None if one does. Raises `UserError` if the
+    directory cannot be written.
+    """
     try:
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -295,8 +312,8 @@ def _lock_directory(directory: Path, *, wait: bool) -> int | None:
 
 
 def _remove_torn_line(journal: Path) -> None:
-    """Remove an incomplete last line of the journal, which a full disk leaves behind and to which the next record would
-    be appended."""
+    """Remove an incomplete last line from the journal. A full disk leaves one behind, and the next record would be
+    appended to it."""
     if not journal.exists():
         return
     with journal.open("rb+") as file:

@@ -40,8 +40,9 @@ class TrialRun:
         self._reported = set(study.optuna._storage.get_trial(running.trial._trial_id).intermediate_values)
 
     def run(self) -> tuple[float | None, str, str]:
-        """Train until the end; return (validation loss after the last step, "complete" | "pruned" | "failed", why it
-        did not complete). On an interrupt or SIGTERM the run saves, and the exception continues."""
+        """Train in a child process until the end; return (validation loss after the last step or None, "complete" |
+        "pruned" | "failed", reason why it did not complete). On an interrupt or SIGTERM the child saves a checkpoint,
+        and the exception is raised again."""
         name = f"{self.study.recipe.run.name}-{self.running.trial.number:04d}"
         try:
             recipe = self.study.trial_recipe(self.running.values, name, self.run_directory)
@@ -76,7 +77,8 @@ class TrialRun:
         return float(value), "complete", ""
 
     def _watch(self, process: subprocess.Popen[bytes]) -> str:
-        """Report each validation loss until the process ends; return "" then, else why it was stopped."""
+        """Report each validation loss to the pruner until the process ends. Return "" if it ended by itself, otherwise
+        the reason why this worker stopped it."""
         tail = MetricsTail(RunDirectory(self.run_directory).metrics)
         while True:
             ended = process.poll() is not None
@@ -95,7 +97,7 @@ class TrialRun:
             time.sleep(POLL_SECONDS)
 
     def _read_losses(self, tail: MetricsTail) -> Iterator[tuple[int, float]]:
-        """Yield (step, validation loss) of the lines that were added to the metrics file, each step once."""
+        """Yield (step, validation loss) from the lines added to the metrics file since the last call, each step once."""
         for line in tail.read():
             step, loss = line.get("step"), line.get("validation_loss")
             if isinstance(step, int) and isinstance(loss, int | float) and step not in self._reported:
@@ -108,11 +110,11 @@ class TrialRun:
         return used_seconds(others) + self._seconds()
 
     def _seconds(self) -> float:
-        """Return the seconds for which this trial has run, those before an interruption included."""
+        """Return the seconds for which this trial has trained, including those before an interruption."""
         return self._seconds_before + time.monotonic() - self._begun
 
     def _record(self) -> None:
-        """Record the seconds, steps and tokens that the trial has used."""
+        """Record the seconds, steps and tokens that the trial has used so far in the study."""
         values, recipe = self.running.values, self.study.recipe
         steps = RunDirectory(self.run_directory).last_step() or 0
         tokens = steps * values.get("train.batch", recipe.train.batch) * recipe.data.sequence
