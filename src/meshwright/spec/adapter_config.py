@@ -40,5 +40,5 @@ class AdapterConfig:
 
     @property
     def scale(self) -> float:
-        """Factor s on the product B A."""
+        """Factor s by which the product B A is multiplied."""
         return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)

@@ -44,8 +44,8 @@ def adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, ParameterE
 
 
 def matches(module: str, target: str) -> bool:
-    """Return True if `target`, as in PEFT (full module name, its last parts, a pattern, or "all-linear"), selects the
-    linear layer with the Hugging Face name `module`."""
+    """Return True if `target` selects the linear layer with the Hugging Face name `module`. target: as PEFT writes it:
+    a full module name, its last parts ("q_proj"), a pattern with * ? or [], or "all-linear"."""
     if any(character in target for character in "*?["):
         return fnmatchcase(module, target)
     return target in (ALL_LINEAR, module) or module.endswith(f".{target}")

@@ -35,12 +35,14 @@ _BALANCED_FOR = 2048  # sequence length for which pipeline stages are balanced
 @dataclass(frozen=True, slots=True)
 class BlockTables:
     """Assignment of a model's layers to block tables of the paged KV cache (like vLLM's KV cache groups). A block table
-    lists the KV blocks of each sequence for its layers.
+    lists, for each sequence, the KV blocks that hold the keys and values of the table's layers.
 
     Attributes:
         windows: For each block table, the largest sliding window of its layers in tokens; None: a layer has no window.
-        layers: For each layer, (index of its block table, position of the layer within a block of that table).
-        depths: For each pipeline stage, the number of layers whose keys and values fit in one block.
+        layers: For each layer, (index of its block table, index of the layer among those that share a block of that
+            table).
+        depths: For each pipeline stage, the number of layers that share a block: one block holds their keys and values
+            of 16 tokens.
     """
 
     windows: tuple[int | None, ...]
@@ -102,9 +104,12 @@ def block_tables(config: ModelConfig, stages: int) -> BlockTables:
 
 
 def _assign_layers(config: ModelConfig, stages: Sequence[Stage], choice: dict[int | None, int]) -> BlockTables:
-    """Assign the layers of each pipeline stage evenly to block tables. config: configuration of the model. stages: its
-    pipeline stages. choice: {sliding window in tokens (None: no window): number of tables for layers with this window}.
-    If `choice` has a single window, its tables serve all layers, including those with smaller windows."""
+    """Distribute the layers of each pipeline stage evenly over block tables (see `BlockTables`).
+
+    config: configuration of the model. stages: its pipeline stages. choice: {sliding window in tokens (None: no
+    window): number of tables for layers with this window}. If `choice` has a single window, its tables serve all
+    layers, including those with smaller windows.
+    """
     windows = tuple(window for window, count in choice.items() for _ in range(count))
     layers, depths = list[tuple[int, int]](), list[int]()
     for stage in stages:

@@ -9,11 +9,11 @@ SMALLEST_CHUNK = 512  # tokens; smaller chunks would spend too much time on accu
 
 
 def loss_chunks(tokens: int, vocabulary: int, device: str) -> list[int]:
-    """Split `tokens` tokens into chunks for the chunked loss, which computes the logits of one chunk at a time; return
-    the number of tokens of each chunk. The sizes are nearly equal.
+    """Split `tokens` tokens into chunks of nearly equal size for the chunked loss, which computes the logits of one
+    chunk at a time; return the number of tokens of each chunk.
 
-    `vocabulary`: largest number of logits per token on any tp rank, so that all tp ranks get the same chunks; `device`:
-    "cpu" or "cuda".
+    `vocabulary`: number of logits per token that a tp rank computes, on the rank with the most, so that all tp ranks
+    get the same chunks; `device`: "cpu" or "cuda".
     """
     limit = max(SMALLEST_CHUNK, CHUNK_LOGITS.get(device, 1 << 27) // vocabulary)
     at_once = max(1, -(-tokens // max(1, -(-tokens // limit))))
@@ -37,7 +37,7 @@ FEWEST_DOCUMENTS = 16
 
 
 def padded_documents(documents: int) -> int:
-    """Return the number of documents for which variable-length attention is called if a micro-batch packs `documents`:
-    the next power of two, at least `FEWEST_DOCUMENTS`. So few different sizes occur that compiled graphs, which have
-    static shapes, serve all batches."""
+    """Return the number of documents with which variable-length attention is called for a micro-batch that packs
+    `documents` documents: the next power of two, at least `FEWEST_DOCUMENTS`. With so few different numbers, compiled
+    graphs, whose shapes are static, are reused for all batches."""
     return max(FEWEST_DOCUMENTS, 1 << (documents - 1).bit_length())

@@ -210,8 +210,9 @@ class ModelConfig:
         return None
 
     def _fixed_values(self) -> dict[str, object]:
-        """Return {field: the only value that it may have in this family}: those that the family fixes, and the defaults
-        of the options that it lacks. Rotary options that `_rotation_problem` checks are left out."""
+        """Return {field: the only value that it may have in this family}: values that the family prescribes, and the
+        default of each option that the family does not offer. Rotary options are left out, as `_rotation_problem`
+        checks them."""
         family = FAMILIES[self.family]
         kept = {*family.settings, *(("rotary_fraction",) if family.partial_rotation else ())}
         kept |= {"unrotated_layers"} if family.windows is not None and family.windows.unrotated else set()
@@ -219,8 +220,7 @@ class ModelConfig:
         return {name: value for name, value in defaults.items() if name not in kept} | dict(family.fixed)
 
     def _rotation_problem(self) -> str | None:
-        """Return an error message for the first invalid one of the fields of rotary positions; None if there is
-        none."""
+        """Return an error message for the first invalid field among those of rotary positions; None if all are valid."""
         if self.positions != "rope":
             return None
         if self.latent is None and self.rotary_fraction == 1.0 and self.head_dim % 2:
@@ -255,12 +255,14 @@ class ModelConfig:
 
     @property
     def experts_keys(self) -> Experts | None:
-        """How files of this family hold mixtures of experts; None: the family has none."""
+        """The `config.json` keys by which files of this family describe a mixture of experts; None: the family has
+        none."""
         return FAMILIES[self.family].experts
 
     @property
     def experts_interleaved(self) -> bool:
-        """True if outputs of the gate and up projections of experts alternate, on disk and in memory."""
+        """True if outputs of the experts' gate and up projections alternate (gate 0, up 0, gate 1, ...) in their common
+        matrix, on disk and in memory."""
         return self.experts_keys is not None and self.experts_keys.interleaved
 
     @property
@@ -302,14 +304,14 @@ class ModelConfig:
 
     @property
     def score_scale(self) -> float:
-        """Factor of the attention scores."""
+        """Factor by which attention scores are multiplied before the softmax."""
         if self.latent is not None and self.rope_scaling is not None:
             return float(self.head_dim**-0.5) * self.rope_scaling.latent_score_scale
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def embedding_factor(self) -> float:
-        """Factor of the token embeddings."""
+        """Factor by which token embeddings are multiplied."""
         return self.hidden**0.5 if self.embedding_scale is None else self.embedding_scale
 
     @property
@@ -331,19 +333,19 @@ class ModelConfig:
         return Rotation(self.rotary_dim, self.rope_theta, self.rope_scaling)
 
     def layer_temperature(self, layer: int) -> Temperature | None:
-        """Return the factors on the queries of the layer with index `layer` by position; None if there are none."""
+        """Return the position-dependent factor on the queries of the layer with index `layer`; None if it has none."""
         if not self.temperature_tuning or layer not in self.unrotated_layers:
             return None
         return Temperature(self.temperature_scale, self.temperature_floor)
 
     def rotations(self, layers: Iterable[int]) -> tuple[Rotation, ...]:
-        """Return the different rotary positions of the `layers` (indices), in order of first use."""
+        """Return the distinct rotary settings (size, base, scaling) of the `layers` (indices), in order of first use."""
         found = dict.fromkeys(self.layer_rotation(layer) for layer in layers)
         return tuple(rotation for rotation in found if rotation is not None)
 
     @property
     def plain_residual(self) -> bool:
-        """True if the outputs of sublayers are added to the residual stream as they are."""
+        """True if the outputs of sublayers are added to the residual stream without a factor."""
         return not self.post_norms and self.residual_scale == 1
 
     def layer_window(self, layer: int) -> int | None:

@@ -237,8 +237,8 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldTable:
-    """Known ``config.json`` fields of a family. read: fields that set ModelConfig fields. ignored: fields without
-    effect on the computation. neutral: fields of which only some values are accepted, with the rule for each."""
+    """Known ``config.json`` fields of a family. read: names of fields that set ModelConfig fields. ignored: names of
+    fields without effect on the computation. neutral: {field of which only some values are accepted: its rule}."""
 
     read: frozenset[str]
     ignored: frozenset[str]

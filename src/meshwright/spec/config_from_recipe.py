@@ -129,9 +129,9 @@ def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> Model
 
 
 def _default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
-    """Return the ``config.json`` keys of multi-head latent attention, with their values, for a recipe's ``[model]``
-    table, in the proportions of DeepSeek-V2-Lite. size: hidden / heads. head_dim: size of a head's query, if the table
-    gives it."""
+    """Return the ``config.json`` keys of multi-head latent attention, with default values, for a recipe's ``[model]``
+    table. The sizes have the same proportions as in DeepSeek-V2-Lite. size: hidden / heads. head_dim: size of a head's
+    query; None: the table does not give it."""
     rotary = 2 * max(1, (size // 4 if head_dim is None else head_dim // 6))
     values = max(1, size if head_dim is None else head_dim - rotary)
     return write_latent_attention(LatentAttention(4 * values, rotary, values), values + rotary)
@@ -165,10 +165,12 @@ def _default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> di
 
 
 def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
-    """Add sizes that follow from overridden ones to ``overrides`` ({ModelConfig field name: new value}), in place. A
-    rule is applied only if `base`, the configuration to be changed, obeys it: head_dim = hidden / heads, kv_heads =
-    heads, intermediate = 4 hidden (ungated MLP), one base of rotary positions in all layers. Fields with one value per
-    layer are cut or continued to the new number of layers."""
+    """Add the sizes that follow from overridden ones to ``overrides`` ({ModelConfig field name: new value}), in place.
+
+    The rules: head_dim = hidden / heads; kv_heads = heads; intermediate = 4 hidden (ungated MLP); the same rotary base
+    in all layers. Each is applied only if `base`, the configuration that is changed, obeys it. Fields with one value
+    per layer are cut or continued to the new number of layers.
+    """
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
     if base.latent is None and base.head_dim * base.heads == base.hidden and hidden % heads == 0:
         overrides.setdefault("head_dim", hidden // heads)

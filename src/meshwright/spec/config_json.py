@@ -204,8 +204,8 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_settings(family: Family, read: Reader) -> dict[str, Any]:
-    """Read the ModelConfig fields, by name, that the family's ``settings`` map to keys of a ``config.json``. read:
-    typed access to the file."""
+    """Read the optional ModelConfig fields of a family, by name: those that its ``settings`` map to ``config.json``
+    keys. read: typed access to the file."""
     fields: dict[str, Any] = {}
     for name, setting in family.settings.items():
         if setting.kind == "flag":
@@ -265,7 +265,7 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_setting(config: ModelConfig, name: str, setting: Setting) -> object:
-    """Return the value of the ``config.json`` key that holds the ModelConfig field `name`. setting: the key."""
+    """Return the value that the ``config.json`` key `setting` has for the ModelConfig field called `name`."""
     value = config.score_scale if name == "attention_scale" else getattr(config, name)
     if setting.kind != "inverse_square":
         return value

@@ -54,7 +54,8 @@ def _find_family_problem(config: Any, keys: Experts) -> str | None:
 
 
 def _find_groups_problem(config: Any) -> str | None:
-    """Return an error message if the experts do not form groups of which a token can use some; None if they do."""
+    """Return an error message if the fields of expert groups (``expert_groups``, ``groups_per_token``) contradict the
+    number of experts; None if they fit."""
     groups, used = config.expert_groups, config.groups_per_token
     if not 1 <= used <= groups or config.experts % groups:
         return f"experts {config.experts} must be a multiple of expert_groups {groups}, of which a token uses {used}"

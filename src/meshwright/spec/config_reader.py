@@ -31,9 +31,9 @@ class Reader:
         self.data, self.defaults, self.where = data, defaults, where
 
     def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:
-        """Return (key, value) of the first of the synonyms ``keys`` that is present. If none is, return the first key
-        with the family's default for it, or with `default` if the family has none. ``UserError`` if two synonyms
-        disagree."""
+        """Return (key, value) of the first of the synonymous ``keys`` that is present. If none is, return the first key
+        with the family's default for it or, if the family has none, with `default`. Raises ``UserError`` if two
+        synonyms are present with different values."""
         keys = tuple(keys)
         present = [key for key in keys if key in self.data]
         for other in present[1:]:
@@ -73,9 +73,9 @@ class Reader:
         return float(value)
 
     def boolean(self, key: str, numbers: bool = False) -> bool:
-        """Return the boolean under ``key``; if the key is missing, the family's default for it, or False without one;
-        if it is null, False. numbers: True to take numbers too, of which 0 is false. ``UserError`` for any other
-        type."""
+        """Return the boolean under ``key``: False if it is null; if the key is missing, the family's default for it, or
+        False without one. numbers: True to accept a number too, where 0 means False. ``UserError`` for any other type.
+        """
         _, value = self.get((key,), False)
         value = False if value is None else value
         value = bool(value) if numbers and isinstance(value, int | float) else value

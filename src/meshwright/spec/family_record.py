@@ -37,12 +37,12 @@ class Windows:
 
     @property
     def key(self) -> str:
-        """Key of the window's size."""
+        """``config.json`` key of the window's size in tokens."""
         return "attention_chunk_size" if self.chunked else "sliding_window"
 
     @property
     def layer_type(self) -> str:
-        """Name in ``layer_types`` of layers with a window."""
+        """Name by which the ``config.json`` list ``layer_types`` marks layers with a window."""
         return "chunked_attention" if self.chunked else "sliding_attention"
 
     @property
@@ -53,16 +53,23 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Keys of a ``config.json`` that describe mixtures of experts. count: of the number of experts (transformers 4,
-    then 5). width: of an expert's width; None: it is that of the dense MLPs. normalised: of ``normalise_choice``; None:
-    the family fixes it. loss: of the load-balancing loss; None: none. shared: of the shared expert: its width, or if
-    ``shared_copies`` how many experts wide it is; None: none; "": it is as wide as the others, without a key. scale: of
-    ``routed_scale``; None: it is 1. dense: the dense layers are the first ones, as many as ``first_k_dense_replace``
-    says ("first"), those of ``mlp_only_layers`` and ``decoder_sparse_step`` ("listed"), those not in ``moe_layers``, by
-    default all but every ``interleave_moe_layer_step``-th ("interleaved"), or none (None). groups: the experts form
-    ``n_group`` groups ("always"), only if ``topk_method`` says so ("method"), or none (None). stacked: one tensor on
-    disk holds a matrix, or a bias, of all experts of a layer. transposed: their matrices are [input, output] on disk.
-    interleaved: columns of gate and up projection alternate."""
+    """How the ``config.json`` and the tensor files of a family describe mixtures of experts.
+
+    Names of ``config.json`` keys: ``count``: key of the number of experts (in transformers 4, then 5). ``width``: key
+    of an expert's MLP width; None: it equals that of the dense MLPs. ``normalised``: key of
+    ``ModelConfig.normalise_choice``; None: the family fixes it. ``loss``: key of the coefficient of the load-balancing
+    loss; None: there is none. ``scale``: key of ``ModelConfig.routed_scale``; None: it is 1. ``shared``: key of the
+    shared expert's width or, if ``shared_copies``, of that width divided by an expert's; None: no shared expert; "": it
+    is as wide as the others, without a key.
+
+    ``dense``: which layers have a dense MLP: "first": as many first ones as ``first_k_dense_replace`` says; "listed":
+    those given by ``mlp_only_layers`` and ``decoder_sparse_step``; "interleaved": those not in ``moe_layers``, by
+    default all but every ``interleave_moe_layer_step``-th; None: none. ``groups``: the experts form ``n_group`` groups
+    "always", only if ``topk_method`` says so ("method"), or never (None).
+
+    Tensors on disk: ``stacked``: one tensor holds the matrix, or bias, of all experts of a layer. ``transposed``:
+    expert matrices are [input, output]. ``interleaved``: outputs of the gate and up projections alternate.
+    """
 
     count: tuple[str, ...]
     width: str | None = "moe_intermediate_size"

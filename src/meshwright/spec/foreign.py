@@ -29,7 +29,7 @@ class ForeignParameter(NamedTuple):
 
 class KeptValue(NamedTuple):
     """Buffer or frozen parameter of a user's module, which is saved in checkpoints but not trained. name: its name in
-    the module. shape: its shape. dtype: name of its dtype as in torch and numpy, such as "int64"."""
+    the module. shape: its shape. dtype: name of its dtype, such as "int64" (the same in torch and numpy)."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,8 +51,8 @@ class ModulePartition(Partition):
 
 def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
     """Build the parameter table of a user's module, with one entry for each of its trained `parameters`. FSDP units
-    (parameters that are all-gathered together) are in the order of their first parameters, except that `REST`, the unit
-    of parameters outside all others, comes first."""
+    (parameters that are all-gathered together) are in the order of their first parameters. The unit `REST`, which holds
+    the parameters outside all other units, comes first."""
     units = dict.fromkeys([each.unit for each in parameters if each.unit == REST])
     units |= dict.fromkeys(each.unit for each in parameters)
     tensors = []

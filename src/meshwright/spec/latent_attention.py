@@ -33,11 +33,14 @@ class LatentAttention:
         return self.rank + self.rotary_dim
 
     def tensors(self, hidden: int, heads: int, head_dim: int) -> list[tuple[str, str, int, tuple[int, ...], int]]:
-        """List the projections and norms before the attention scores, in forward order, as (key in the table of disk
-        names, name of the model parameter in the attention layer, start index of the part along dim 0 of that
-        parameter, shape, head size along dim 0). The head size is 0 for those that compute latent vectors: every tp
-        rank holds them in full, and its gradient comes from its own heads. hidden: size of the hidden state; heads:
-        number of heads; head_dim: size of a head's query."""
+        """List the projections and norms before the attention scores, in forward order, as tuples of (key in the table
+        of disk names; name of the model parameter that contains it; start index along dim 0 of that parameter; shape;
+        head size along dim 0).
+
+        The head size is 0 for the projections and norms of latent vectors: every tp rank holds them in full and
+        computes a partial gradient of them, from its own heads. hidden: size of the hidden state; heads: number of
+        heads; head_dim: size of a head's query.
+        """
         query, both = heads * head_dim, head_dim - self.rotary_dim + self.value_dim
         queries: list[tuple[str, str, int, tuple[int, ...], int]] = [("query", "qkv", 0, (query, hidden), head_dim)]
         if self.query_rank is not None:
@@ -54,8 +57,9 @@ class LatentAttention:
         ]
 
     def products(self, hidden: int, heads: int, head_dim: int) -> dict[str, tuple[int, int]]:
-        """Return the matrix products before the attention scores as {name of the model parameter: (outputs, inputs)}.
-        hidden: size of the hidden state; heads: number of heads, on a tp rank; head_dim: size of a head's query."""
+        """Return the projections before the attention scores as {name of the model parameter: (outputs, inputs)}, the
+        sizes of each matrix product. hidden: size of the hidden state; heads: number of heads on a tp rank; head_dim:
+        size of a head's query."""
         found = dict[str, tuple[int, int]]()
         for _, name, _, shape, _ in self.tensors(hidden, heads, head_dim):
             if len(shape) > 1:

@@ -42,13 +42,13 @@ def padded_numel(numel: int, shards: int) -> int:
 
 
 def count_reused_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Return how many unsharded gradient buffers of each size FSDP units reuse under ZeRO-2 and 3: {size in elements:
-    number of buffers}.
+    """Return how many unsharded gradient buffers the FSDP units share under ZeRO-2 and 3: {size in elements: number of
+    buffers of that size}.
 
-    `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers (one for dense parameters, one
-    for experts). Buffers are reused within a run of consecutive units of equal sizes (layers): one for the unit in
-    backward, and one for each of up to `REDUCTIONS_IN_FLIGHT` reductions in flight. Runs of the same size share their
-    buffers.
+    `sizes`: for each FSDP unit, in forward order, the numbers of elements of its flat buffers (one for dense
+    parameters, one for experts). Consecutive units of equal sizes, such as layers, share buffers: one for the unit
+    whose backward runs, and one for each gradient reduction in flight, at most `REDUCTIONS_IN_FLIGHT`. Several such
+    runs of units with the same size share their buffers, too.
     """
     kept: dict[int, int] = {}
     for unit, run in itertools.groupby(sizes):
@@ -177,13 +177,14 @@ class ParameterEntry:
 
     def buffer_kind(self, layout: Layout) -> BufferKind:
         """Return the kind of flat buffer that holds the entry under `layout`: "experts" for a routed expert under
-        expert parallelism, else "dense"; "frozen_experts" and "frozen" if the entry is frozen, "packed" if packed."""
+        expert parallelism, else "dense"; if the entry is frozen, "frozen_experts" or "frozen"; "packed" for a frozen
+        matrix that is held quantized."""
         if self.expert_parallel(layout):
             return "experts" if self.trainable else "frozen_experts"
         return "packed" if self.packed else "dense" if self.trainable else "frozen"
 
     def expert_parallel(self, layout: Layout) -> bool:
-        """Return True for a routed expert under expert parallelism."""
+        """Return True if the entry belongs to a routed expert and `layout` has expert parallelism (axes ep, etp)."""
         return self.expert is not None and layout.expert_parallel
 
     def ep_rank(self, layout: Layout) -> int | None:
@@ -195,8 +196,8 @@ class ParameterEntry:
         return number // (experts // layout.ep)
 
     def cut_dims(self, layout: Layout) -> Mapping[str, int]:
-        """Return {axis: dim} along which this layout shards the entry: ``split``, but for routed experts under expert
-        parallelism with "etp" instead of "tp"."""
+        """Return {axis: dim along which this axis shards the entry} for `layout`: ``split``, with "etp" in place of
+        "tp" for routed experts under expert parallelism."""
         axis = "etp" if self.expert_parallel(layout) else "tp"
         return {axis: self.split["tp"]} if "tp" in self.split else {}
 

@@ -70,8 +70,8 @@ class ParameterTable:
 
     def unit_buffers(self, unit: str, layout: Layout) -> tuple[BufferKind, ...]:
         """Return the kinds of flat buffers that the FSDP unit called `unit` has under `layout`: "dense"; "experts" if
-        its routed experts are sharded over other ranks than its other parameters (expert parallelism); "frozen" and
-        "frozen_experts" for the frozen parameters of a model with an adapter."""
+        its routed experts are sharded over other ranks than its other parameters (expert parallelism); "frozen",
+        "frozen_experts" and "packed" (quantized) for the frozen parameters of a model with an adapter."""
         held = {tensor.buffer_kind(layout) for tensor in self._tensors_by_unit[unit]}
         return tuple(kind for kind in BUFFER_KINDS if kind in held) or ("dense",)
 
@@ -135,7 +135,7 @@ class ParameterTable:
 
     def tensor_range(self, tensor: ModelParameter, layout: Layout | None = None) -> tuple[int, int]:
         """Return the range [start, stop) of elements that a rank's shard of the model parameter `tensor` (such as fused
-        qkv) occupies in the flat buffer of its FSDP unit. layout: None: one device."""
+        qkv) occupies in that flat buffer of its FSDP unit that holds it. layout: None: one device."""
         layout = layout or Layout()
         together = self.unit_tensors(tensor.unit, layout, tensor.buffer_kind(layout))
         before = itertools.takewhile(lambda other: other.name != tensor.name, together)
@@ -144,7 +144,7 @@ class ParameterTable:
 
     def entry_range(self, entry: ParameterEntry, layout: Layout | None = None) -> tuple[int, int]:
         """Return the range [start, stop) of elements that a rank's shard of the parameter entry `entry` (one tensor of
-        a checkpoint) occupies in the flat buffer of its FSDP unit. layout: None: one device."""
+        a checkpoint) occupies in that flat buffer of its FSDP unit that holds it. layout: None: one device."""
         layout = layout or Layout()
         tensor = self.tensor(entry.tensor)
         start = self.tensor_range(tensor, layout)[0]

@@ -60,10 +60,13 @@ def make_projection_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Position of a new parameter entry (one tensor of a checkpoint) in the model. unit: name of its FSDP unit. part:
-    role of the entry, such as "query": key of its Hugging Face name in `DISK_NAMES`. layer, expert: index of its layer
-    and of its expert; None without one. tensor: name, without ".weight" or ".bias", of the model's parameter of which
-    the entry is a slice along dim 0; None: `part`. offset: index in that parameter at which the slice begins."""
+    """Position of a new parameter entry (one tensor of a checkpoint) in the model.
+
+    unit: name of its FSDP unit. part: role of the entry, such as "query": key of its Hugging Face name in `DISK_NAMES`.
+    layer, expert: index of its layer and of its expert; None if it belongs to none. tensor: name, without ".weight" or
+    ".bias", of the model parameter of which the entry is a slice along dim 0; None: the same as `part`. offset: index
+    along dim 0 of that parameter at which the slice begins.
+    """
 
     unit: str
     part: str
@@ -301,10 +304,10 @@ class _Builder:
         balances: bool = False,
     ) -> None:
         """Append one parameter entry (tensor of a checkpoint). place: its position in the model. shape: its shape as
-        `nn.Linear` stores it, [output, input]. cut: its sharding. suffix: "weight", "bias", or "" for a parameter that
-        is none of a linear layer or norm. disk_suffix: end of its name on disk, if it is another. initial: initial
-        values (None: the default for its number of dims). balances: True for a router bias that balances the experts'
-        load."""
+        `nn.Linear` stores it, [output, input]. cut: its sharding. suffix: end of its name: "weight", "bias", or "" for
+        a parameter that belongs neither to a linear layer nor to a norm. disk_suffix: end of its name on disk (None:
+        `suffix`). initial: initial values (None: the default for its number of dims). balances: True for a router bias
+        that balances the experts' load."""
         expert, keys = place.expert, self.config.experts_keys
         stacked = expert is not None and keys is not None and keys.stacked
         turned = keys.transposed if stacked and keys else self.config.family == "gpt2" and place.layer is not None

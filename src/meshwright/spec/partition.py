@@ -12,9 +12,9 @@ from meshwright.spec.stages import Stage, stages_of, units_of
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Partition of a model into pipeline stages, and their placement on ranks. `placement[replica][stage]`: index on
-    axis pp of the rank that holds this stage of this replica (model copy; bidirectional schedules have two). table: the
-    model's parameter table.
+    """Partition of a model into pipeline stages, and their placement on ranks. `placement[replica][stage]`: pipeline
+    rank (index on axis pp) that holds stage number `stage` of model copy number `replica`; only bidirectional schedules
+    have two copies. table: the model's parameter table.
 
     A rank may hold several stages (interleaving), several ranks the same stage (bidirectional schedules), and several
     stages the same FSDP unit (a tied embedding is on the first and the last stage).
@@ -26,14 +26,14 @@ class Partition:
 
     @classmethod
     def of(cls, program: PipelineProgram, config: ModelConfig, table: ParameterTable, sequence: int) -> Partition:
-        """Partition a model for a pipeline program: into as many stages as the program has, balanced in FLOPs, on the
-        program's ranks. config: configuration of the model. table: its parameter table. sequence: tokens of a
-        sequence."""
+        """Partition a model for a pipeline program: cut it into as many stages as the program has, balanced in FLOPs,
+        and place them on the pipeline ranks that the program names. config: configuration of the model. table: its
+        parameter table. sequence: tokens of a sequence."""
         return cls(table, stages_of(config, program.stages, sequence), program.placement)
 
     @classmethod
     def whole(cls, table: ParameterTable) -> Partition:
-        """Return the partition of a model that is not cut: one stage on one pipeline rank. table: the model's parameter
+        """Return the trivial partition: the whole model is one stage on one pipeline rank. table: the model's parameter
         table."""
         layers = sum(unit.startswith("layers.") for unit in table.units)
         return cls(table, (Stage(0, range(layers), first=True, last=True),), ((0,),))

@@ -49,10 +49,12 @@ def read_rope(fields: dict[str, Any], read: Reader) -> None:
 
 
 def _read_two_rotations(fields: dict[str, Any], read: Reader, local: Setting) -> None:
-    """Read the ModelConfig fields of rotary positions of a family whose layers with a sliding window have a base of
-    their own, and add them to ``fields``. ``rope_parameters`` counts only if it is nested by layer type, as in
-    transformers; ``rope_scaling`` scales the layers without a window. read: typed access to the file. local: where the
-    file holds the other base."""
+    """Read the ModelConfig fields of rotary positions of a family whose sliding-window layers have their own rotary
+    base, and add them to ``fields``.
+
+    ``rope_parameters`` is used only if it is nested by layer type, as in transformers; ``rope_scaling`` applies to the
+    layers without a window. read: typed access to the file. local: key of the base of the sliding-window layers.
+    """
     scaled, nested = (_read_object(read.data, name, read.where) for name in ("rope_scaling", "rope_parameters"))
     at = f"{read.where}: rope_parameters"
     full, windowed = (_read_object(nested, name, at) for name in ("full_attention", "sliding_attention"))
@@ -125,8 +127,9 @@ def read_windows(fields: dict[str, Any], read: Reader) -> None:
 
 
 def _default_windows(rule: Windows, fields: Mapping[str, Any], read: Reader) -> list[bool]:
-    """Return for each layer True if it has a sliding window where ``layer_types`` is missing. rule: the family's.
-    fields: ModelConfig fields read so far. read: typed access to the ``config.json``."""
+    """Return, for a ``config.json`` without the key ``layer_types``, one value per layer: True if the layer has a
+    sliding window. rule: the family's rule. fields: ModelConfig fields read so far. read: typed access to the
+    ``config.json``."""
     numbers = range(fields["layers"])
     match rule.layers:
         case "all":
@@ -160,9 +163,9 @@ def _read_unrotated(read: Reader, layers: int, rule: Windows) -> tuple[int, ...]
 
 
 def resize_patterns(config: ModelConfig, layers: int) -> dict[str, Any]:
-    """Return the ModelConfig fields ``unrotated_layers``, ``windowed_layers`` and, where they are interleaved,
-    ``dense_layers``, by name, of `config` with another number of `layers`: cut, or continued by the rule of its
-    family."""
+    """Return the per-layer ModelConfig fields of `config` for another number of `layers`, by name:
+    ``unrotated_layers``, ``windowed_layers`` and, if dense layers are interleaved, ``dense_layers``. The pattern of
+    layers is cut, or continued by the rule of the family."""
     rule = FAMILIES[config.family].windows
     by_rule = rule.layers if rule is not None else "all"
     unrotated = [index in config.unrotated_layers for index in range(config.layers)]
@@ -182,9 +185,12 @@ def resize_patterns(config: ModelConfig, layers: int) -> dict[str, Any]:
 
 
 def _continue_pattern(pattern: list[bool], layers: int, period: int | None, marked: bool) -> list[bool]:
-    """Return the values `pattern`, one for each layer, cut or continued to `layers` layers. period: None: the last
-    value is repeated; else the family's usual period, whose last layer alone has the value `marked`. Patterns with
-    another period, or of another form, are repeated."""
+    """Return `pattern`, which has one value per layer, cut or continued to `layers` layers.
+
+    period: None: the last value is repeated. Otherwise the usual period of the family, in layers: every `period`-th
+    layer has the value `marked`, all others the opposite. A pattern with another period, or without such a rule, is
+    continued by repeating its shortest repeating part.
+    """
     if period is None or layers <= len(pattern):
         return (pattern + pattern[-1:] * layers)[:layers]
     for each in (period, *range(1, len(pattern) + 1)):

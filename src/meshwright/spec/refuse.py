@@ -24,7 +24,7 @@ def refuse(
 
     ``config``: configuration of the model; ``batch``: sequences per step over all ranks; ``sequence``: tokens in each
     sequence (None: not checked); ``world_size``: ranks available (None: not checked). ``planning``: True to check only
-    that the layout makes sense for the model, not that this version of Meshwright can run it.
+    that the layout is possible for the model, not that this version of Meshwright can run it.
     """
     if not planning:
         if config.planning_only:

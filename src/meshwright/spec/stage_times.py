@@ -20,9 +20,11 @@ find the same program."""
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Callable that estimates the forward, input-gradient and weight-gradient times of a model's pipeline stages from
-    their FLOPs. config: configuration of the model. ranks: number of pipeline ranks. sequence: tokens of a sequence.
-    recompute: activation checkpointing ("none", "selective" or "full").
+    """Function object that estimates, from FLOPs, how long the forward, input-gradient and weight-gradient passes of
+    each pipeline stage take.
+
+    config: configuration of the model. ranks: number of pipeline ranks. sequence: tokens of a sequence. recompute:
+    activation checkpointing ("none", "selective" or "full").
 
     A weight matmul costs the same in forward, input gradient and weight gradient. The attention core (scores and
     weighted values) has no weights; its backward, twice the forward FLOPs, counts as input gradient. Recomputation and

@@ -87,10 +87,11 @@ def _cut_balanced(costs: list[float], count: int) -> list[int]:
     cost = np.where(np.tri(size + 1, k=-1, dtype=bool), sums[:, None] - sums[None, :], math.inf)
 
     def solve(limit: float, worth: bool) -> tuple[float, list[np.ndarray]]:
-        """Cut all layers into `count` consecutive stages of cost (FLOPs) <= `limit` by dynamic programming.
+        """Cut all layers into `count` consecutive stages, none of which costs more than `limit` FLOPs, by dynamic
+        programming. worth: True to minimise the sum of the stages' squared costs, False their maximum.
 
-        Return the smallest possible maximum of the stages' costs (with `worth`: sum of their squares), and arrays
-        `starts` with starts[k][end] = first layer of stage k if stages 0 to k hold the layers [0, end).
+        Return that minimum, and arrays `starts` with starts[k][end] = first layer of stage k if stages 0 to k hold the
+        layers [0, end).
         """
         one = np.where(cost <= limit, cost, math.inf)
         value, starts = np.where(np.arange(size + 1) == 0, 0.0, math.inf), []

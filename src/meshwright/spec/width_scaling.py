@@ -14,10 +14,10 @@ OUTPUT_WEIGHTS = ("head", "router", "shared_expert_gate")
 
 
 def scale_initial_std(part: str, width_ratio: float) -> float:
-    """Return the factor on the standard deviation of a matrix's initial values: 1 for input weights, 1 / ratio for
-    output weights, 1 / sqrt(ratio) for matrices between two widths.
+    """Return the factor that µP applies to the standard deviation of a matrix's initial values: 1 for input weights
+    (embeddings), 1 / ratio for output weights (the head), 1 / sqrt(ratio) for matrices from hidden size to hidden size.
 
-    part: the matrix's name in the parameter table. width_ratio: hidden size / base hidden size.
+    part: the matrix's role, such as "query". width_ratio: hidden size / base hidden size.
     """
     if part in INPUT_WEIGHTS:
         return 1.0
@@ -25,10 +25,10 @@ def scale_initial_std(part: str, width_ratio: float) -> float:
 
 
 def scale_learning_rate(part: str, dims: int, width_ratio: float) -> float:
-    """Return the factor on Adam's learning rate of a parameter: 1 / ratio for matrices whose inputs are the width, 1
-    for input weights and vectors.
+    """Return the factor that µP applies to Adam's learning rate of a parameter: 1 / ratio for matrices whose input size
+    grows with the hidden size, 1 for input weights (embeddings) and vectors.
 
-    part: the parameter's name in the parameter table. dims: its number of dimensions. width_ratio: hidden size / base
-    hidden size.
+    part: the parameter's role, such as "query". dims: its number of dimensions. width_ratio: hidden size / base hidden
+    size.
     """
     return 1.0 if dims < 2 or part in INPUT_WEIGHTS else 1.0 / width_ratio

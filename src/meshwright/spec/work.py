@@ -23,9 +23,9 @@ section 3.1)."""
 
 
 def count_predictions(config: ModelConfig, rows: int, sequence: int) -> int:
-    """Return the number of positions that the output head of the model computes for `rows` sequences of `sequence`
-    tokens. config: configuration of the model. Decoder: all tokens. Encoder: with the masked-language-model head the
-    fraction `MASKED_SHARE` of the tokens, otherwise one position per sequence."""
+    """Return the number of positions at which the model's output head computes predictions, for `rows` sequences of
+    `sequence` tokens: a decoder's at all tokens; an encoder's at the fraction `MASKED_SHARE` of the tokens with the
+    masked-language-model head, else one per sequence. config: configuration of the model."""
     if not config.encoder:
         return rows * sequence
     return max(1, round(MASKED_SHARE * rows * sequence)) if config.head == "masked" else rows
