@@ -49,8 +49,8 @@ class RankLost(MeshwrightError):
 
 
 class RanksDisagree(RankLost):
-    """Error: ranks made different collective calls, so that data received from another rank does not belong to this
-    rank's call."""
+    """Error: ranks made different collective calls at the same time, so that the data that a rank received belong to
+    another call than its own."""
 
 
 class Terminated(MeshwrightError):

@@ -54,13 +54,13 @@ class Layout:
     """Parallel layout of a job: sizes and options of the parallel axes. Impossible combinations raise `UserError`.
 
     dp: data-parallel replicas. zero: ZeRO stage over dp x cp (0: nothing is sharded; 1: optimizer state; 2: also
-    gradients; 3: also parameters). hybrid: ranks in a ZeRO sharding group, replicated across groups (HSDP); None: one
-    group. tp: tensor-parallel ranks, with Megatron's sequence parallelism if tensor_sequence_parallel. cp:
-    context-parallel ranks, by cp_method "ring" or "ulysses". pp: pipeline ranks. schedule: pipeline schedule, a name or
-    @FILE. chunks: model chunks on each pipeline rank. micro_batches: number per optimizer step in each pipeline, over
-    both directions if the schedule is bidirectional. ep, etp: expert- and expert-tensor-parallel ranks; ep x etp
-    divides a stage's tp x cp x dp ranks. recompute: activation checkpointing, "none", "selective" or "full". offload:
-    "cpu", "nvme" or None. precision: such as "bf16"; None: chosen before the run.
+    gradients; 3: also parameters). hybrid: ranks in a ZeRO sharding group; groups are replicas (HSDP); None: one group.
+    tp: tensor-parallel ranks, with Megatron's sequence parallelism if tensor_sequence_parallel. cp: context-parallel
+    ranks, by cp_method "ring" or "ulysses". pp: pipeline ranks. schedule: pipeline schedule, a name or @FILE. chunks:
+    model chunks on each pipeline rank. micro_batches: number per optimizer step in each pipeline, over both directions
+    if the schedule is bidirectional. ep, etp: expert- and expert-tensor-parallel ranks; ep x etp divides a stage's tp x
+    cp x dp ranks. recompute: activation checkpointing, "none", "selective" or "full". offload: "cpu", "nvme" or None.
+    precision: such as "bf16"; None: chosen before the run.
     """
 
     dp: int = 1
@@ -229,7 +229,7 @@ class Layout:
         return " ".join(parts) or "dp1"
 
     def _format_schedule(self) -> str:
-        """Format schedule and chunks as the text after `ppN`: `:zb-v` or `:interleaved:4`; "" for defaults."""
+        """Format schedule and chunks as the text after `ppN`, such as `:zb-v` or `:interleaved:4`; "" for defaults."""
         if self.schedule in SCHEDULE_CHUNKS and self.chunks != SCHEDULE_CHUNKS[self.schedule][0]:
             return f":{self.schedule}:{self.chunks}"
         return "" if self.schedule == "1f1b" else f":{self.schedule}"
@@ -241,7 +241,7 @@ class Layout:
 
     @property
     def expert_parallel(self) -> bool:
-        """True if experts have separate axes (ep, etp); else they are split over tp like other weights."""
+        """True if experts have separate axes (ep, etp); False if they are sharded over tp like other weights."""
         return self.ep > 1 or self.etp > 1
 
     def coordinates(self, rank: int) -> dict[str, int]:

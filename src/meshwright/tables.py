@@ -109,8 +109,8 @@ class Schema(Generic[Root]):
         return _list_keys(self.root, "")
 
     def check(self, tables: Mapping[str, Any], where: Callable[[str], str]) -> Root:
-        """Validate parsed TOML; return it as the typed root table. Raises `UserError` for the first mistake. where:
-        function (dotted key) -> location for the message, such as file and line."""
+        """Validate `tables`, the parsed TOML file, and return it as an instance of `root`. Raises `UserError` for the
+        first mistake. where: function that maps a dotted key to its location for the message, such as file and line."""
         try:
             return self.root.model_validate(dict(tables))
         except ValidationError as error:
@@ -210,7 +210,8 @@ def is_table(kind: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def _find_list_item_table(kind: Any) -> type[Any] | None:
-    """Return the table class T if a type annotation is `list[T]`, also within Annotated or a union; else None."""
+    """Return the table class T (a pydantic class) if the type annotation `kind` is `list[T]`, also within Annotated or
+    a union; None otherwise."""
     if get_origin(kind) is Annotated:
         return _find_list_item_table(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -233,8 +234,8 @@ def _list_keys(table: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
 
 
 def _list_plain_types(kind: Any) -> list[Any]:
-    """Return the types that a type annotation allows, without Annotated and type arguments: [str, NoneType] for `Name |
-    None`, with Name an annotated string."""
+    """List the types that the annotation `kind` allows, without Annotated and type arguments: [str, NoneType] for `Name
+    | None`, where Name is an annotated string."""
     if get_origin(kind) is Annotated:
         return _list_plain_types(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):

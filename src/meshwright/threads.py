@@ -95,7 +95,7 @@ def measure_busy_share(seconds: float = 0.2) -> float:
     `seconds`. Return 0.0 if the kernel does not count it (Linux does, in /proc/stat)."""
 
     def read() -> tuple[int, int]:
-        """Return (idle, all) ticks of all cores since the machine started."""
+        """Return (idle time, total time) of all cores since the machine started, in kernel clock ticks."""
         ticks = [int(each) for each in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
         return ticks[3] + ticks[4], sum(ticks)  # idle and waiting for a disk
 

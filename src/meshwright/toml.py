@@ -31,7 +31,8 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Parse TOML text into nested dictionaries. Raises `UserError` that names `where` (the file) and the line."""
+    """Parse TOML text into nested dictionaries. where: name of the text, such as its file, for errors. Raises
+    `UserError` with that name and the line."""
     try:
         tables = tomllib.loads(text)
         check_nesting(tables)
