@@ -220,7 +220,9 @@ class ModelConfig:
         return {name: value for name, value in defaults.items() if name not in kept} | dict(family.fixed)
 
     def _rotation_problem(self) -> str | None:
-        """Return an error message for the first invalid field among those of rotary positions; None if all are valid."""
+        """Return an error message for the first invalid field among those of rotary positions; None if all
+        are valid.
+        """
         if self.positions != "rope":
             return None
         if self.latent is None and self.rotary_fraction == 1.0 and self.head_dim % 2:
@@ -339,7 +341,9 @@ class ModelConfig:
         return Temperature(self.temperature_scale, self.temperature_floor)
 
     def rotations(self, layers: Iterable[int]) -> tuple[Rotation, ...]:
-        """Return the distinct rotary settings (size, base, scaling) of the `layers` (indices), in order of first use."""
+        """Return the distinct rotary settings (size, base, scaling) of the `layers` (indices), in order of
+        first use.
+        """
         found = dict.fromkeys(self.layer_rotation(layer) for layer in layers)
         return tuple(rotation for rotation in found if rotation is not None)
 

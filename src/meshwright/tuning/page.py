@@ -201,7 +201,9 @@ def _value_axis(dimension: Dimension, title: str, most: int = 5) -> Axis:
 
 
 def _place(study: Study, dimension: Dimension, trial: FrozenTrial) -> float | None:
-    """Return the coordinate of a trial's value on the axis of a searched key; None if the trial does not have the key."""
+    """Return the coordinate of a trial's value on the axis of a searched key; None if the trial does not
+    have the key.
+    """
     values = study.read_values(trial)
     if dimension.key not in values:
         return None

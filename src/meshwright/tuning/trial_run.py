@@ -97,7 +97,9 @@ class TrialRun:
             time.sleep(POLL_SECONDS)
 
     def _read_losses(self, tail: MetricsTail) -> Iterator[tuple[int, float]]:
-        """Yield (step, validation loss) from the lines added to the metrics file since the last call, each step once."""
+        """Yield (step, validation loss) from the lines added to the metrics file since the last call, each
+        step once.
+        """
         for line in tail.read():
             step, loss = line.get("step"), line.get("validation_loss")
             if isinstance(step, int) and isinstance(loss, int | float) and step not in self._reported:
