@@ -19,13 +19,14 @@ from meshwright.training.first_start import find_hardware_profile, measure_first
 
 def search_fastest_layout(recipe: Recipe, ranks: int | None, log: Callable[[str], None], *, probe: bool = False) -> str:
     """Search for the layout that the planner predicts to be the fastest of those that fit into memory, for a recipe
-    (the settings of a run) with `layout = "auto"`. Return it as text such as "dp2 zero1", without a precision, which
-    the run chooses itself.
+    (the settings of a run) with `layout = "auto"`. Return the layout as text such as "dp2 zero1". The text names no
+    precision, since the run chooses that itself.
 
     ranks: number of ranks that another launcher has started; None: one per GPU of this machine, or as many CPU
     processes as the hardware profile (measured machine speeds) was made with. log: called with each log line. probe:
     True to measure machine speeds first if the run computes on CPUs and no profile is stored; the measurement uses
-    `ranks` processes, or two if `ranks` is None. `UserError` if there is no hardware profile or no layout fits."""
+    `ranks` processes, or two if `ranks` is None. `UserError` if there is no hardware profile or no layout fits.
+    """
     where = _find_devices(recipe, ranks, log if probe else None)
     config, assumed = config_of(recipe)
     problem = problem_of(

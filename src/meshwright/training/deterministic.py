@@ -33,7 +33,7 @@ def deterministic(wanted: bool, compiled: bool) -> Iterator[None]:
     """Context manager that makes torch deterministic: the same inputs give the same bits on CUDA too, and operations
     without a deterministic kernel raise.
 
-    wanted: False makes this a no-op. compiled: True if blocks run under torch.compile, so that Inductor must choose
+    wanted: False: change nothing. compiled: True if blocks run under torch.compile, so that Inductor must choose
     kernels without timing them; a restart would time them anew and could choose others.
     """
     if not wanted:

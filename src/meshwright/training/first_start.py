@@ -81,8 +81,8 @@ def slow_precision_warning(layout: Layout, device: str) -> str | None:
 def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
     """Return the stored hardware profile (measured speeds) of this machine's CPU for `ranks` processes of `threads`
     threads each; None if there is none. A profile that `meshwright probe` wrote is preferred if it covers at least as
-    many processes; else it is the one that the first start of such a run stored. `UserError` if the file of `meshwright
-    probe` is damaged."""
+    many processes. Otherwise the profile is the one that was measured when such a run was first started. `UserError` if
+    the file of `meshwright probe` is damaged."""
     if (probed := _read_probed_cluster(ranks, threads)) is not None:
         return probed
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
@@ -112,9 +112,11 @@ def _describe_repetition(failed: FailedMeasurement) -> str:
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
-    """Measure and store the machine speeds and process memory that a run's predictions need, except those that an
-    earlier start stored; do nothing if the run has no steps left. threads: per rank. log: called with each line for the
-    user."""
+    """Measure and store what the run's predictions need: the speeds of this machine and the memory of a process.
+    Measurements that an earlier start stored are reused; nothing is measured if the run has no steps left.
+
+    threads: number of OpenMP threads of each rank. log: called with each line for the user.
+    """
     checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None or checkpoint.step < recipe.train.steps:
         layout, device = recipe.parsed_layout, recipe.run.device
@@ -349,8 +351,9 @@ def _has_usable_profile(
 
 
 def _disturbed_fraction(profile: HardwareProfile, path: Path) -> float:
-    """Return the fraction (0 to 1) of a hardware profile's measuring time in which other programs occupied a rank's
-    core: 0.0 if negligible, 1.0 if the profile is damaged. path: the profile's file, named in errors."""
+    """Return the fraction, 0 to 1, of the time in which a hardware profile was measured during which other programs
+    occupied a rank's core: 0.0 if negligible, 1.0 if the profile is damaged. path: the profile's file, named in errors.
+    """
     try:
         measured = _parse_cluster(profile, path).measured
     except MeshwrightError:

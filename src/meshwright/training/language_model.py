@@ -254,8 +254,8 @@ class LanguageModelTask:
         self.parallel.load(lambda entry, *at: (read_base if entry.name in names else read_adapter)(entry, *at))
 
     def state(self) -> dict[str, Any]:
-        """Return this task's entries of a checkpoint's `state.json`: checksums that identify the data and, for
-        preference training, the reference log-probabilities."""
+        """Return this task's entries of a checkpoint's `state.json`: checksums of the data and, for preference
+        training, of the reference log-probabilities, which a resumed run compares."""
         return {"data_sha256": self.data.sha256, **self.objective.state()}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
@@ -297,9 +297,9 @@ class LanguageModelTask:
         )
 
     def _rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:
-        """Divide the loss and the metric sums of the last forward passes by the number of ranks that compute the same
-        values, so that all-reducing them gives the totals; return float64 [1 + metrics]. loss: scalar, summed over this
-        rank's micro-batches."""
+        """Return this rank's contributions to the loss and the metric sums of the last forward passes: float64 [1 +
+        metrics]. All-reducing them over all ranks gives the totals, because each is divided by the number of ranks that
+        compute the same value. loss: scalar, summed over this rank's micro-batches."""
         figures = self.passes.figures if self.objective.figures is None else self.objective.figures
         metrics = figures[: self.objective.metric_sums]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)

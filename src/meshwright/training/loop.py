@@ -75,8 +75,9 @@ class Run:
         self.resumed_from = self._resume(layout, config, data)
 
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        """Create the members that runs of language models and of user modules share: journal (console and metrics
-        file), agreement between ranks, handlers of SIGTERM and interrupts, profiler."""
+        """Create the attributes that runs of language models and of user modules share: the journal (console and
+        metrics file), the agreement (exchange of flags between ranks), the handlers of SIGTERM and interrupts, and the
+        profiler."""
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
@@ -169,8 +170,8 @@ class Run:
         return self.journal.make_result(self._run_end(), self.checkpointer, fullest)
 
     def _run_end(self) -> RunEnd:
-        """Return the final figures of the run: steps, skipped steps, layout, bytes of model states and predicted
-        traffic."""
+        """Return the final figures of the run on this rank: steps done and skipped, layout, bytes of model states, and
+        predicted traffic."""
         trainer = self.trainer
         return RunEnd(
             step=trainer.steps_done,
@@ -182,8 +183,8 @@ class Run:
         )
 
     def _predict(self) -> Prediction:
-        """Return the predictions of memory, step time and traffic that the journal reports before the first step. Every
-        rank predicts its own memory; the result includes that of the rank that needs most. Collective."""
+        """Return the predictions of memory, step time and traffic, which are reported before the first step. Every rank
+        predicts its own memory; the result also has the prediction of the rank that needs most. Collective."""
         found = predict(self.trainer, self.journal.memory)
         fullest = self.agreement.broadcast_from_largest(found.peak_bytes, found.memory_to_json())
         return dataclasses.replace(found, fullest=fullest)

@@ -31,8 +31,8 @@ from meshwright.training.task import RunStart
 
 
 class Policy(Protocol):
-    """Interface of the model being trained (the policy of DPO) for an objective that computes log-probabilities of
-    responses before the first step."""
+    """Interface of the model being trained (the policy of DPO), as objectives see it. They use it to compute the
+    log-probabilities of responses before the first step."""
 
     mesh: Mesh
     parallel: ZeroEngine
@@ -75,13 +75,14 @@ class Policy(Protocol):
 
 
 class Objective(Protocol):
-    """Interface of the training objective of a language model: a loss that is averaged over terms, which are target
-    tokens or preference pairs.
+    """Interface of the training objective of a language model: a loss that is averaged over terms. A term is a target
+    token, a preference pair, or a single labelled response.
 
-    pair_loss: the loss of preferences, None for a loss per token. metric_sums: number of sums over the terms from which
-    metrics are computed. metric_names: names of the metrics that `report` returns. most_terms: maximum number of
-    response pairs, or of single labelled responses, in a sequence. figures: metric sums of the last forward passes,
-    where the objective itself adds them up. teacher_work: a teacher, as the planner counts it."""
+    pair_loss: the loss of pairs or single responses; None for a loss per token. metric_sums: number of metrics that are
+    summed over the terms besides the loss. metric_names: names of the metrics that `report` returns. most_terms:
+    maximum number of response pairs, or of single labelled responses, in a sequence. figures: metric sums of the last
+    forward passes, if the objective itself computes them; else None. teacher_work: work of a teacher model, from which
+    the planner predicts its cost; None without a teacher."""
 
     pair_loss: Preference | None
     metric_sums: int
@@ -101,12 +102,13 @@ class Objective(Protocol):
         least 1. Collective."""
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Count the loss terms (target tokens or pairs) in this rank's micro-batches and divide the count by the number
-        of ranks that hold the same terms, so that the sum over all ranks is the number of all terms."""
+        """Return this rank's share of the number of loss terms: the number in its micro-batches divided by the number
+        of ranks that hold the same terms. The shares of all ranks sum to the number of all terms."""
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Divide `sums` by the number of ranks that compute the same sums, so that the sum over all ranks is the total.
-        sums [1 + metrics]: the loss, then the metric sums, over this rank's micro-batches."""
+        """Return this rank's share of the loss and the metrics: `sums` divided by the number of ranks that compute the
+        same values. The shares of all ranks sum to the totals. sums [1 + metrics]: the loss, then the metric sums, over
+        this rank's micro-batches."""
 
     def report(self, means: Sequence[float]) -> Metrics:
         """Return the step's metrics by name. means: the metric sums divided by the number of loss terms (tokens or

@@ -23,10 +23,12 @@ STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 class Shard(Protocol):
     """Interface of the slice of a flat buffer that the optimizer updates on one rank, such as a
-    `parallel.zero.FsdpUnit`. master, gradient: master weights and their gradient, 1-D, of equal length and dtype.
-    decay_numel: number of leading elements that have weight decay, and whose learning rate is multiplied by `rate`.
-    balancing: index ranges (start, stop) of router
-    biases, which balance the load of experts."""
+    `parallel.zero.FsdpUnit`.
+
+    master, gradient: master weights and their gradient, 1-D, of equal length and dtype. decay_numel: number of leading
+    elements with weight decay. rate: factor on the learning rate of these leading elements (µP). balancing: index
+    ranges (start, stop) of the router biases that balance the load of experts.
+    """
 
     master: torch.Tensor
     gradient: torch.Tensor
@@ -38,8 +40,8 @@ class Shard(Protocol):
 class _ShardSlice(NamedTuple):
     """Slice of a shard of a flat buffer whose elements have the same weight decay and learning rate. weight_decay:
     coefficient. rate: factor on the learning rate. master, gradient: views of the shard's master weights and gradient.
-    state: optimizer state (kind -> view). updates: scalar tensor, number of updates done, for AdamW's bias
-    correction."""
+    state: optimizer state, {kind such as "exp_avg": view}. updates: scalar tensor, number of updates done, for AdamW's
+    bias correction."""
 
     weight_decay: float
     rate: float
@@ -138,8 +140,8 @@ class Optimizer:
         return self._state
 
     def restore_step_count(self, step_count: int) -> None:
-        """Set the number of updates done to `step_count`, which AdamW's bias correction needs, after a checkpoint's
-        values were loaded into the tensors of `state_tensors`."""
+        """Set the number of updates done, on which AdamW's bias correction depends, to `step_count`. Called after a
+        checkpoint's values were loaded into the tensors of `state_tensors`."""
         self.step_count = step_count
         for part in self._parts:
             part.updates.fill_(float(step_count))

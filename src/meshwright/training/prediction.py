@@ -139,11 +139,12 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
 
 
 def _bytes_by_category(found: Ledger, share: float) -> dict[str, int]:
-    """Sum the predicted memory `found` (ledger: tensors with their bytes and lifetimes) by category ("parameters",
-    "activations" ...); return bytes by category with two further entries: "peak", the predicted peak, and
-    "unexplained", `share` × peak.
+    """Return the predicted bytes at the memory peak by category ("parameters", "activations" ...), with two further
+    entries: "peak", the predicted peak, and "unexplained", `share` times the peak.
 
-    share: mean fraction by which the memory of finished runs exceeded their predicted peak."""
+    found: predicted memory ledger (tensors with their bytes and lifetimes). share: mean fraction by which the memory of
+    finished runs exceeded their predicted peak.
+    """
     return found.by_category() | {"unexplained": round(share * found.peak_bytes), "peak": found.peak_bytes}
 
 

@@ -71,13 +71,15 @@ class Rewards(NamedTuple):
 
 
 class Preferences:
-    """Objective of preference training: a loss of pairs of responses, or of single ones (see `Preference`), averaged
-    over them, with the rewards as metrics.
+    """Objective of preference training: a loss of pairs of responses, or of single responses (see `Preference`),
+    averaged over the pairs or responses, with the rewards as metrics.
 
-    pair_loss: the loss. splits: sequences of "train" and "validation" and, for KTO, of both with the responses of other
-    examples ("train mismatched" ...). Attributes: `reference`: log-probabilities under the reference policy (the
-    initial weights), which `prepare` sets before the first step; `kl`: KTO's estimate of the KL divergence in nats,
-    which `begin` sets before each step."""
+    pair_loss: the loss. splits: data by name, "train" and "validation"; for KTO also "train mismatched" and "validation
+    mismatched", in which prompts have the responses of other examples.
+
+    Attributes: `reference`: log-probabilities under the reference policy (the initial weights), which `prepare` sets
+    before the first step; `kl`: KTO's estimate of the KL divergence in nats, which `begin` sets before each step.
+    """
 
     metric_sums = PREFERENCE_FIGURES
     figures: torch.Tensor | None = None  # the forward passes add them up
@@ -221,7 +223,7 @@ class Preferences:
 
     @property
     def _responses(self) -> dict[str, NDArray[np.int64]]:
-        """Number of responses in each sequence, by split."""
+        """Number of responses in each sequence, as {split name: int64 [sequences]}."""
         return {name: self._of * sequences.examples_by_row for name, sequences in self._splits.items()}
 
     def _read_for_resume(self, path: Path, start: RunStart) -> Reference:

@@ -46,7 +46,7 @@ class Preference:
 
     @property
     def responses(self) -> int:
-        """Number of responses of a loss term: 1 for a single response (KTO), 2 for a pair."""
+        """Number of responses that one loss term compares: 2 for a pair, 1 for a single response (KTO)."""
         return 1 if self.objective == "kto" else 2
 
     def __call__(self, log_probabilities_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:

@@ -101,8 +101,8 @@ def language_model_of(trainer: Trainer) -> LanguageModelTask:
 
 
 def _count_cached_kernels(trainer: Trainer) -> int:
-    """Return the predicted number of compiled oneDNN kernels in the cache at the end of the run. Only 16-bit matmuls of
-    experts count, which have a new shape in each step; at most the cache's capacity, 0 in fp32."""
+    """Return the predicted number of compiled oneDNN kernels in the cache at the end of the run, at most the cache's
+    capacity. Only the 16-bit matmuls of experts are counted, since their shapes change in each step; 0 in fp32."""
     config, layout = language_model_of(trainer).config, trainer.layout
     if layout.precision in (None, "fp32"):
         return 0

@@ -134,9 +134,12 @@ def _measure_rss() -> int:
 
 
 def _measure_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Measure process memory on this rank and write the result as JSON to the file RANK.json. description: the
-    launcher's JSON dict: entry `start.rank` of its list `keys` has the conditions (precision, threads, compiled),
-    `results` the directory of the file. start: rank of this process."""
+    """Measure process memory on this rank and write the result as JSON to the file RANK.json. start: rank of this
+    process.
+
+    description: JSON dict from the launcher: "keys": list with the conditions (precision, threads, compiled) that each
+    rank measures, in rank order; "results": directory of the file.
+    """
     key = description["keys"][start.rank]
     torch.set_num_threads(key["threads"])
     keep_freed_memory()

@@ -36,8 +36,8 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Log-probabilities of all responses of one data split. values: in nats, float64, concatenated over sequences;
-    bounds [sequences + 1]: sequence i has values[bounds[i] : bounds[i + 1]]."""
+    """Log-probabilities of all responses of one data split. values: in nats, float64, those of all sequences one after
+    another. bounds [sequences + 1]: sequence number i has values[bounds[i] : bounds[i + 1]]."""
 
     values: NDArray[np.float64]
     bounds: NDArray[np.int64]
@@ -73,8 +73,8 @@ class Responses:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Reference log-probabilities of all data splits. splits: by name, "train" and "validation". made_of: identity of
-    their inputs: checksums of data and weights, and the precision."""
+    """Reference log-probabilities of all data splits. splits: {split name, "train" or "validation": its
+    log-probabilities}. made_of: what they were computed from: checksums of data and weights, and the precision."""
 
     splits: Mapping[str, Responses]
     made_of: Mapping[str, str]
@@ -130,9 +130,9 @@ def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
 
 
 def frozen_slices(engine: ZeroEngine) -> list[TensorSlice]:
-    """Return the frozen parameters of a model with an adapter, which `engine` (the ZeRO engine) holds, as slices of
-    parameter entries (checkpoint tensors): over all ranks, each element is in one slice. Packed (quantized) ones are
-    unpacked."""
+    """Return the frozen parameters of a model with an adapter as slices of parameter entries (checkpoint tensors). Over
+    all ranks, each element is in exactly one slice. Quantized parameters are dequantized. engine: the ZeRO engine that
+    holds them."""
     slices: list[TensorSlice] = []
     for unit in engine.frozen:
         low, high = unit.start, min(unit.stop, unit.flat.numel)

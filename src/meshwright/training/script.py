@@ -35,11 +35,12 @@ _launched: ContextVar[LaunchedProcess | None] = ContextVar("launched", default=N
 
 
 def next_rendezvous(rendezvous: str | None = None) -> Place:
-    """Return this process's rank, world size and rendezvous for its next training run; rank 0 of 1 if no launcher
-    started it.
+    """Return the place of this process in its next training run: rank, world size and rendezvous. Without a launcher it
+    is rank 0 of 1.
 
     Under `meshwright run` with a file rendezvous each call returns another file, so that a script can train several
-    times. rendezvous: URL such as "tcp://host:port" or "file:///path"; None: the launcher's."""
+    times. rendezvous: URL such as "tcp://host:port" or "file:///path"; None: the launcher's.
+    """
     launched = _launched.get()
     if launched is not None:
         launched.calls += 1
@@ -91,8 +92,10 @@ def run_script(
     its last `fit` on rank 0; an empty dict if it made no such call.
 
     arguments: of the script. directory: run directory, locked while the script runs. restarts: maximum number of
-    restarts after a rank was lost. aside: True to redirect the script's standard output to standard error. Raises the
-    ranks' exceptions (`UserError`, `ScriptFailed` ...), `RankLost` when a rank died, `Terminated` after SIGTERM."""
+    restarts after a rank was lost. aside: True to redirect the script's standard output to standard error, so that
+    standard output has only the result. Raises the ranks' exceptions (`UserError`, `ScriptFailed` ...), `RankLost` when
+    a rank died, `Terminated` after SIGTERM.
+    """
     description = {"script": str(path.resolve()), "arguments": arguments}
     command = (sys.executable, "-P", "-m", "meshwright.training.script")
     spec = LaunchSpec(description, ranks, directory, restarts, command=command, output=2 if aside else 1)

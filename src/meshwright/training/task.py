@@ -23,9 +23,9 @@ from meshwright.spec.parameters import ParameterTable
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Context that `Task.prepare` receives before the first step. directory: the run directory; agreement: exchanges
-    flags and texts between ranks; saved: content of `state.json` in the resumed checkpoint, None for a fresh run; log:
-    prints a line on rank 0."""
+    """Context that `Task.prepare` receives before the first step. directory: the run directory. agreement: object by
+    which ranks exchange flags and texts. saved: content of `state.json` in the resumed checkpoint; None for a fresh
+    run. log: function that prints a line on rank 0."""
 
     directory: Path
     agreement: Agreement
@@ -37,8 +37,9 @@ class Task(Protocol):
     """Interface of a training task: all that the trainer needs of model, data and loss on one rank.
 
     layout: degrees of parallelism. table: the parameters and how each is sharded. mesh: process groups of this rank.
-    parallel: its ZeRO engine. passes: runs the forward and backward passes of a step; the profiler wraps it.
-    Micro-batches are opaque to the trainer: it passes those that `load_step` returns to the other methods."""
+    parallel: ZeRO engine of this rank. passes: object that runs the forward and backward passes of a step; the profiler
+    wraps it. Micro-batches are opaque to the trainer: it passes those that `load_step` returns to the other methods.
+    """
 
     @property
     def recipe(self) -> Recipe:

@@ -26,9 +26,9 @@ class StepOutcome:
 
     loss: mean over the step's terms (target tokens, pairs or items); gradient_norm: global L2 norm before clipping;
     both without the loss scale. finite: True if both are finite, so that the update takes place. stop: True if some
-    rank received SIGTERM or an interrupt. save_failed: True if some rank could not save. rank_seconds: working time of
-    each rank in seconds, without waiting for others. loss_scale: factor on the loss in this step. metrics: further
-    means that the task reports.
+    rank received SIGTERM or an interrupt. save_failed: True if some rank could not save a checkpoint. rank_seconds:
+    working time of each rank in seconds, without waiting for others. loss_scale: factor on the loss in this step.
+    metrics: further means that the task reports.
     """
 
     loss: float

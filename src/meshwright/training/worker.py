@@ -164,12 +164,13 @@ def _run_as_rank(
 
 
 def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, note: bool) -> None:
-    """Set torch's number of intra-op threads to the first of these that is known: `given`, the launcher's choice;
+    """Set torch's number of intra-op threads. It is the first of these that is known: `given`, the launcher's choice;
     `run.threads`; the number in the resumed checkpoint, if its layout is the same; a number chosen from cores and model
-    size or, for a user's own module, the number that torch has now.
+    size (for a user's own module, torch's current number).
 
     store: key-value store by which ranks agree on the number, None if ranks need not agree. note: True to print the
-    reason for the choice. start: rank and world size of this process."""
+    reason for the choice. start: rank and world size of this process.
+    """
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]
@@ -196,9 +197,9 @@ def _check_emulated(recipe: Recipe, has_programs: bool) -> None:
 
 
 def separate_compile_caches(rank: int) -> None:
-    """Give the rank with the index `rank` on this host its own Inductor cache directory, unless the environment sets
-    one. From a common one, a rank may load a library that another rank, compiling for the CPU, is still writing (torch
-    2.13)."""
+    """Give each rank of this host its own Inductor cache directory, unless the environment sets one. With a shared
+    directory, a rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13). rank:
+    index of this rank on the host."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     place = Path(tempfile.gettempdir(), f"meshwright-compiled-{user}", f"rank-{rank}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))

@@ -81,11 +81,12 @@ def move_to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BatchShare:
-    """Slice of every global batch that one data-parallel (dp) rank reads: consecutive samples, equally many on all dp
-    ranks.
+    """Samples of every global batch that one data-parallel (dp) rank reads: a block of consecutive samples, of equal
+    size on all dp ranks.
 
-    batch: number of samples of a step over all dp ranks. ranks: number of dp ranks. rank: this dp rank, from 0.
-    micro_batches: number of micro-batches into which this rank's samples are split."""
+    batch: number of samples of a step over all dp ranks. ranks: number of dp ranks. rank: index of this dp rank, from
+    0. micro_batches: number of micro-batches into which this rank's samples are split.
+    """
 
     batch: int
     ranks: int
@@ -106,9 +107,9 @@ class BatchShare:
 class TrainingSamples:
     """Loader of this rank's micro-batches for a user's module.
 
-    data: map-style data set. seed: of the sample order. share: the part of a step's samples that this rank reads.
-    collate: function from a list of samples to a batch. workers: number of `DataLoader` processes, 0: load in this
-    process."""
+    data: map-style data set. seed: seed of the sample order. share: which samples of a step this rank reads. collate:
+    function from a list of samples to a batch. workers: number of `DataLoader` processes; 0: load in this process.
+    """
 
     def __init__(self, data: Samples, seed: int, share: BatchShare, collate: Collate, workers: int) -> None:
         """Set up the loader; no sample is read yet. Arguments: see the class."""
@@ -145,12 +146,15 @@ class TrainingSamples:
 
 
 class _EndlessBatches:
-    """Batch sampler for `DataLoader` that yields the micro-batches of step `step` (from 0) and of all later steps,
-    without end. numbers: function that returns the micro-batches of a step, each a list of `_SeededSamples` keys
-    (global sample number, index in the data set)."""
+    """Batch sampler for `DataLoader`: yields the micro-batches of step number `step` (from 0) and of all later steps,
+    without end.
+
+    numbers: function (step) -> the step's micro-batches, each a list of keys of `_SeededSamples`: (global sample
+    number, index in the data set).
+    """
 
     def __init__(self, numbers: Callable[[int], Sequence[Any]], step: int) -> None:
-        """Make the first batch that of step `step`."""
+        """Begin with step number `step`. Arguments: see the class."""
         self._numbered_samples, self._step = numbers, step
 
     def __iter__(self) -> Iterator[Any]:
@@ -162,16 +166,17 @@ class _EndlessBatches:
 
 
 class _SeededSamples:
-    """Data set that seeds the random generators (torch, numpy, Python) before it reads a sample of `data`, so that the
-    sample's random draws depend on its global number alone. Its keys are (global number, index in `data`)."""
+    """Wrapper of the data set `data` that seeds the random generators (torch, numpy, Python) before it reads a sample,
+    so that random augmentation of the sample depends only on its global number. Its keys are pairs (global sample
+    number, index in `data`)."""
 
     def __init__(self, data: Samples, seed: int) -> None:
         """Wrap the data set `data`. seed: of the run."""
         self._data, self._seed = data, seed
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
-        """Return the sample of the key `place` = (global sample number, index in the data set); its random draws depend
-        on the global number alone."""
+        """Return the sample `place` = (global sample number, index in the data set), read with random generators that
+        are seeded by the global number."""
         number, sample = place
         seed_generators(derive_seed(self._seed, "sample", number), torch.device("cpu"))
         return self._data[sample]

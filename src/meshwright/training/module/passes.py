@@ -34,8 +34,8 @@ class ModulePasses:
     engine. seed: seed of the module's random draws (dropout)."""
 
     def __init__(self, module: nn.Module, spec: ModuleSpec, parallel: ZeroEngine, seed: int) -> None:
-        """Connect the ZeRO engine's gradient hooks with the prefetcher, which all-gathers parameters before their
-        use."""
+        """Connect two sets of hooks on the module: the prefetcher all-gathers parameters before use, and the ZeRO
+        engine collects gradients. Arguments: see the class."""
         self.module, self.parallel, self._spec, self.seed = module, parallel, spec, seed
         # Called with each phase's name when it ends: "forward", "backward", "reduce".
         self.mark: Callable[[str], None] = lambda part: None
@@ -47,10 +47,12 @@ class ModulePasses:
         parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
 
     def train(self, micro_batches: Sequence[Batch], targets: float | torch.Tensor) -> torch.Tensor:
-        """Run forward and backward of all micro-batches of a step and reduce the gradients into the shards of the ZeRO
-        engine. targets: number by which the summed loss is divided: the number of items on all ranks divided by the
-        loss scale. Returns this rank's contribution to the divided loss (float64 scalar), which is the sum over all
-        ranks."""
+        """Run forward and backward of all micro-batches of a step, and reduce the gradients into the shards of the ZeRO
+        engine.
+
+        targets: divisor of the summed loss: the number of items on all ranks, divided by the loss scale. Returns this
+        rank's contribution to the divided loss, a float64 scalar; the loss is the sum over all ranks.
+        """
         self.parallel.begin_step(len(micro_batches))
         compute = _ModuleCompute(self, micro_batches, targets)
         watched: Compute = compute if self.watched is None else self.watched(compute)
@@ -84,8 +86,9 @@ class ModulePasses:
 
 
 class _ModuleCompute:
-    """Executor of the forwards and backwards of a user's module in one step, as a pipeline with the module as its only
-    stage (implements `parallel.pipeline.Compute`). targets: number by which the summed loss is divided."""
+    """Runs the forwards and backwards of a user's module in one step. It implements `parallel.pipeline.Compute`, the
+    interface of a pipeline's computation, with the module as the only stage. targets: number by which the summed loss
+    is divided."""
 
     def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float | torch.Tensor) -> None:
         """Start a step with zero loss. micro_batches: of this rank; targets: divisor of the loss sum."""

@@ -19,8 +19,8 @@ Measure = Callable[[nn.Module, Any], torch.Tensor | float]
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """Arguments of `fit`, which a script trains: build: function that returns the module; loss: function (module,
-    batch) -> scalar tensor; data: map-style data set. The other fields are those of `FitOptions`."""
+    """Arguments of `fit`. build: function that returns the module. loss: function (module, batch) -> scalar tensor.
+    data: map-style data set. The other fields are those of `FitOptions`."""
 
     build: Callable[[], nn.Module]
     loss: Loss

@@ -31,8 +31,8 @@ def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
 
 class UntrainedTensors:
     """Buffers and frozen parameters of a user's module on this rank, which the optimizer does not update. Buffers that
-    training steps change (batch-norm statistics) are synchronized over ranks after each step. Lives as long as the
-    run."""
+    the forward pass changes, such as batch-norm statistics, are synchronized over ranks after each step. One object
+    serves the whole run."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         """Register the module's buffers and frozen parameters; no buffer is known to change yet."""
