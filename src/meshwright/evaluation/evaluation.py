@@ -101,8 +101,8 @@ def _evaluate_on_device(
 ) -> tuple[float, int]:
     """Evaluate the model in `directory` on one device; return (sum of token losses in nats, number of target tokens).
 
-    tokens: packed rows (sequences filled with documents). device: "cpu" or "cuda". progress: called with (rows done,
-    all rows).
+    tokens: the data, as packed rows: a row is a sequence that is filled with documents. device: "cpu" or "cuda".
+    progress: called with (rows done, number of all rows).
     """
     engine = build_offline_engine(directory, Mesh.single(device=device), "float32", scoring=True)
     batches = tokens.iterate_batches(_choose_rows_per_batch(tokens))
@@ -238,6 +238,6 @@ def _count_lossy(prepared: PreparedData, tokens: PackedDataset) -> int:
 
 
 def _batch_texts(texts: Iterator[str], size: int) -> Iterator[list[str]]:
-    """Yield lists of `size` consecutive texts from an iterator; the last list may be shorter."""
+    """Yield the texts of an iterator in lists of `size` texts; the last list may be shorter."""
     while batch := list(itertools.islice(texts, size)):
         yield batch

@@ -32,8 +32,9 @@ def generate_samples(
     prompts: Sequence[str] = (),
     log: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Generate sample texts with the newest checkpoint of a run. Returns one document of `generate --json` for each
-    prompt; an empty list for a run whose recipe has no [model] table (a torch module of the user's own).
+    """Generate sample texts with the newest checkpoint of a run. Return, for each prompt, the JSON document of
+    `meshwright generate --json`; an empty list for a run whose recipe has no [model] table (a torch module of the
+    user's own).
 
     run_directory: directory of the training run. prompts: texts to continue (user messages if the run trained on
     records); if empty, `count` prompts are read from the run's data by `read_prompts`. count: number of those prompts;
