@@ -53,7 +53,7 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
 
 
 def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
-    """Return what each rank with the pipeline coordinate `place` holds, as a JSON dict: "stages" and "layers"
+    """Return what each rank with the coordinate `place` on axis pp holds, as a JSON dict: "stages" and "layers"
     (indices), "embedding" and "head" (True if held), "elements" and "bytes" of the parameters that the rank keeps
     between steps, "training_bytes" (persistent memory of AdamW training: {kind, such as "parameters", "gradients" or
     "optimizer": bytes}).
