@@ -184,9 +184,8 @@ class DataRecipe(Table):
 
     @model_validator(mode="after")
     def _check_records(self) -> Self:
-        """Check that only options are set that apply to the kind of records (plain text, instruction, chat,
-        preference, unpaired); return the table. Raises ValueError otherwise.
-        """
+        """Check that every option that is set applies to the kind of records ("text", "instruction", "chat",
+        "preference" or "unpaired"); return the table. Raises ValueError otherwise."""
         if self.records == "text":
             if wrong_key := next((key for key in _OF_RECORDS if self._differs_from_default(key)), None):
                 kinds = ", ".join(f'"{kind}"' for kind in RECORDS[1:])
@@ -231,9 +230,8 @@ class DataRecipe(Table):
 
     @property
     def too_long_examples(self) -> str:
-        """Treatment of examples longer than a row: `too_long` if it is set, else "drop" for records with preferences,
-        as a cut response is no longer the one that was judged, and "truncate" for others.
-        """
+        """Treatment of examples that are longer than a sample: `too_long` if it is set; else "drop" for records with
+        preferences, because a cut response is no longer the one that was judged, and "truncate" for others."""
         return self.too_long or ("drop" if self.has_preferences else "truncate")
 
     @property

@@ -44,9 +44,8 @@ def _check_power_of_two(value: float) -> float:
 
 
 def _check_step_range(text: str) -> str:
-    """Check that `text` is one step or a range of steps (first and last), such as "10" or "10:12"; return it unchanged.
-    Raises `ValueError` otherwise.
-    """
+    """Check that `text` is a step, such as "10", or a range of steps with first and last, such as "10:12"; return it
+    unchanged. Raises `ValueError` otherwise."""
     found = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
     if found is None:
         raise ValueError(f'should be steps, as "10" or "10:12" (the first and the last), not {format_toml_value(text)}')

@@ -37,9 +37,9 @@ class Dimension:
     """One recipe key that is searched, with the values that it can take.
 
     key: dotted key of the recipe, such as "train.learning_rate". kind: "log" (log-uniform), "uniform" or "choice". low,
-    high: bounds of a range, both included. step: spacing of the values of a range, None for all values. choices: the
-    values of a choice. integer: True for a range of integers. when: (key searched before, the values for which this
-    dimension exists), for each condition.
+    high: bounds of a range, both included. step: distance between the allowed values of a range; None: every value is
+    allowed. choices: the values of a choice. integer: True for a range of integers. when: conditions, as (another
+    searched key, values of that key for which this key is searched); empty: it is always searched.
     """
 
     key: str
@@ -52,12 +52,13 @@ class Dimension:
     when: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values whose validity implies that of all others: both bounds of a range, or all choices."""
+        """Return the values to validate, since the others are valid if these are: both bounds of a range, or all
+        choices."""
         return self.choices or (self.low, self.high)
 
     def is_active(self, values: Mapping[str, Any]) -> bool:
-        """Return True if all conditions of `when` hold. values: {key: value} of the dimensions before this one; a key
-        that is not active itself is missing."""
+        """Return True if all conditions of `when` are met, so that a trial has a value of this key. values: {key:
+        value} that the trial has for the dimensions before this one."""
         return all(key in values and values[key] in allowed for key, allowed in self.when)
 
 
@@ -129,8 +130,8 @@ def _parse_dimension(key: str, table: Mapping[str, Any], before: Mapping[str, Di
 
 
 def _parse_conditions(key: str, when: Any, before: Mapping[str, Dimension]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Check the conditions of a dimension, {key: value or list of values}; return [(key, values)]. before: the
-    dimensions listed before it. Raises ValueError if a condition names none of these, or a value that it cannot
+    """Check the conditions of a dimension, {key: value or list of values}; return them as tuples (key, values). before:
+    the dimensions listed before it. Raises ValueError if a condition names none of these, or a value that it cannot
     take."""
     if not isinstance(when, Mapping):
         raise ValueError(f'{key}: when should be a table such as {{ "train.optimizer" = "sgd" }}')
@@ -154,10 +155,10 @@ class TuneRecipe(Table):
 
     trials, steps, tokens, seconds: budget of the whole study, over all workers; the search ends when the first is used
     up. steps and tokens: of training, never exceeded; seconds: of training, summed over the workers, after which
-    running trials are stopped. seed: of the sampler. sampler: "tpe" or "random". pruner: "median" (below the median of
-    earlier trials at the same step), "halving" (asynchronous successive halving) or "none". startup: trials that are
-    sampled at random and never pruned before sampler and pruner use their results. keep: number of the best trials
-    whose checkpoints are kept.
+    running trials are stopped. seed: of the sampler. sampler: "tpe" or "random". pruner: "median" (stops a trial whose
+    validation loss is above the median of the earlier trials at the same step), "halving" (asynchronous successive
+    halving) or "none". startup: trials that are sampled at random and never pruned before sampler and pruner use their
+    results. keep: number of the best trials whose checkpoints are kept.
     """
 
     space: Annotated[dict[str, Any], BeforeValidator(_normalize_space)] = {}
@@ -188,8 +189,9 @@ class TuneRecipe(Table):
 
 
 def check_searched_keys(space: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Check that the keys of a search space are keys of the recipe whose values change the result of training but not
-    the measure of it. known: all dotted keys of a recipe. Raises ValueError with the key and the reason."""
+    """Check the keys of a search space: each must be a recipe key that can change the result of training, and must not
+    change how that result is measured (such as the validation data). known: all dotted keys of a recipe. Raises
+    ValueError with the key and the reason."""
     for key in space:
         if key not in known:
             close = nearest(key, [name for name in known if "." in name and not name.startswith("tune.")])
