@@ -24,10 +24,11 @@ def draw_stacked_bars(
 ) -> Markup:
     """Return an SVG chart of horizontal stacked bars, one for each entry of `rows`.
 
-    rows: (name of the bar, {name of a segment: its size in data units}). colours: name of a segment -> style-sheet
-    colour, such as "blue". show: formats a size as text, for totals and on hover. label: description of the picture for
-    screen readers. limit: (size, text) of a vertical line to compare the bars with; None for no line. If the limit is
-    far above the longest bar, a text below the bars names it and the longest bar's percentage of it; no line is drawn.
+    rows: (name of the bar, {name of a segment, a coloured part of the bar: its size in data units}). colours: name of a
+    segment -> style-sheet colour, such as "blue". show: formats a size as text, for totals and on hover. label:
+    description of the picture for screen readers. limit: (size, text) of a vertical line to compare the bars with; None
+    for no line. If the limit is far above the longest bar, a text below the bars names it and the longest bar's
+    percentage of it; no line is drawn.
     """
     picture = Picture()
     totals = [sum(parts.values()) for _, parts in rows]

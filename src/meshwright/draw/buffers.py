@@ -67,9 +67,9 @@ def _format_cost(checked: CheckedCollective) -> str:
 
 
 def _make_legend(program: CollectiveProgram) -> list[Markup]:
-    """Return the legend's entries as HTML: they explain the colours, frames and stripes of cells (drawn slots), and the
-    arrows. If the operation of `program` reduces, one entry says that a cell's colour is stronger the more ranks have
-    contributed to it."""
+    """Return the legend's entries as HTML. They explain the colours, frames and stripes of cells (a cell is a drawn
+    slot), and the arrows. If the operation of `program` reduces, one entry says that a cell's colour is stronger the
+    more ranks have contributed to it."""
     keys = [
         ("background:hsl(var(--part) / .35)", "a chunk"),
         ("background:hsl(var(--whole) / .42)", "final content"),
@@ -120,8 +120,8 @@ class _FramePicture:
     slot (buffer for one chunk of the vector).
 
     program: the program. frame: buffer contents after the round, and its sends. cell_width: width of a column's cell in
-    pixels. Arrows between neighbouring ranks are straight; longer ones run in a lane above the row of the slot that
-    they start from.
+    pixels. Arrows between neighbouring ranks are straight; longer ones run horizontally in a lane, a free strip above
+    the row of the slot that they start from.
     """
 
     program: CollectiveProgram
@@ -129,8 +129,8 @@ class _FramePicture:
     cell_width: int
 
     def __post_init__(self) -> None:
-        """Compute the layout in pixels: width, height, top of each slot's row, and the lane in which each long arrow
-        runs."""
+        """Compute the layout in pixels: width, height, top of each slot's row, and the lane (free strip above a row) in
+        which each long arrow runs."""
         self.ranks, self.slots = len(self.frame.cells), len(self.frame.cells[0])
         titles = [format_slot_title(self.program, slot) for slot in range(self.slots)]
         self.left = 16 + max(round(text_width(title, 11, monospace=True)) for title in titles)
@@ -188,8 +188,8 @@ class _FramePicture:
 
     def _draw_arrow(self, picture: Picture, number: int, arrow: Arrow) -> None:
         """Draw one send into `picture`, as an arrow from slots (buffers for one chunk) of one rank to slots of another;
-        a local copy is an arrow on one rank. number: index of the arrow in `self.frame.arrows`. arrow: the send or
-        copy."""
+        a local copy is an arrow on one rank. number: index of the arrow in `self.frame.arrows`, which selects its lane.
+        arrow: the send or copy."""
         right = arrow.target >= arrow.source
         side = 1 if right else -1
         within = arrow.source == arrow.target

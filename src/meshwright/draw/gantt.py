@@ -129,7 +129,7 @@ class _Chart:
         self.end = timeline.end or 1.0
 
     def begin(self, right: float, baseline: int, level_name: str = "") -> None:
-        """Draw the legend above the chart's rows, and set the time scale and the y coordinate of the first row.
+        """Draw the legend above the chart's rows, and set the attributes that convert times and tracks to pixels.
 
         right: x coordinate at which the legend must end, in pixels. baseline: y coordinate of the legend's first line
         of text, in pixels. level_name: name of the quantity drawn as a strip below each row, such as "activations";
@@ -148,7 +148,7 @@ class _Chart:
 
     def _list_legend_entries(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
         """Return the legend's entries as (text, SVG attributes of the colour sample). Each colour of steps has one
-        entry, which names all kinds of steps of that colour. If strips below the rows show a quantity, they have one,
+        entry, which names all kinds of steps of that colour. The quantity that strips below the rows show has an entry,
         too.
 
         level_name: name of that quantity, such as "activations"; empty if there are no strips.

@@ -49,8 +49,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Band:
-    """Named interval of a chart's x axis, drawn as a box in a strip of consecutive intervals: from the end of the
-    previous band (or the beginning of the axis) to x = `end`.
+    """Named interval of a chart's x axis, drawn as a coloured box in a strip of boxes below the axis. Each band begins
+    where the previous one ends (the first at the beginning of the axis) and ends at x = `end`.
 
     name: text in the box. title: text on hover. colour: style-sheet colour, such as "blue". until: label written at the
     end of the box, empty for none.
@@ -240,9 +240,9 @@ def draw_lines(
 
 
 def spread_labels(places: Sequence[float], limit: float) -> list[float]:
-    """Move labels apart so that they do not overlap; return their vertical positions in pixels: ascending, at least one
-    line of text apart, none greater than `limit`, and close to the wanted positions. places: wanted positions in
-    pixels, ascending."""
+    """Move labels apart so that they do not overlap; return their vertical positions in pixels, ascending. They are at
+    least one line of text apart, at most `limit`, and as close to the wanted positions as this allows. places: wanted
+    positions in pixels, ascending."""
     apart: list[float] = []
     for place in places:
         apart.append(max(place, apart[-1] + LINE) if apart else place)
