@@ -10,11 +10,11 @@ import torch
 
 
 class StepClock:
-    """Clock of the phases of a training step. The caller marks the end of each phase.
+    """Clock of the phases of a training step, such as "forward". The caller marks the end of each phase.
 
-    On CUDA a mark records an event on the current stream. The host would have to wait until the GPU has reached it, so
-    from the second step on, the results are those of the previous step. waited: function that returns the seconds that
-    this process has spent waiting in collective calls since its start.
+    On CUDA a mark records an event on the current stream, and its time is read one step later, so that the host does
+    not wait for the GPU. From the second step on, the results are therefore those of the previous step. waited:
+    function that returns the seconds that this process has spent waiting in collective calls since its start.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = lambda: 0.0) -> None:
@@ -39,8 +39,8 @@ class StepClock:
             self.listener(part)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase since `start()` (on CUDA, of the previous step), as phase name -> seconds,
-        in the order of first marks."""
+        """Return {phase: seconds} of the time since `start()`, on CUDA of the previous step, in the order of first
+        marks."""
         marks = (self._previous or self._marks) if self.cuda else self._marks
         if self.cuda:
             marks[-1][1].synchronize()  # type: ignore[union-attr]
@@ -53,9 +53,9 @@ class StepClock:
     def working_seconds(self) -> float:
         """Return the seconds from `start()` to the last mark without those spent waiting in collective calls.
 
-        On CUDA the device waits, not the host, so the waiting time is unknown. There, return the seconds of the phases
-        "data", "forward" and "backward" of the previous step, which precede the reduction of gradients (but under
-        ZeRO-2 and 3 include some waiting).
+        On CUDA the waiting time is unknown, because the device waits and not the host. The result is then the seconds
+        of the phases "data", "forward" and "backward" of the previous step, which come before the reduction of
+        gradients (under ZeRO-2 and 3 they include some waiting).
         """
         if self.cuda:
             seconds = self.seconds()

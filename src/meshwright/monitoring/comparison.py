@@ -43,8 +43,9 @@ class Prediction:
     memory: bytes of tensors at the memory peak by category ("parameters" ...); the key "peak" is the sum of all others
     except "framework" and "unexplained". time: seconds of a step by phase. sent_by_axis: bytes sent in a step by mesh
     axis. machine: the hardware profile (measured machine speeds). compiled: True if layers run under torch.compile.
-    notes: further console lines. process: peak RSS by item; None on CUDA. fullest: memory of the rank with the largest
-    predicted peak, {"rank", "memory_bytes", "process_memory_bytes"}.
+    notes: further console lines. process: peak RSS by item; None on CUDA. fullest: predicted memory of the rank with
+    the largest peak: {"rank": its number, "memory_bytes": bytes of tensors by category, "process_memory_bytes": peak
+    RSS by item}.
     """
 
     memory: Mapping[str, int] | None
@@ -65,8 +66,8 @@ class Prediction:
         return 0 if self.memory is None else _expected_peak(self.memory)
 
     def memory_to_json(self) -> dict[str, Any]:
-        """Return this rank's predicted memory in bytes: {"memory_bytes": tensors by category, and both peaks,
-        "process_memory_bytes": peak RSS by item}; None for unknown values."""
+        """Return this rank's predicted memory: {"memory_bytes": bytes of tensors by category, with the peaks of
+        allocator and process, "process_memory_bytes": peak RSS by item}; None for unknown values."""
         return {
             "memory_bytes": None if self.memory is None else {**self.memory, **self._peak_entries()},
             "process_memory_bytes": None if self.process is None else dict(self.process.items),
@@ -129,8 +130,8 @@ def _format_fullest(fullest: Mapping[str, Any]) -> list[str]:
 
 
 class _StepTime(NamedTuple):
-    """Measured duration of one step. seconds: of the whole step. parts: phase -> seconds. waited: seconds that the host
-    waited in collective calls."""
+    """Measured duration of one step. seconds: duration of the whole step. parts: {phase: seconds}. waited: seconds that
+    the host waited in collective calls."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -146,8 +147,8 @@ class StepTimes:
         self._warming = WARM_UP
 
     def add(self, seconds: float, parts: Mapping[str, float], waited: float) -> None:
-        """Add the duration of a step that was applied (not skipped). seconds: whole step; parts: phase -> seconds;
-        waited: seconds spent waiting in collective calls."""
+        """Add the duration of a step that was applied (not skipped). seconds: duration of the whole step; parts:
+        {phase: seconds}; waited: seconds spent waiting in collective calls."""
         if self._warming:
             self._warming -= 1
         else:
@@ -158,9 +159,9 @@ class StepTimes:
         return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
 
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
-        """Return the measured seconds of a step for the result document: {"step_seconds" (median), "seconds_by_part"
-        (phase -> seconds), "seconds_by_kind" ("working" and "waiting"), "waiting_seconds"}. The last two are None on
-        CUDA; all are None if no step is stored."""
+        """Return the measured duration of a step for the result document: {"step_seconds": median, "seconds_by_part":
+        {phase: seconds}, "seconds_by_kind": {"working" and "waiting": seconds}, "waiting_seconds"}. The last two are
+        None on CUDA; all are None if no step is stored."""
         step = self.median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
@@ -184,9 +185,9 @@ def _waiting_seconds(breakdown: Mapping[str, float]) -> float:
 
 
 def _split_kinds(seconds: float, waiting: float) -> dict[str, float]:
-    """Return the seconds of a step as {"working", "waiting"}, two sums in which predicted and measured steps can be
-    compared although their phases differ. seconds: duration of the step; waiting: seconds of it in which this rank
-    waits for others."""
+    """Split the duration of a step into {"working": seconds, "waiting": seconds}. Predicted and measured steps have
+    different phases, but can be compared by these two sums. seconds: duration of the step; waiting: seconds of it in
+    which this rank waits for others."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
@@ -230,8 +231,8 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
 
 
 def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> list[str]:
-    """Format the measured peak memory of the rank with the largest one, and the predicted peak of the rank predicted to
-    have the largest one. Return a list of one text, or an empty list if nothing was measured. predicted, measured:
+    """Format two peaks of memory: that of the rank with the largest measured peak, and that of the rank with the
+    largest predicted peak. Return a list of one text, or an empty list if nothing was measured. predicted, measured:
     entries "fullest_rank" of the result document."""
     if measured is None:
         return []
@@ -263,7 +264,8 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _format_traffic(axes: Mapping[str, int]) -> str:
-    """Format the bytes sent in a step: their sum, and the three mesh axes with most bytes. axes: axis -> bytes."""
+    """Format the bytes sent in a step: the sum over all mesh axes, and the three axes with the most. axes: {mesh axis:
+    bytes}."""
     return f"{format_bytes(sum(axes.values()))} ({_format_largest(axes)})" if axes else "nothing"
 
 

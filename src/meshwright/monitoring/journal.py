@@ -228,9 +228,9 @@ class Journal:
         ]
 
     def _watch_ranks(self, done: int, rank_seconds: Sequence[float]) -> None:
-        """Check for a slow rank at the end of each window of steps: log a rank whose own work took much longer than
-        that of the others, unless it was logged for the previous window. done: number of steps done; rank_seconds:
-        seconds of each rank's own work in this step, without waiting."""
+        """Check for a slow rank at the end of each window of consecutive steps. A rank whose own work took much longer
+        than that of the others is logged, unless it was logged for the previous window. done: number of steps done;
+        rank_seconds: seconds of each rank's own work in this step, without waiting."""
         slow = self._watch.add(rank_seconds)
         if slow is None:
             self._slow_rank = None if self._watch.between_windows else self._slow_rank
@@ -337,9 +337,9 @@ class Journal:
                 self.log(str(error))
 
     def read_earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
-        """Return the result document that an earlier start of the run stored, with its checkpoint paths replaced by the
-        current ones. Return None if there is none, if it is of another number of steps, and on all ranks except 0.
-        step: number of steps that the run has done. checkpointer: knows the newest and best checkpoint."""
+        """Return the result document that an earlier start of the run stored, with the current paths of its
+        checkpoints. None if there is no such document, if it belongs to another number of steps, and on every rank but
+        0. step: number of steps that the run has done. checkpointer: knows the newest and best checkpoint."""
         result = self.directory.read_result() if self.leader else None
         if result is None or result.get("step") != step:
             return None

@@ -213,8 +213,8 @@ class _ProfileRecording:
 
 
 class _NamedCompute:
-    """Wrapper of a `Compute` (the object that runs forward and backward of this rank's pipeline stages) that runs each
-    pass inside a context manager, which records its time. around: function (kind, stage, replica, micro-batch) ->
+    """Wrapper of a `Compute`, the object that runs forward and backward of this rank's pipeline stages. Each pass runs
+    inside a context manager that records its time. around: function (kind of pass, stage, replica, micro-batch) -> that
     context manager."""
 
     def __init__(self, compute: Compute, around: Callable[[Kind, int, int, int], AbstractContextManager[None]]) -> None:
@@ -224,7 +224,8 @@ class _NamedCompute:
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run one pass of the wrapped `Compute` inside its context manager. kind: forward, backward ...; key: (stage,
-        replica, micro-batch); x: activation or gradient received from another stage. Return the tensor to send on."""
+        replica (model copy), micro-batch); x: activation or gradient received from another stage. Return the tensor to
+        send on."""
         with self._around(kind, *key):
             return self._compute.run(kind, key, x)
 
@@ -233,8 +234,9 @@ class _NamedCompute:
 
 
 def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
-    """Compare the clocks of all ranks at several barriers, which all ranks must enter. Return (start of the profile on
-    rank 0's clock in nanoseconds since 1970, nanoseconds by which this rank's clock is ahead of rank 0's)."""
+    """Record, on all ranks, the time at which each leaves several barriers, and compare these times. Return (start of
+    the profile on rank 0's clock in nanoseconds since 1970, nanoseconds by which this rank's clock is ahead of rank
+    0's). Collective."""
     size, rank = mesh.world_size, mesh.rank
     seen = torch.zeros(MEETINGS + 1, size, dtype=torch.int64)
     for meeting in range(MEETINGS):  # all ranks leave a barrier at nearly the same time

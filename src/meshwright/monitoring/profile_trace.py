@@ -73,8 +73,8 @@ def compute_clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int]
     """Return the nanoseconds by which the clock of `rank` is ahead of rank 0's: the median difference over several
     barriers; 0 if both ranks share a clock.
 
-    times: [barrier][rank], nanoseconds at which each rank left the barrier. machines: one number per rank, equal for
-    ranks that share a clock.
+    times: [barrier][rank], time on the rank's clock, in nanoseconds, at which it left the barrier. machines: one number
+    per rank, equal for ranks that share a clock.
     """
     if machines[rank] == machines[0]:
         return 0
@@ -198,8 +198,8 @@ def _simulated_events(
 
 
 class _ThreadNumbers:
-    """Assigns numbers to the threads of one rank in a trace, in order of first use. rank: global rank; first: position
-    of the first thread in the block of `THREADS` numbers that each rank has."""
+    """Assigns the thread numbers of one rank in a Chrome trace, in the order in which threads are first named. rank:
+    global rank; first: offset of the first number within the block of `THREADS` numbers that belong to the rank."""
 
     def __init__(self, rank: int, first: int) -> None:
         """Start without threads; arguments: see the class."""

@@ -82,8 +82,8 @@ class StepRecord:
 class RunEnd:
     """Final results of a run on this rank. step: number of steps done, of which `skipped_steps` were skipped. layout:
     notation such as "dp2 zero1". state_bytes, predicted_state_bytes: measured and predicted bytes of model states by
-    kind. predicted_sent_bytes: predicted bytes sent in a step, by call site (label of a collective call in the
-    code)."""
+    kind ("parameters", "optimizer" ...). predicted_sent_bytes: predicted bytes sent in a step, by call site (label of a
+    collective call in the code)."""
 
     step: int
     skipped_steps: int

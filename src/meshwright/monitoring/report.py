@@ -148,8 +148,8 @@ def _peak_name(result: dict[str, Any]) -> str:
 
 
 def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return a table of step time, memory and traffic as texts (name, predicted, measured); empty if the result
-    document (`result`) has no such values."""
+    """Return the table rows that compare predicted and measured step time, memory and traffic, as texts (name,
+    predicted, measured); empty if the result document (`result`) has no such values."""
     predicted, measured = (result.get(which) or {} for which in ("predicted", "measured"))
     rows = [
         ("seconds of a step", *map(_format_step_seconds, (predicted, measured))),

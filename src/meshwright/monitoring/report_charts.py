@@ -80,7 +80,7 @@ def _loss_unit(work: str) -> str:
 
 
 def _single_curves(runs: Sequence[Lines], work: str) -> list[tuple[str, str, str, float]]:
-    """Return the charts that have one curve per run, as (title, key of metrics.jsonl, unit, factor that converts the
+    """Describe the charts in which each run has one curve: (title, key of metrics.jsonl, unit, factor that converts the
     key's value to that unit). runs: step lines of each run; work: unit of throughput, "tokens" or "samples"."""
     largest = max((line["memory_gib"] for lines in runs for line in lines), default=0.0)
     memory = ("GiB", 1.0) if largest >= 1.0 else ("MiB", 1024.0)

@@ -15,8 +15,8 @@ STEPS = 3
 
 
 class StepMemory:
-    """Meter of this process's memory: its peak, and its growth in the first steps. Allocated bytes on CUDA, resident
-    bytes on a CPU.
+    """Meter of this process's memory: its peak so far, and its growth from the base (`start`) to the peak of the first
+    steps. It counts allocated bytes on CUDA and resident bytes on a CPU.
 
     On a CPU the kernel's peak counter is reset before the first step (Linux, proc(5)), to exclude loading; if it cannot
     be reset, `growth_in_first_steps` stays None.

@@ -181,7 +181,9 @@ class _TrackerThread:
         self._save_progress(last, now=True)
 
     def _next_line(self) -> Line | None:
-        """Wait for the next line (step, values by name) and return it; None when the run has ended and none is left."""
+        """Wait for the next line (step, values by name) and return it; None if no line is left and the run
+        has ended.
+        """
         with self._news:
             while not self._missing and not self._waiting:
                 if self._status is not None:

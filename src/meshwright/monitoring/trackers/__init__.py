@@ -32,9 +32,9 @@ class TrackedRun:
     """Description of the run that a tracker gets at its start.
 
     name: name of the run. directory: run directory. fresh: True if the run is not resumed. step: last step whose values
-    the tracker has surely received; values of later steps may be sent a second time, and a tracker should show them
-    once. kept: strings to be stored in the run directory for a resume, such as the run's id on a server; the tracker
-    may change them.
+    the tracker has certainly received. Values of later steps may be sent a second time; the tracker should then show
+    them once. kept: strings to be stored in the run directory for a resume, such as the run's id on a server; the
+    tracker may change them.
     """
 
     name: str
