@@ -17,12 +17,13 @@ PREFIX = "base_model.model."
 def merge_adapter_weights(
     table: ParameterTable, adapter: AdapterConfig | None, leaves: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Merge a LoRA or DoRA adapter into the base model's weights; return the merged tensors in their model shapes, by
-    parameter name; differentiable. leaves: value of every parameter (base and adapter), flattened, by name. table:
-    gives the shapes. adapter: kind, rank and alpha; None: no adapter.
+    """Merge a LoRA or DoRA adapter into the base model's weights by differentiable operations; return {parameter name:
+    merged tensor in its model shape}. leaves: {name: flattened value} of every parameter of base and adapter. table:
+    parameter table, which has the shapes. adapter: kind, rank and alpha; None: no adapter.
 
     LoRA: W + s B A, s = alpha / rank (arXiv:2106.09685, eq. 3), or alpha / sqrt(rank) for rsLoRA (arXiv:2312.03732, eq.
-    8). DoRA: m (W + s B A) / ||W + s B A||, norms of rows, constant in backward (arXiv:2402.09353, eq. 5 and 11)."""
+    8). DoRA: m (W + s B A) / ||W + s B A||, norms of rows, constant in backward (arXiv:2402.09353, eq. 5 and 11).
+    """
     merged = {}
     for entry in table.entries:
         if entry.name.startswith(PREFIX):

@@ -124,8 +124,8 @@ class CaseBuilder:
         return dataclasses.replace(plain, dtype=narrow, master_dtype=self.dtype)
 
     def make_late_case(self) -> Case:
-        """Return a case of two SGD steps in which collective calls complete only when they are waited for, and their
-        buffers are poisoned until then."""
+        """Return a case of two SGD steps that exposes reads of a buffer during a collective call. Each call completes
+        only when it is waited for; until then its buffers hold NaN."""
         plain = dataclasses.replace(self.make_plain(2), training=SGD, steps=2, late_completion=True)
         return Case("late completion", plain)
 

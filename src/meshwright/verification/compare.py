@@ -98,8 +98,8 @@ class _LayoutComparison:
             yield from self._compare_end()
 
     def _compare_counters(self, steps: int) -> Iterator[Difference]:
-        """Yield a difference for each checkpoint counter, such as the number of samples, whose value after `steps`
-        steps is not that of the reference: (description, None), None because a counter has no relative error."""
+        """Yield a difference (description, None) for each checkpoint counter, such as the number of samples, that
+        differs from the reference after `steps` steps. None: a counter belongs to no single step."""
         for name, right in self.reference.expect_counters(steps).items():
             found = (result.counters[steps][name] for result in self.results)
             if (wrong := next((value for value in found if value != right), None)) is not None:
@@ -130,8 +130,8 @@ class _LayoutComparison:
             yield f"step {step + 1}: the loss scale is not {reference.scales[step]:g}", step
 
     def _compare_weights(self, step: int) -> Iterator[Difference]:
-        """Yield the differences (description, None) of the master weights after step `step` (from 0): of their change
-        since the start of the run, and between ranks that hold copies of the same weights."""
+        """Yield the differences (description, None) of the master weights after step `step` (from 0). Compared are
+        their change since the start of the run, and the copies of the same weights on several ranks."""
         reference, problem = self.reference, self.reference.problem
         start, end = reference.weights[0], reference.weights[step + 1]
         copies = _assemble_copies(self.layout, [result.steps[step].weights for result in self.results], reference)
@@ -218,12 +218,12 @@ def relative_errors(
 
 
 def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[int, ...]]:
-    """Return groups of global ranks such that the ranks of a group together hold at least one full copy of the
-    gradients and master weights.
+    """List groups of global ranks. The ranks of each group together hold at least one full copy of the gradients and
+    master weights.
 
-    Each group is the union of one ZeRO sharding group (without ZeRO: one rank), the tp groups of its ranks (for
-    experts: the blocks of ep x etp consecutive ranks that contain them), and the pp groups of all these ranks. part:
-    kind of flat buffer, "dense" or "experts".
+    A group is the union of one ZeRO sharding group (without ZeRO: one rank), the tp groups of its ranks (for experts:
+    the blocks of ep x etp consecutive ranks that contain them), and the pp groups of all these ranks. part: kind of
+    flat buffer: "dense", or "experts" (routed experts under expert parallelism).
     """
     everyone = range(layout.world_size)
     block = layout.ep * layout.etp
@@ -242,11 +242,11 @@ def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[i
 def _assemble_copies(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference
 ) -> list[ParameterValues]:
-    """Assemble every full copy of all parameters from the ranks' slices; return one dict {parameter: values} per copy,
-    with NaN for elements that no rank holds. slices: slices of each rank, [rank][slice]. reference: gives the shapes.
+    """Assemble every full copy of all parameters from the ranks' slices. Return one dict {parameter: values} per copy,
+    with NaN for elements that no rank holds. slices: [rank][slice]. reference: gives the shapes.
 
-    Dense parameters and experts may have different numbers of copies (`_assemble_copies_of`). The copies of the kind
-    with fewer are then used repeatedly.
+    If dense parameters and experts have different numbers of copies (`_assemble_copies_of`), the copies of the kind
+    with fewer are used repeatedly.
     """
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in TRAINED_BUFFERS)
     return [
@@ -258,8 +258,8 @@ def _assemble_copies_of(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: BufferKind
 ) -> list[ParameterValues]:
     """Assemble every full copy of the parameters in one kind of flat buffer; return one dict {parameter: values} per
-    copy, with NaN for elements that no rank holds. part: "dense" or "experts". slices: slices of each rank,
-    [rank][slice].
+    copy, with NaN for elements that no rank holds. part: "dense", or "experts" (routed experts under expert
+    parallelism). slices: [rank][slice].
 
     Each group of ranks from `list_copy_groups` gives one copy for each pp rank and, for dense parameters, each tp rank.
     Of several ranks that hold the same elements, the rank with these pp and tp coordinates is preferred.

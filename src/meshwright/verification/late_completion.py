@@ -26,9 +26,9 @@ Delivery = tuple[torch.Tensor, torch.Tensor]
 
 
 class LateCompletion:
-    """Replacement of the functions of `comm/transport.py` in one process, by which every collective call completes as
-    late as possible: when it is waited for. faults: a line for each buffer that was touched while its call was in
-    flight, and for each call that was not waited for."""
+    """Replacement of the functions of `comm/transport.py` in one process: every collective call completes as late as
+    possible, when it is waited for. This exposes code that reads or writes a buffer during a call. faults: one line for
+    each buffer that was touched during its call, and for each call that was not waited for."""
 
     def __init__(self) -> None:
         """Store the original functions; no call is in flight."""
@@ -114,8 +114,8 @@ class LateCompletion:
         return found
 
     def note_call(self, original: Callable[..., Any], operation: str, axis: Axis, site: str, *rest: Any) -> Any:
-        """Store operation and call site of the call that starts next, for the texts of faults. original:
-        `collectives._record_call`, which is then called."""
+        """Store operation and call site of the next call, which messages about faults name; then call `original`, the
+        function `collectives._record_call` that this replaces, with all arguments."""
         self._site = f"{site} ({operation} over {axis.name})"
         return original(operation, axis, site, *rest)
 
@@ -177,7 +177,8 @@ _REPLACED = (
 
 
 def _return_posted(posted: Posted) -> Posted:
-    """Return `posted` unchanged: stand-in for a call that has already been started."""
+    """Return `posted` unchanged. It takes the place of a function that starts a call, for a call that is already
+    started."""
     return posted
 
 

@@ -54,7 +54,7 @@ FaultyFunction = Callable[..., Any]  # (counter, original function, arguments of
 class LocalFaultSpec:
     """Definition of a deliberate bug: the function or method called `name` of `owner` (a module or class) is replaced
     by `wrong`. `wrong` is called with a `FaultCounter`, the original function, and the arguments of the call. case:
-    name of the verification case that detects the bug."""
+    name of the verification case (small training problem) that detects the bug."""
 
     owner: Any
     name: str
@@ -123,8 +123,8 @@ def _clip_wrongly(factor: Callable[[Trainer, Any, float], float]) -> FaultyFunct
 
 
 def _clip_locally(trainer: Trainer, verdict: Any, right: float) -> float:
-    """Return the clipping factor computed from the norm of this rank's gradient shard instead of the global norm.
-    verdict: outcome of the step, with the loss scale. right: the right factor, not used."""
+    """Return a wrong clipping factor: it is computed from the norm of this rank's gradient shard instead of the global
+    norm. verdict: outcome of the step, with the loss scale. right: the right factor, not used."""
     norm = math.sqrt(float(trainer.parallel.squared_norm_share())) / verdict.loss_scale
     return min(1.0, trainer.recipe.train.clip / (norm + 1e-6))
 

@@ -105,9 +105,9 @@ class _FaultRuns:
         self.planted: set[tuple[str, ...]] = set()
 
     def collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Train with each fault that can be injected into a collective call, one at a time: one step first, and all
-        steps of the problem if one step does not show the fault. Yield (fault, comparison with the single-device run)
-        for every fault that altered a value on some rank. before: keys (`_fault_key`) of faults to leave out."""
+        """Train with each fault that can be planted in a collective call, one at a time. Train one step first, and all
+        steps of the problem only if one step does not reveal the fault. Yield (fault, comparison with the single-device
+        run) for every fault that altered a value on some rank. before: keys (`_fault_key`) of faults to leave out."""
         problem = self.maker.make_plain(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
@@ -206,8 +206,9 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
 
 
 def _call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
-    """Return the calls that a rank (`result`: its results) made at one call site with one operation, as tuples (number
-    of calls, payload bytes). Ranks with equal signatures can be regrouped without leaving a call unmatched."""
+    """Return the calls that a rank made at one call site with one operation, as tuples (number of calls, payload
+    bytes). A fault may move ranks between groups only if they have equal signatures; otherwise a call would wait
+    forever for its partner. result: the rank's results."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls

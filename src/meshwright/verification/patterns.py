@@ -121,8 +121,8 @@ def _are_partial(slices: Sequence[Sequence[TensorSlice]], truth: torch.Tensor) -
 
 
 def _match_other_entry(reference: Reference, step: int, item: TensorSlice) -> str | None:
-    """Return "the gradient of NAME" if the gradient slice `item` equals the gradient of another parameter (NAME) of the
-    same size in step `step` (from 0) of the reference; else None."""
+    """Return "the gradient of NAME" if the gradient slice `item` equals that of another parameter (NAME) of the same
+    size, in step `step` (from 0) of the reference; None otherwise."""
     size = float(item.tensor.norm())
     for name, values in reference.gradients[step].items():
         alike = name != item.name and values.numel() == reference.gradients[step][item.name].numel()

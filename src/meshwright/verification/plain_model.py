@@ -96,7 +96,8 @@ def count_responses(batch: Batch) -> torch.Tensor:
 
 
 def sum_by_response(chosen_BS: torch.Tensor, batch: Batch) -> list[list[torch.Tensor]]:
-    """Return the log-probability in nats of each response of each sequence. chosen_BS: that of every target token."""
+    """Sum the log-probabilities of the target tokens of each response; return [B][responses], scalars in nats.
+    chosen_BS: log-probability of each target token."""
     ids_BS = torch.from_numpy(batch.document_ids)
     return [
         [chosen_BS[row][ids_BS[row] == document].sum() for document in range(int(count))]
@@ -189,7 +190,7 @@ class _Forward:
         return -torch.where((after_BS != IGNORED) & same_BS, chosen_BS, 0.0).sum()
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Apply the RMSNorm or LayerNorm called `name` over the last dim."""
+        """Apply the norm called `name`, an RMSNorm or LayerNorm as the model has, over the last dim of `x`."""
         weight, epsilon = self.weights[f"{name}.weight"], self.config.norm_epsilon
         if self.config.zero_centred_norms:
             weight = 1 + weight
@@ -358,7 +359,8 @@ class _Forward:
         return y_BSH
 
     def expert_product(self, x: torch.Tensor, name: str, expert: int) -> torch.Tensor:
-        """Apply the linear layer `name` of one expert, of which the weights and biases of all experts are stacked."""
+        """Apply the linear layer `name` of the expert with index `expert` to `x`. Weights and biases of all experts are
+        stacked along dim 0."""
         y = x @ self.weights[f"{name}.weight"].chunk(self.config.experts)[expert].T
         bias = self.weights.get(f"{name}.bias")
         return y if bias is None else y + bias.chunk(self.config.experts)[expert]

@@ -13,7 +13,7 @@ def single_response_loss(
     preference: Preference, sums: list[list[torch.Tensor]], counted_B: torch.Tensor, batch: Batch
 ) -> torch.Tensor:
     """Return the loss of KTO (arXiv:2402.01306, eq. 8) summed over responses, a scalar. sums: log-probability of each
-    response of each sequence. counted_B: number of responses in each."""
+    response in nats, [sequence][response]. counted_B: number of responses of each sequence."""
     assert batch.reference is not None and batch.undesirable is not None and batch.kl is not None
     total = torch.zeros((), dtype=torch.float64)
     for row in range(len(counted_B)):

@@ -103,8 +103,9 @@ class Reference:
         )
 
     def split_gradient(self, step: int, count: int) -> list[ParameterValues]:
-        """Split the gradient of step `step` (from 0) into `count` contributions, those of equal, consecutive parts of
-        the batch. Return one dict {parameter: contribution} per part; the contributions sum to the gradient."""
+        """Split the gradient of step `step` (from 0) into `count` contributions, one for each of `count` equal parts of
+        the batch (consecutive sequences). Return one dict {parameter: contribution} per part; the contributions sum to
+        the gradient."""
         if (step, count) not in self._parts:
             batch = self._estimate_kl(self.weights[step], self.make_batch(step))
             rows = self.problem.batch // count

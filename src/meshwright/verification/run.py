@@ -207,7 +207,7 @@ class _Verifier:
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
 
             def run(layout: Layout, span: StepRange) -> Comparison:
-                """Train the steps of `span` on a layout and compare them with the reference."""
+                """Train the steps of `span` on `layout` and compare the results with the reference."""
                 collectives = self.collectives if layout is not case.resume_layout else None
                 timeout = None if problem.compile_backend is None else 3 * COMPILING_SECONDS
                 results = ranks.run(
