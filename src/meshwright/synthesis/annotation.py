@@ -42,8 +42,8 @@ class ImportedRow(NamedTuple):
     """One annotator's answer for one data record, read from one row (JSON line) that an annotation tool exported.
 
     answer: "labelled" if the row has a value; else the reason why it has none: "unlabelled", "unanswered", "rejected"
-    or "ignored". value: the labels, spans or rewritten response; None unless "labelled". fields: the tool's other JSON
-    fields, stored for the next export.
+    or "ignored". value: the labels, spans or rewritten response; None unless "labelled". fields: all other JSON fields
+    of the row, which the next export gives back to the tool.
     """
 
     answer: str
@@ -57,8 +57,8 @@ def format_record(sides: Exchange) -> str:
 
 
 def export_rows(records: Sequence[tuple[str, Record]], tool: str, task: str) -> Iterator[Record]:
-    """Yield one JSON object per record in the import format of an annotation tool, with the record's present labels
-    filled in.
+    """Yield one JSON object per record in the format that an annotation tool imports; it contains the labels that the
+    record has so far.
 
     records: (position for errors such as "a.jsonl:17", record). tool: "doccano" or "prodigy". task: "classify" (labels
     of a record), "spans" (character ranges) or "rewrite" (a better response). Raises `UserError` for an unknown tool or
@@ -316,8 +316,8 @@ def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
 
 
 def _restore_position(text: str, place: int) -> int:
-    """Convert a character position in a text whose line ends were normalized to LF back to the position in the original
-    `text`, whose line ends may be CRLF. place: position in the normalized text."""
+    """Convert a character position in a text with normalized line ends (LF) to the position in the original `text`,
+    whose line ends may be CRLF. place: position in the normalized text."""
     at = 0
     for _ in range(place):
         at += 2 if text.startswith("\r\n", at) else 1

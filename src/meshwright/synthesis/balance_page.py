@@ -36,9 +36,10 @@ def _render_sections(report: Mapping[str, Any]) -> Iterator[Markup]:
 
 
 def _render_side(name: str, side: Mapping[str, Any], target: Mapping[str, float]) -> Iterator[Markup]:
-    """Yield a heading, key figures and a table of the speech acts in a group's prompts or in its responses.
+    """Yield a heading, key figures and a table of the speech acts in the prompts, or in the responses, of a group of
+    records.
 
-    name: "prompt" or "response". side: its JSON in the report of `balance.measure_balance` (`acts`, `entropy`,
+    name: "prompt" or "response". side: its entry in the report of `balance.measure_balance` (`acts`, `entropy`,
     `effective` ...). target: {act: desired share}.
     """
     widest = max([row["share"] for row in side["acts"].values()] + list(target.values())) or 1.0

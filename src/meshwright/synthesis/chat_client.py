@@ -140,8 +140,9 @@ class ChatClient:
         """Send requests to the model, several at a time; return the answers in the order of the requests, None for a
         refused one. A request whose answer is already in the journal file is not sent again.
 
-        doing: activity for the progress line, such as "labelling". Raises `NoAnswer` if the server stops answering, and
-        `RequestRefused` if it refuses all or the first ten requests; answers received until then are in the journal.
+        doing: verb that begins the progress line, such as "labelling". Raises `NoAnswer` if the server stops answering,
+        and `RequestRefused` if it refuses all or the first ten requests; answers received until then are in the
+        journal.
         """
         names = [self._request_key(request) for request in requests]
         pending = {name: request for name, request in zip(names, requests, strict=True) if name not in self.journal}
@@ -191,9 +192,8 @@ class ChatClient:
 
     def _send_all(self, requests: list[tuple[str, ChatRequest]], doing: str) -> None:
         """Send requests from `concurrency` daemon threads and wait for all answers. An interrupt of the main thread
-        ends the process immediately with the journal intact. requests: (key in the journal, request). doing: activity
-        for the progress line.
-        """
+        ends the process immediately with the journal intact. requests: (key in the journal, request). doing: verb that
+        begins the progress line, such as "labelling"."""
         waiting: queue.SimpleQueue[tuple[str, ChatRequest]] = queue.SimpleQueue()
         for one in requests:
             waiting.put(one)

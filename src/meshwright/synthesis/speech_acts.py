@@ -103,8 +103,8 @@ class Annotation:
 
 
 def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
-    """Convert the labels that an annotator set for a record to fields of `Annotation`: {"prompt", "response",
-    "should_refuse", "refuses"}. A label that is not in the set is judged as absent.
+    """Convert the set of labels that an annotator chose for a record to fields of `Annotation`: {"prompt", "response",
+    "should_refuse", "refuses"}. A label that the annotator did not choose counts as judged absent.
 
     labels: names such as "prompt:directive" or "refuses". where: position of the record, for the `UserError` for an
     unknown label.
