@@ -84,11 +84,11 @@ def draw_ring_all_reduce(ranks: int = 4) -> Markup:
 
 
 def _draw_cells(picture: Picture, frame: Frame, left: float, top: float, sizes: tuple[int, int, int]) -> None:
-    """Draw the buffers of all ranks side by side in one line: a cell per chunk, labelled with the ranks whose data it
-    sums.
+    """Draw the buffers of all ranks in one line, side by side. Each chunk is a cell, labelled with the ranks whose data
+    it sums.
 
     picture: SVG to draw into. frame: buffers after one round. left, top: top left corner of the line in pixels. sizes:
-    (width of a cell, distance from one rank's first cell to the next rank's, height of a cell), pixels.
+    (width of a cell, distance from one rank's first cell to the next rank's, height of a cell), in pixels.
     """
     cell, span, height = sizes
     for rank, cells in enumerate(frame.cells):

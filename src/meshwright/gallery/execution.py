@@ -17,7 +17,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Round:
-    """Buffers of all ranks after one round of a collective program; the sends of a round run at the same time.
+    """Buffers of all ranks after one round of a collective program. A round is a set of sends that run at the same
+    time.
 
     title: name of the round, such as `round 1 of 6`. arrows: the round's sends, each with the rank and first slot at
     both ends; empty for the buffers before the first round. values: [ranks, slots], the number in each slot (buffer for

@@ -148,8 +148,8 @@ def _show_memory_table(writer: ExampleWriter, title: str, found: dict[str, Ledge
     """Append to `writer` a table of planned memory per rank at its peak, in GB: one line per category (parameters,
     activations ...), one column per layout.
 
-    title: beginning of the table's title. found: layout, such as "dp8 zero3" -> the planner's list of all allocations
-    of a rank (ledger).
+    title: beginning of the table's title. found: {layout, such as "dp8 zero3": the planner's list of all allocations of
+    a rank (ledger)}.
     """
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "workspace", "communication")
     rows = [(name, *(f"{one.by_category()[name] / 1e9:.2f}" for one in found.values())) for name in names]

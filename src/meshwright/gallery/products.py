@@ -102,8 +102,8 @@ def _show_reduction(writer: ExampleWriter, parts: list[Floats], words: str) -> F
 
 
 def _show_split(name: str) -> str:
-    """Return a sentence on how a weight of the preset "llama-tiny" is split under tensor parallelism over two ranks,
-    with its full and local shapes. name: name of the weight."""
+    """Return a sentence that says how tensor parallelism over two ranks splits a weight of the preset "llama-tiny",
+    with the weight's full and local shapes. name: name of the weight."""
     entry = parameter_table(preset("llama-tiny")).entry(name)
     whole, local = (" × ".join(map(str, shape)) for shape in (entry.shape, entry.local_shape(Layout(tp=2))))
     kind = "column-split (the disk holds Wᵀ, so that its rows are cut)" if entry.split["tp"] == 0 else "row-split"
