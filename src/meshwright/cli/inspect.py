@@ -137,9 +137,9 @@ def _make_tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
 
 def _merge_alike(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Merge the entries of tensors that have the same type and shape and whose names differ only in numbers, such as
-    one weight of all layers. Returns one entry for each such set: its name with `*` for the numbers, "count" (number of
-    tensors), their summed bytes and the statistics over all their values. Returns the entries unchanged if there is
-    nothing to merge.
+    one weight of all layers. Return one entry for each such set of tensors: its name with `*` in place of the numbers,
+    "count" (number of tensors), the sum of their bytes, and the statistics over all their values. If no two entries
+    match, all are returned unchanged.
 
     tensors: entries of the result of `inspect_model`, one dict for each tensor.
     """

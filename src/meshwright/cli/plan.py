@@ -284,10 +284,10 @@ def _run_serve(
 
 
 def _find_gpus(device: str, ranks: int, memory: str | None) -> list[HostMemory]:
-    """Return the memory of each rank's GPU, [ranks]; an empty list if the ranks run on CPUs. Raises `UserError`.
+    """Return the memory of each rank's GPU, [ranks]; an empty list if the ranks run on CPUs.
 
-    device: "auto", "cpu" or "cuda". memory: text of --memory, a fraction or a size, or None. With "cuda" and a size,
-    GPUs of that size are assumed, which this machine need not have.
+    device: "auto", "cpu" or "cuda". memory: text of the option --memory, a fraction or a size; None: not given. With
+    "cuda" and a size, GPUs of that size are assumed, even if this machine has none. Raises `UserError`.
     """
     from meshwright.launcher.device import choose_rank_devices
     from meshwright.launcher.host_memory import GPU, HostMemory
