@@ -27,8 +27,8 @@ class AdmissionState:
     """State of the banker's algorithm (deadlock avoidance) for a pool of KV blocks. It limits how many blocks each of N
     running sequences, ordered from the oldest to the youngest, may allocate, so that all of them can finish.
 
-    For sequence i, slack_i = available + (sum of owned_j over older j) - need_i. owned_j: blocks that sequence j gives
-    back when it finishes. need_i: maximum number of blocks that sequence i may still need. The state is safe if no
+    For sequence i, slack_i = available + (sum of owned_j over older j) - need_i. owned_j: blocks that become available
+    when sequence j finishes. need_i: maximum number of blocks that sequence i may still need. The state is safe if no
     slack is negative: each sequence can then finish once all older ones have finished.
 
     available: KV blocks that can be allocated now. tables: number W of block tables of each sequence. remaining [N]:
@@ -90,8 +90,8 @@ class AdmissionState:
 
 
 class AnswerLengthRatio:
-    """Moving average of the ratio answer length / `max_tokens` over finished answers. It predicts the final length of
-    unfinished answers.
+    """Moving average, over finished answers, of the ratio of an answer's length to its limit `max_tokens`. It predicts
+    the final length of unfinished answers.
 
     Attributes:
         ratio: The average, 0 to 1; 0.5 before the first answer.

@@ -83,10 +83,12 @@ class Model:
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
         self, prompts: str, **options: Unpack[GenerationOptions]
-    ) -> Generation: ...
+    ) -> Generation:
+        """Generate text after one prompt, a text."""
 
     @overload
-    def generate(self, prompts: Sequence[Prompt], **options: Unpack[GenerationOptions]) -> list[Generation]: ...
+    def generate(self, prompts: Sequence[Prompt], **options: Unpack[GenerationOptions]) -> list[Generation]:
+        """Generate text after several prompts, texts or lists of token IDs, in one batch."""
 
     def generate(
         self, prompts: str | Sequence[Prompt], **options: Unpack[GenerationOptions]

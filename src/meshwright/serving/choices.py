@@ -41,13 +41,14 @@ class PlacedToken(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Delta of a choice (one answer in the OpenAI API): its text and tokens since the previous delta. Without
-    streaming, the whole choice.
+    """Part of a choice (one answer in the OpenAI API): the text and tokens that are new since the previous piece. In a
+    response without streaming, one piece holds the whole choice.
 
     Attributes:
         text: New text, whole characters.
         tokens: New tokens; the text of the last ones may come in a later piece.
-        finish_reason: `"stop"` or `"length"`; None while the choice goes on."""
+        finish_reason: `"stop"` or `"length"`; None while the choice goes on.
+    """
 
     text: str
     tokens: Sequence[PlacedToken]
@@ -137,8 +138,8 @@ class Choice:
         return text, tokens
 
     def _place_prompt(self) -> list[PlacedToken]:
-        """Return the prompt's tokens with their log-probabilities, each with its character offset in the echoed prompt;
-        empty if no prompt log-probabilities were requested."""
+        """Return the prompt's tokens with their log-probabilities, each with the character offset at which it begins in
+        the echoed prompt; empty if no prompt log-probabilities were requested."""
         detokenizer, placed, characters = self._prompts.detokenizer(()), [], 0
         for token, result in zip(self.request.tokens, self.prompt_results, strict=False):
             placed.append(PlacedToken(result or TokenResult(token), characters))

@@ -56,7 +56,7 @@ class DeviceLogits:
         tokens.copy_(self._drawn_R.int().clamp_(0, self._logits.shape[1] - 1))  # undefined if logits are NaN
 
     def wait(self) -> None:
-        """Block the host until the results of `summarize_logits` are in host memory."""
+        """Block the host until the results of the kernel `summarize_logits` have been copied to host memory."""
         if self._copied is not None:
             self._copied.synchronize()
 

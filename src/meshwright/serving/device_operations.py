@@ -194,9 +194,12 @@ def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.
 
 def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: Any, chosen: Any) -> None:
     """Launch the Triton kernel `product`, which writes x Wᵀ + bias to `out`, on `grid` (row tiles, column tiles, splits
-    or experts). x: [rows, X]. weight: [Y, X], or [experts, Y, X]. bias: [Y]; any tensor if none is added. rows: tuple
-    (exclusive end of each expert's rows, or any tensor if the product is not grouped; number of rows of x). chosen:
-    tuple (columns of a tile, splits of the inner dimension, True for a grouped product, True to add the bias)."""
+    or experts).
+
+    x: [rows, X]. weight: W, [Y, X] or [experts, Y, X]. bias: [Y]; any tensor if none is added. rows: (exclusive end of
+    each expert's rows, or any tensor if the product is not grouped by expert; number of rows of x). chosen: (columns of
+    a tile, splits of the inner dimension, True for a product grouped by expert, True to add the bias).
+    """
     *_, columns, inner = weight.shape
     halves = x.dtype.itemsize == 2
     kernels.product[grid](

@@ -35,8 +35,9 @@ class Ticket:
     Attributes:
         key: Keyed digest of the API key, the path and the body; empty: no place is kept.
         tokens: Estimated number of tokens of the prompts.
-        first: True if the client marks this as its first attempt; an identical request in the line is then assumed to
-            be another client's."""
+        first: True if the client marks this as its first attempt. An identical request that already waits in the line
+            is then assumed to be another client's.
+    """
 
     key: bytes = b""
     tokens: int = 1

@@ -150,9 +150,9 @@ class BodyReader:
         self._bytes -= len(body)
 
     def identify(self, request: Request, body: bytes) -> Ticket:
-        """Create the ticket of an HTTP request, by which it keeps its place in the waiting line if it is refused: a
-        digest of API key, path and body. A body above `LINE_BYTES` (256 KiB) gets a ticket without digest, thus no
-        place."""
+        """Create the ticket of an HTTP request, by which it keeps its place in the waiting line if it is refused. The
+        ticket contains a digest of API key, path and body. A body above `LINE_BYTES` (256 KiB) gets a ticket without
+        digest, and therefore no place."""
         if len(body) > LINE_BYTES:
             return Ticket()
         digest = hashlib.blake2b(request.headers.get("authorization", "").encode(), key=self._secret, digest_size=16)

@@ -95,7 +95,7 @@ class Answer:
     """Builder of the `Generation` of one request from the engine's outputs.
 
     prompts: tokenizer. generation: object to fill. request: request that the engine runs. wanted: the caller's limit on
-    new tokens; the limit of `request` is lower if the model has too few positions left. stop: stop strings.
+    new tokens. The limit in `request` is lower if the model has too few positions left. stop: stop strings.
 
     Attributes:
         generation: Text, token IDs and times so far.

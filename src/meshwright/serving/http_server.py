@@ -56,11 +56,11 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 class _LingeringTransport:
-    """Wrapper of an asyncio transport that closes the connection without a TCP reset, since a reset could lose the
+    """Wrapper of an asyncio transport that closes a connection without a TCP reset, because a reset could lose the
     response.
 
-    While the client still sends (attribute `unread`), `close` shuts down the sending side only; data that arrive are
-    read and discarded for up to `LINGER_SECONDS`.
+    `close` shuts down the sending side only if the client is still sending (attribute `unread`); data that then arrive
+    are read and discarded for up to `LINGER_SECONDS`.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:

@@ -153,6 +153,6 @@ def find_quantile(weights: Logits, uniform: float) -> int:
 
 
 def _first_above(sums: npt.NDArray[np.float64], reach: float) -> int:
-    """Return the first index at which a cumulative sum `sums` (ascending) exceeds the value `reach`; if rounding leaves
-    none, the first index at which it equals the total."""
+    """Return the first index at which a cumulative sum `sums` (ascending) exceeds the value `reach`. If there is none
+    because of rounding, return the first index at which the sum equals the total."""
     return min(int(sums.searchsorted(reach, side="right")), int(sums.searchsorted(sums[-1])))

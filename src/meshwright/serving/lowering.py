@@ -39,8 +39,8 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class Segment:
-    """Run of consecutive operations of a model (a slice of its list of kernel operations) that ends before index `end`,
-    followed by an all-reduce over the tensor-parallel ranks.
+    """Slice of a model's list of kernel operations, up to index `end` (exclusive), after which ranks all-reduce over
+    tp.
 
     The all-reduce sums `partial` [T, H]; None: there is none. Then `bias` [H] (None: 0) is added to the sum, and the
     result is added to `residual` [T, H]; None: it is written back to `partial`.
@@ -154,8 +154,8 @@ class Lowering:
             self._lower_row_parallel(block.mlp.down, self._lower_up(block.mlp, normed), block.mlp_post_norm)
 
     def _lower_input(self, norm: nn.Module | None) -> Float32:
-        """Append to `ops` the norm before a sublayer; return the buffer with the sublayer's input [T, H]. norm: None:
-        the hidden states are the input."""
+        """Append to `ops` the norm before a sublayer; return the buffer with the sublayer's input [T, H]. norm: the
+        norm's module; None: there is none, and the hidden states are the input."""
         if norm is None:
             return self.states
         normed = self._get_buffer("normed", self.config.hidden)
@@ -188,7 +188,8 @@ class Lowering:
 
     def _lower_mixture(self, mixture: Mixture, x: Float32, norm: nn.Module | None) -> None:
         """Append to `ops` a mixture-of-experts layer (routed and shared experts); the result is added to the hidden
-        states. mixture: the layer's module. x: normed input [T, H]. norm: of the result; None: none."""
+        states. mixture: the layer's module. x: normed input [T, H]. norm: post-norm, applied to the result; None: none.
+        """
         config, experts = self.config, mixture.experts
         width = experts.down.weight.shape[1]
         if self._experts_workspace is None:
@@ -263,8 +264,8 @@ class Lowering:
         self.ops.append(op.Linear(out, x, self._pack_weight(linear), self._read_optional(linear, "bias"), accumulate))
 
     def _lower_row_parallel(self, linear: modules.Linear, x: Float32, norm: nn.Module | None) -> None:
-        """Append to `ops` a row-parallel linear layer of input `x`, all-reduced over tp; the result is added to the
-        hidden states. norm: of the result; None: none."""
+        """Append to `ops` a row-parallel linear layer with input `x`, whose output is all-reduced over tp and added to
+        the hidden states. norm: post-norm, applied to the output before it is added; None: none."""
         if not self._split and self._adds_directly(norm):
             self._lower_linear(linear, self.states, x, accumulate=True)
             return
@@ -273,7 +274,8 @@ class Lowering:
         self._lower_sum(partial, bias, norm)
 
     def _adds_directly(self, norm: nn.Module | None) -> bool:
-        """Return True if the output of a sublayer is added to the hidden states as it is. norm: of the output."""
+        """Return True if a sublayer's output is added to the hidden states without a norm or a factor. norm: the
+        sublayer's post-norm, or None."""
         return norm is None and self.config.residual_scale == 1
 
     def _lower_sum(self, partial: Float32, bias: Float32 | None, norm: nn.Module | None) -> None:
@@ -308,8 +310,8 @@ class Lowering:
         return packed
 
     def _read_parameter(self, module: nn.Module | None, leaf: str) -> Float32:
-        """Return the parameter named `leaf` ("weight", "bias") of `module`, a norm or linear layer, as a new float32
-        array; that of a norm with its centre added."""
+        """Return the parameter named `leaf` ("weight" or "bias") of `module`, a norm or linear layer, as a new float32
+        array. The weight of a norm that multiplies by 1 + weight is returned with the 1 added."""
         name = f"{self._names[id(module)]}.{leaf}"
         values = self._copy_weight(self._order_features(name, self._read_shard(name, bfloat16=False)))
         if isinstance(module, modules.RMSNorm):

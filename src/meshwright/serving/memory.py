@@ -122,8 +122,9 @@ def plan_memory(
 
 
 def make_step_limits(ledger: ServingLedger, touched: bool = True) -> StepLimits:
-    """Convert the ledger (predicted memory) of `plan_memory` to the sizes for which ranks allocate buffers and KV pool.
-    touched: True to make the whole KV pool resident at the start, False: as it is used."""
+    """Convert the predicted memory of `plan_memory` (its ledger) to `StepLimits`, the sizes for which ranks allocate
+    their buffers and KV pool. touched: True to make the whole KV pool resident at the start, False: page by page as it
+    is used."""
     sizes = ledger.sizes
     return StepLimits(
         ledger.blocks, sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows, touched

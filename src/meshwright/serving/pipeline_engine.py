@@ -46,8 +46,8 @@ Group = tuple[tuple[Kind, int], ...]
 
 
 def derive_steady_state(stages: int, stage: int) -> tuple[Group, ...]:
-    """Derive from the 1F1B program, which is checked first, the steps that pipeline rank `stage` executes in each slot
-    once all `stages` stages are busy. In a slot (one call of `PipelineEngine.step`) each stage computes one batch.
+    """Derive the steps of one pipeline rank in the steady state, in which all `stages` stages are busy, from the 1F1B
+    program. In a slot (one call of `PipelineEngine.step`) each stage computes one batch. stage: index of the rank.
 
     The result is a tuple of groups in order, each a tuple of steps that are started together. A step is (kind, offset);
     it concerns the batch that was scheduled in slot (present slot + offset). Kinds are FORWARD (compute the batch),
@@ -63,8 +63,8 @@ def derive_steady_state(stages: int, stage: int) -> tuple[Group, ...]:
     begins = {step[1]: place for place, group in enumerate(groups) for step in group if step[0] == Kind.FORWARD}
 
     def period(batch: int) -> tuple[Group, ...]:
-        """Return the groups from the forward of micro-batch `batch` to that of the next one on this stage. In the
-        result micro-batches are numbered relative to the present slot, `batch` + `stage`."""
+        """Return the groups of steps that this stage executes from the forward of micro-batch number `batch` up to that
+        of the next one. Micro-batches in the result are numbered relative to the present slot, `batch` + `stage`."""
         found = groups[begins[batch] : begins[batch + 1]]
         return tuple(tuple(sorted((kind, number - batch - stage) for kind, number in group)) for group in found)
 

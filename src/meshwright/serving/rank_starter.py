@@ -102,8 +102,8 @@ class LocalStarter:
 
 
 class JoinedStarter:
-    """Starter for a server whose ranks torchrun or SLURM has started, one process per rank. It starts this process's
-    own rank only; the other ranks connect by themselves, and lost ranks cannot be restarted from here (attribute
+    """Starter for a server whose ranks torchrun or SLURM has started, one process per rank. It only starts rank 0's
+    child process; all other ranks connect by themselves. Lost ranks cannot be restarted from here (attribute
     `restarts`: False). Same interface as `LocalStarter`."""
 
     restarts = False

@@ -178,17 +178,17 @@ class Replica:
 
     @property
     def room(self) -> int:
-        """Number of further sequences that the replica could start at once: the number that it may still run (0 if
-        requests wait there), minus the requests that wait there and those sent since its last report. May be
+        """Number of further sequences that the replica could start at once, from its last report: the number that it
+        may still run (0 if requests wait in its queue), minus the requests that wait and those sent since. May be
         negative."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
         return (0 if waiting else self.places - running) - waiting - self.sent
 
     @property
     def work(self) -> int:
-        """Estimated load in tokens that the replica computes before a new request's first token: the prompts of all
-        requests without a token yet, and `BLOCK_TOKENS` for each request that already generates. Used to balance load
-        over replicas."""
+        """Estimated number of tokens that the replica computes before the first token of a new request: the prompts of
+        all requests without a token yet, and `BLOCK_TOKENS` for each request that already generates. Used to balance
+        load over replicas."""
         return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
 
     def predict_wait(self, count: int) -> float:
@@ -211,8 +211,8 @@ class Replica:
 
     @property
     def delay(self) -> float:
-        """Seconds by which the replica is late: time since the last step's report, minus the larger of the predicted
-        times of a step and of the next admission; 0 if it is not late or has no requests."""
+        """Seconds by which the replica's current step is late: the time since its last report, minus the predicted time
+        of a step, or of the next admission if that is longer; 0 if it is not late or has no requests."""
         expected = max([self._predict_step(), *self._admissions[:1]])
         return max(0.0, time.monotonic() - self.heard - expected) if self.streams else 0.0
 

@@ -265,7 +265,7 @@ def _cut_to_nucleus(weights: Logits, mass: float) -> Logits:
 
 
 def _require(valid: bool, name: str, value: object, right: str) -> None:
-    """Raise UserError with the option's `name` and `value` unless `valid` is True. right: text that says which values
-    are valid."""
+    """Raise UserError unless `valid` is True. name, value: the option's name and value, for the error. right: text that
+    says which values are valid."""
     if not valid:
         raise UserError(f"{name} {value}: should be {right}")

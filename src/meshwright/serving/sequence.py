@@ -77,8 +77,8 @@ class Sequence:
         return range(begin, end - (ends and not self.request.sampling.max_tokens))
 
     def prepare_draw(self, position: int) -> Draw:
-        """Return the `Draw` (inputs with which a GPU reduces the row of logits in advance) for `sample_row` at the same
-        position, an index in the sequence; it may be that of the next token, which has not been sampled yet."""
+        """Return the `Draw` (inputs with which a GPU reduces the row of logits in advance) that belongs to `sample_row`
+        at the same position. position: index in the sequence, which may be that of the next token, not sampled yet."""
         request, beyond = self.request, position - (len(self.tokens) - 1)
         if beyond >= 0:
             return prepare_draw(request.sampling, choice=request.choice, position=self.answered + beyond)

@@ -83,7 +83,8 @@ class StepTimes:
         admissions: list[float] = []
 
         def admit(work: Work) -> None:
-            """Admit the request with the remaining work `work`: add the time of its prompt, and schedule its end."""
+            """Simulate the admission of the request with the remaining work `work`: add the time of its prompt to the
+            clock, and schedule its end."""
             nonlocal seconds, keys
             seconds += self._predict_prompt(work)
             context = work.context + work.prompt + work.answer // 2

@@ -105,9 +105,9 @@ class JobRunner:
 
 
 class EventStream(Response):
-    """HTTP response of server-sent events for one job (a parsed HTTP request that generates text). All events that wait
-    are sent in one write. Construction submits the job's requests to the engine of `runner`, and raises ApiError if
-    they are refused."""
+    """HTTP response that streams one job (a parsed HTTP request that generates text) as server-sent events. All events
+    that wait are sent in one write. Construction submits the job's requests to the engine of `runner`, and raises
+    ApiError if they are refused."""
 
     media_type = "text/event-stream"
 

@@ -117,8 +117,9 @@ class PagedCache:
     def _attend_segment(
         self, layer: int, q_ND: torch.Tensor, slots_C: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the attention [N, D] of one token's queries `q_ND` over the KV-cache slots `slots_C` of its context in
-        the layer with index `layer`, computed in float32 or float64. sinks: those of the query heads."""
+        """Return the attention [N, D] of one token's queries `q_ND` over its context, the KV-cache slots `slots_C`, in
+        the layer with index `layer`; computed in float32 or float64. sinks: one more score of each query head [N];
+        None: none."""
         window = self._windows[layer]
         if window is not None:  # blocks before the window may have been freed
             slots_C = slots_C[-((len(slots_C) - 1) % window + 1 if self._chunks else window) :]

@@ -50,16 +50,17 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """State of the engine's queue as it would be after one more HTTP request has been queued at its end: the new
-    request.
+    """State that the engine's queue would have after one more HTTP request, the new request, has been queued at its
+    end.
 
     Attributes:
         waiting: Number of engine requests that would wait, those of the new request included; 0 or less: none.
-        prompts: Returns the number of prompt tokens of each queued request, from the head, without the new request.
+        prompts: Function that returns the number of prompt tokens of each queued request, from the head, without the
+            new request.
         tokens: Number of prompt tokens of all queued requests, the new request included.
-        predict: Returns the predicted seconds until the given number of requests, from the head, has been admitted.
-        delay: Seconds by which the engine's present step is late. `Retry-After` is at least about as long, but
-            it does not count towards the predicted wait that `QueueLimits.seconds` limits.
+        predict: Function (count) -> predicted seconds until the first `count` requests of the queue have been admitted.
+        delay: Seconds by which the engine's present step is late. `Retry-After` is at least about as long, but it does
+            not count towards the predicted wait that `QueueLimits.seconds` limits.
     """
 
     waiting: int
@@ -199,8 +200,8 @@ class WaitingLine:
         return max(self.returning * count, min(count, self._limits.requests // GUARD))
 
     def _set_expected(self, place: _Place, expected: bool) -> None:
-        """Set whether the client of `place` is expected to retry. While that is so, new requests are held back in favor
-        of its request."""
+        """Set whether the client of `place` is expected to retry. While it is, new requests are held back so that its
+        request is admitted first."""
         if (place in self._expected) is not expected:
             at = bisect_left(self._numbers, place.number)
             if expected:
