@@ -11,8 +11,8 @@ LEAST, GREATEST = 1.0, 2.0**127
 
 class LossScale:
     """Factor on the loss in 16-bit training, against underflow of gradients. A dynamic scale is doubled after `every`
-    finite steps in a row and halved after a step whose gradients are not finite. every: 0 for a constant scale. value:
-    initial scale.
+    finite steps in a row and halved after a step whose loss or gradient norm is not finite. every: 0 for a constant
+    scale. value: initial scale.
 
     All ranks see the same all-reduced flag "finite", so their scales stay equal without communication.
     """
