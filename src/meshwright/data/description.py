@@ -23,9 +23,9 @@ def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
     Keys of an object: `sample`: its index in the training split. `documents`: [{start, stop, text}], token range
     [start, stop) and decoded text, special tokens by name. `masked_targets`: positions whose next token is not a target
     of the loss. `target_tokens`: number of the other positions. For data packed from records (chat, instruction or
-    preference data) also `padding`, the number of tokens after the last document, and in each document `parts`:
-    [{text, trained, author, special}], its runs of tokens alike in whether they are trained on, in whose turn they are
-    (a role, or "template" between turns), and in whether they are special tokens. Documents of unpaired data have a
+    preference data) also `padding`, the number of tokens after the last document, and in each document `parts`: [{text,
+    trained, author, special}], the document cut wherever one of these changes: whether tokens are trained on; the role
+    of their turn ("template" between turns); whether they are special tokens. Documents of unpaired data have a
     `label`, "desirable" or "undesirable". A sample of records is a row of S + 1 tokens.
     """
     split = data.split("train")

@@ -140,10 +140,10 @@ def find_damage(path: Path, recorded: dict[str, Any], contents: bool) -> str | N
 
 @contextmanager
 def hold_lock(path: Path, log: Callable[[str], None], doing: str) -> Iterator[None]:
-    """Context manager that holds an exclusive lock (flock) on the file `path`, which is created if needed. While
-    another process holds the lock, it passes one line to `log` and waits.
+    """Context manager that holds an exclusive lock (flock) on the file `path`, which is created if needed. If another
+    process holds the lock, one line is passed to `log`, and the call waits.
 
-    doing: what holders of this lock do, for that line, such as "preparing the same data". The kernel releases the lock
+    doing: activity of the lock's holder, for that line, such as "preparing the same data". The kernel releases the lock
     of a process that dies.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

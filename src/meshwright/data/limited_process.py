@@ -38,8 +38,9 @@ class LimitedProcess:
     a limit has ended it.
 
     program: Python file that imports nothing of Meshwright, whose function `make_handler` returns the `Handler`. first:
-    request that every new process gets before others. cpu_seconds: limit for one request. memory_bytes: limit of the
-    process's address space."""
+    request that every new process gets before all others, such as the template to compile. cpu_seconds: limit for one
+    request. memory_bytes: limit of the process's address space.
+    """
 
     def __init__(self, program: str, first: Mapping[str, Any], cpu_seconds: int, memory_bytes: int) -> None:
         """Store the settings; the process starts with `start` or the first request."""
@@ -56,8 +57,8 @@ class LimitedProcess:
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request. If a limit ended the process, the answer is {"limit": a clause such as "takes
-        more than 10 s of CPU time"}, and the next request starts a new one. Raises `HandlerFailed` if the handler does.
-        """
+        more than 10 s of CPU time"}, and the next request starts a new one. Raises `HandlerFailed` if the handler
+        raised an exception."""
         with self._lock:
             if self._process is None or self._owner != os.getpid():
                 answer = self._start()

@@ -53,9 +53,8 @@ class SampleOrder:
         return number // self.sequences
 
     def _permute(self, places: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
-        """Return the sample index, in [0, sequences), at each position of an epoch. places: positions, each in [0,
-        sequences). epoch: its number, from 0.
-        """
+        """Map positions of an epoch to sample indices; both are in [0, sequences). places: positions. epoch: its
+        number, from 0."""
         digest = hashlib.sha512(f"{self._key}, epoch {epoch}".encode()).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         assert len(keys) == _ROUNDS

@@ -352,10 +352,9 @@ class _Preparation:
         return totals
 
     def _find_split_ends(self, survey: Survey, split: str) -> list[int]:
-        """Return for each data source 1 + the number of its last document in the split ("train" or "validation"),
-        [sources]. A source without documents in the split gets the value of the source before it. survey: assigns
-        documents to splits.
-        """
+        """Return, for each data source, the number of the document after its last one in `split` ("train" or
+        "validation"), [sources]. A source without documents in the split has the value of the source before it. survey:
+        assigns documents to splits."""
         code, ends, begin, last = SPLITS.index(split), list[int](), 0, 0
         for count in self._sum_by_source(survey.pieces):
             last = find_last(survey.codes, code, begin, begin + count) + 1 or last

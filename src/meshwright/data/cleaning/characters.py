@@ -22,9 +22,8 @@ _CONTINUATION = len(KINDS)
 
 
 def _classify_lead_byte(byte: int) -> int:
-    """Return the character kind ("digits", "Greek, Cyrillic" ...) of the characters whose UTF-8 encoding begins with
-    `byte` (0 to 255), as an index in the module's list `KINDS`. A continuation byte, which begins no character, gives
-    len(KINDS).
+    """Return the kind ("digits", "Greek, Cyrillic" ...) of the characters whose UTF-8 encoding begins with `byte` (0 to
+    255), as an index in the module's list `KINDS`; len(KINDS) for a continuation byte, with which no character begins.
     """
     if byte < 0x80:
         character = chr(byte)

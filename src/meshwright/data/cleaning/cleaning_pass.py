@@ -45,8 +45,8 @@ Log = Callable[[str], None]
 class CleaningResult:
     """Result of a cleaning pass over N documents, numbered from 0 in reading order.
 
-    segments: files with the rules' results for runs of consecutive documents. codes: uint8 [N], memory-mapped: 0
-    (`KEPT`), or 1 + the index in `RULES` (all rule names) of the rule that dropped the document. pieces: number of
+    segments: files with the rules' results, each for a block of consecutive documents. codes: uint8 [N], memory-mapped:
+    0 (`KEPT`), or 1 + the index in `RULES` (all rule names) of the rule that dropped the document. pieces: number of
     documents in each source file. kept: number of documents that no rule dropped. longest_kept: number of characters in
     the longest document kept. report: counts, distributions and samples, as JSON. removed: sentences that are removed
     from kept documents.
@@ -61,10 +61,9 @@ class CleaningResult:
     removed: RemovedSentences
 
     def iterate_segments(self) -> Iterator[tuple[slice, NDArray[np.uint64], NDArray[np.int64]]]:
-        """Yield for each segment (run of consecutive documents) a tuple (slice of its document numbers, first 64 bits
-        of the SHA-256 of each document, or of its record if that has several, each document's size after masking and
-        removal in UTF-8 bytes). The arrays are uint64 and int64, [documents].
-        """
+        """Yield for each segment (block of consecutive documents) a tuple of three: slice of its document numbers; for
+        each document the first 64 bits of the SHA-256 of its text, or of its record if that has several documents,
+        uint64 [documents]; for each document its size after masking and removal in UTF-8 bytes, int64 [documents]."""
         for segment in self.segments:
             sizes = segment.read_column("after" if "after" in segment else "before")[:, 1]
             hashes = segment.read_column("record" if "record" in segment else "digest")[:, 0].byteswap()  # big-endian
@@ -98,9 +97,10 @@ def run_cleaning_pass(
 def _iterate_segments(
     files: Sequence[SourceFile], reader: Reader, cleaner: Cleaner, directory: Path, log: Log
 ) -> Iterator[Segment]:
-    """Yield all segments (files with the rules' results for runs of consecutive documents) in order: first those that
-    already exist in `directory`, then new ones, written while `files` are read. reader: splits each file into
-    documents. cleaner: applies the rules to a document. log: receives progress lines.
+    """Yield all segments in order. A segment is a file with the rules' results for a block of consecutive documents.
+    Those that an interrupted pass left in `directory` come first; then `files` are read and new ones written.
+
+    reader: splits each file into documents. cleaner: applies the rules to a document. log: receives progress lines.
     """
     file = first = 0  # position to resume at: index of a file, number of the next document
     judged: list[NDArray[np.uint8]] = []  # codes of that file's documents so far
@@ -119,7 +119,8 @@ def _iterate_segments(
     writer = _begin_segment(first, cleaner, reader)
 
     def finish_segment() -> Segment:
-        """Write the results collected so far as the next segment file, begin a new one, and return the written one."""
+        """Write the results collected in `writer` as the next segment file, replace `writer` by a new one, and return
+        the segment that was written."""
         nonlocal number, writer
         path = directory / f"{number:06d}.segment"
         writer.write(path)
@@ -164,9 +165,8 @@ class _ReportBuilder:
         pieces: Sequence[int],
     ) -> None:
         """Store the results from which the report is built. files: the source files that `reader` split and `cleaner`
-        checked. segments: results for runs of consecutive documents. duplicates: the final code (kept, or dropped by
-        which rule) of each document. pieces: number of documents in each file.
-        """
+        checked. segments: the rules' results, in blocks of consecutive documents. duplicates: the final code (kept, or
+        dropped by which rule) of each document. pieces: number of documents in each file."""
         self.files, self.reader, self.cleaner = files, reader, cleaner
         self.segments, self.duplicates, self.pieces = segments, duplicates, pieces
         self.labels = sorted({file.counted_as for file in files})
@@ -232,10 +232,10 @@ class _ReportBuilder:
         }
 
     def _summarize_sources(self, sources: dict[str, NDArray[np.int64]]) -> list[dict[str, Any]]:
-        """Return [{source, before: {documents, bytes}, after: {documents, bytes}}]: one entry for each of the 20
-        largest sources, and one for the sum of all others.
+        """Return [{source, before: {documents, bytes}, after: {documents, bytes}}] ("before" and "after" the cleaning):
+        one entry for each of the 20 largest sources, and one for the sum of all others.
 
-        sources: {"before" or "after" the cleaning: number of documents and of bytes of each source, int64 [sources,
+        sources: {"before" or "after": for each source the number of its documents and of their bytes, int64 [sources,
         2]}.
         """
         order = np.argsort(-sources["before"][:, 1], kind="stable").tolist()

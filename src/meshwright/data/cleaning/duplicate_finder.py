@@ -22,15 +22,14 @@ class DuplicateFinder:
     `codes`.
 
     codes: uint8 [documents], 0 (`KEPT`) for a kept document, else 1 + the index in `RULES` (all rule names) of the rule
-    that dropped it. removed: sentences that are removed from the others. first: {duplicate rule: lowest number of a
-    document that it dropped}. earlier: sample of duplicates for the report, {duplicate rule: {number of the duplicate:
-    number of the earlier document with the same key}}.
+    that dropped it. removed: repeated sentences that are cut out of kept documents. first: {duplicate rule: lowest
+    number of a document that it dropped}. earlier: sample of duplicates for the report, {duplicate rule: {number of the
+    duplicate: number of the earlier document with the same key}}.
     """
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
-        """Collect the codes of all segments, then mark exact and near duplicates if `cleaner` enables these rules.
-        directory: folder for temporary files.
-        """
+        """Collect the codes of all segments (blocks of consecutive documents), then mark exact and near duplicates if
+        `cleaner` enables these rules. directory: folder for temporary files."""
         self.first: dict[str, int] = {}  # rule -> number of the first document that it drops
         self.earlier: dict[str, dict[int, int]] = {}  # rule -> {sample: document that it repeats}
         self._segments, self._directory = segments, directory
@@ -55,7 +54,8 @@ class DuplicateFinder:
             self._remove_sentences()
 
     def _remove_sentences(self) -> None:
-        """Find the sentences of repeated spans, `removed`, and drop the documents of which none is left."""
+        """Find the sentences of spans that occur before in the corpus, store them in `removed`, and mark documents of
+        which no sentence is left as dropped."""
         rule = "sentence_duplicates"
         self.removed = RemovedSentences.find(self._segments, self.codes, self._directory)
         for segment in self._segments:
@@ -71,9 +71,11 @@ class DuplicateFinder:
         records: NDArray[np.uint64] | None = None,
     ) -> None:
         """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that other
-        rules dropped are neither marked nor compared. keys: function that returns the keys of a segment's documents,
-        uint64 [documents, width], each key being `width` 64-bit words. records: uint64 [documents], equal for
-        the examples of one record, which do not repeat each other. None: each document is a record.
+        rules dropped are neither marked nor compared.
+
+        keys: function (segment, a block of documents) -> their keys, uint64 [documents, width], each key being `width`
+        64-bit words. records: uint64 [documents], a hash that is equal for documents of one record, which are not
+        compared with each other; None: each document is a record.
         """
         code = 1 + RULES.index(rule)
 
@@ -113,5 +115,6 @@ class DuplicateFinder:
 
 
 def _select_band(band: int, segment: Segment) -> NDArray[np.uint64]:
-    """Return the MinHash keys of band number `band` (from 0) of a segment's documents, uint64 [documents, 1]."""
+    """Return the MinHash keys of the documents of `segment` in band number `band` (from 0), uint64 [documents, 1].
+    Documents with equal keys are near duplicates."""
     return segment.read_column("bands")[:, band : band + 1]

@@ -50,9 +50,9 @@ def measure_languages(text: str) -> dict[str, float]:
 
 
 def find_foreign_language(text: str, languages: Sequence[str], minimum: float) -> str | None:
-    """Return the most probable language of a text and the probability of `languages` together, as text, if that is
-    below the threshold for the text's length; else None. minimum: threshold for long texts.
-    """
+    """Return None if a text is in one of `languages`: if their probabilities together reach the threshold for the
+    text's length. Otherwise return, as text, the most probable language and that sum. minimum: threshold for long
+    texts."""
     measured = measure_languages(text)
     probability = sum(measured[language] for language in {*languages})
     threshold = choose_threshold(len(text), minimum)

@@ -60,9 +60,9 @@ def list_enabled_rules(recipe: CleanRecipe, extracts: bool = False) -> tuple[str
 
 
 def collect_key_fields(recipe: CleanRecipe, cache: Path, log: Callable[[str], None]) -> dict[str, Any]:
-    """Return a JSON object of everything that determines the results of cleaning, for the cache key of prepared data:
-    the `[data.clean]` table `recipe`, the contents of the files that it names, and the versions of the masks and of the
-    libraries that rules use.
+    """Return a JSON object of everything that determines the results of cleaning; it enters the cache key of prepared
+    data. It contains the `[data.clean]` table `recipe`, the hashes of the files that it names, and the versions of the
+    masks and of the libraries that rules use.
 
     cache: directory that stores file listings of remote stores. log: receives a line when a store is unreachable and
     its stored listing is used. Raises `UserError` if a file cannot be read, or a library is not installed.
@@ -239,7 +239,7 @@ class Cleaner(Rewriter):
         rule that it violates, measured value as text), or None if it passes.
 
         text: the document's text after masking and line filters. blank: True if `text` is only white space. emptied:
-        True if the text before masking and line filters was not only white space.
+        True if masking and line filters made it so: the text before them was not only white space.
         """
         recipe = self.recipe
         if recipe.maximum_control_fraction < 1:

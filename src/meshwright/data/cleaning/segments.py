@@ -29,24 +29,25 @@ _MAGIC = b"meshwright segment 4\n"
 
 
 def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """Hash document numbers to pseudorandom priorities, uint64 of the same shape. The report shows the documents with
-    the lowest priorities: a sample spread over the corpus that is the same in every run.
-    """
+    """Hash document numbers to pseudorandom priorities, uint64 of the same shape. The report shows, for each rule, the
+    dropped documents with the lowest priorities: a sample that is spread over the corpus and the same in every run."""
     values = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     values ^= values >> np.uint64(32)
     return values * np.uint64(0xD6E8FEB86659FD93)
 
 
 def list_column_types(bands: int, rewrites: bool, sentences: bool, records: bool) -> dict[str, tuple[str, int]]:
-    """Return the columns of a segment file, which holds the cleaning results for a run of documents: {name: (NumPy
-    dtype, values per document)}. bands: number of MinHash bands. rewrites: True if texts are masked or their lines
-    filtered. sentences: True if spans of sentences are compared. records: True if the documents are records' examples.
+    """Return the columns of a segment file, which holds the cleaning results of consecutive documents: {name: (NumPy
+    dtype, values per document)}.
 
-    `code`: 0 (kept) or 1 + the index in `RULES` (all rule names) of the rule that dropped the document. `before`:
-    number of characters, of UTF-8 bytes, and of characters of each kind, before masking. `digest`: first half of the
-    SHA-256 of the text. `bands`: MinHash keys. Only with `rewrites`: `after`, the same numbers as `before` after
-    masking, and `changes`, the number of masked items and removed lines by kind. Only with `sentences`: `sentences`,
-    their number. Only with `records`: `record`, the first 64 bits of a hash that the examples of one record share.
+    bands: number of MinHash bands. rewrites: True if texts are masked or their lines filtered. sentences: True if spans
+    of sentences are compared. records: True if the documents are records' examples.
+
+    Columns: `code`: 0 (kept) or 1 + the index in `RULES` (all rule names) of the rule that dropped the document.
+    `before`: number of characters, of UTF-8 bytes, and of characters of each kind, before masking. `digest`: first half
+    of the SHA-256 of the text. `bands`: MinHash keys. With `rewrites` also `after`, the same numbers as `before` after
+    masking, and `changes`, the number of masked items and removed lines by kind. With `sentences` also `sentences`,
+    their number. With `records` also `record`, the first 64 bits of a hash that the examples of one record share.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
@@ -176,11 +177,11 @@ class SegmentWriter:
 
 
 class Segment:
-    """File with the cleaning rules' results for a run of consecutive documents. Header and columns are read from disk
+    """File with the cleaning rules' results for a block of consecutive documents. Header and columns are read from disk
     on each access.
 
-    first: number of the first document. documents: number of documents. sentences, spans: numbers of sentences and of
-    their spans, 0 if these are not compared.
+    first: number of the first document. documents: number of documents. sentences, spans: total numbers of sentences
+    and of spans (three consecutive sentences) in these documents; 0 if spans are not compared.
     """
 
     def __init__(self, path: Path) -> None:
@@ -201,9 +202,8 @@ class Segment:
 
     @property
     def header(self) -> dict[str, Any]:
-        """Header of the file: `pieces` ([index of a source file, number of its documents] pairs), `longest_kept` in
-        characters, and `examples` and `samples` of dropped documents by rule.
-        """
+        """Header of the file as JSON: `pieces`: [[index of a source file, number of its documents in this segment]];
+        `longest_kept`: characters of the longest document kept; `examples`, `samples`: dropped documents by rule."""
         return self._read_header()[0]
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
@@ -237,8 +237,8 @@ class Segment:
 
 def find_failed_pages(file: SourceFile, codes: NDArray[np.uint8], first: int) -> ReadBefore:
     """Collect what a second reading of a source file needs to yield the same documents: their number, and the numbers
-    of those whose page text could not be extracted. codes: uint8 [documents], results of the file's first documents.
-    first: code that stands for the first rule in `RULES`."""
+    of those whose page text could not be extracted. codes: uint8 [documents], the rules' results for the file's first
+    documents. first: code of the first rule in `RULES`."""
     failed = np.flatnonzero(codes == first + RULES.index("extraction")).tolist() if file.format == "warc" else ()
     return ReadBefore(len(codes), frozenset(failed))
 

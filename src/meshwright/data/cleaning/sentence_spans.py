@@ -40,9 +40,10 @@ def remove_sentences(text: str, numbers: Collection[int]) -> str:
 
 
 class RemovedSentences:
-    """Sentences of kept documents that are removed, since they are part of a span that occurs before in the corpus.
+    """Sentences that are cut out of kept documents, because they are part of a span of three sentences that occurs
+    before in the corpus.
 
-    entries: int64 [removed sentences], ascending: number of the document << 24 | number of the sentence in it.
+    entries: int64 [removed sentences], ascending: (number of the document << 24) | number of the sentence in it.
     """
 
     def __init__(self, entries: NDArray[np.int64]) -> None:
@@ -96,9 +97,8 @@ class RemovedSentences:
         return {*(entries & ((1 << SENTENCE_BITS) - 1)).tolist()}
 
     def measure(self, segment: Segment) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Return for each document of a segment (number of its removed sentences; their UTF-8 bytes; True if no
-        sentence is left), [documents] each.
-        """
+        """Return, for the documents of `segment`, three arrays [documents]: number of removed sentences; their UTF-8
+        bytes; True if no sentence is left."""
         entries = self._select_entries(segment.first, segment.first + segment.documents)
         counts = segment.read_column("sentences")[:, 0].astype(np.int64)
         owner = (entries >> SENTENCE_BITS) - segment.first

@@ -135,9 +135,8 @@ class Survey:
                 raise SourceChanged(file)
 
     def _rewrite_document(self, document: Document) -> Document:
-        """Return a copy of the document with masks and line filters applied to its text, or to every text of its
-        record.
-        """
+        """Return a copy of the document with masks and line filters applied to its text or, for a record, to every text
+        of the record."""
         if document.example is None:
             return document._replace(text=self.rewriter.rewrite_text(document.text or "", document.name)[0])
         example, _ = self.rewriter.rewrite_example(document.example, document.name)
@@ -201,10 +200,9 @@ def survey_corpus(
 
 
 def make_reader(recipe: DataRecipe, longest: int) -> Reader:
-    """Create the reader that splits source files into documents, with the options of the recipe. It must be the same in
-    the cleaning pass and whenever the documents are read again. longest: maximum characters of a document; longer texts
-    are cut.
-    """
+    """Create the reader that splits source files into documents, with the options of the recipe. Whenever the documents
+    are read again, the same reader must be used as in the cleaning pass, since documents are identified by number.
+    longest: maximum characters of a document; longer texts are cut."""
     records = None
     if recipe.records != "text":
         messages = MessageFormat(recipe.message_keys, recipe.record_roles)

@@ -84,9 +84,8 @@ def _prefix_sums(values: Hashes) -> Hashes:
 
 
 def _compute_powers(count: int) -> tuple[Hashes, Hashes]:
-    """Return (powers of the hash base, powers of its inverse) modulo 2^64 for the exponents 0, 1, 2 ...: at least
-    `count` of each.
-    """
+    """Return two arrays, the powers of the hash base and of its inverse modulo 2^64, for the exponents 0, 1, 2 ...: at
+    least `count` of each."""
     return _compute_powers_of_two(max(16, (count - 1).bit_length()))
 
 

@@ -190,9 +190,9 @@ class PackedExamples(PackedDataset):
     def _find_responses(
         self, begins: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return for each of K documents (number of tokens before its first target, whether its response is
-        undesirable). begins, lengths: first token and length of each document, [K].
-        """
+        """Return, for each of K documents, (number of tokens before its first target; True if its response is labelled
+        undesirable), [K] each. begins, lengths: position of its first token in the token stream, and its number of
+        tokens, [K]."""
         prompts, undesirable = np.zeros(len(begins), np.int64), np.zeros(len(begins), bool)
         for place, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
             marks = self._read_document(begin, begin + length)[1]
@@ -201,10 +201,10 @@ class PackedExamples(PackedDataset):
         return prompts, undesirable
 
     def _choose_partners(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each of K examples the index, in [0, K), of another one of the same data source (of itself, if
-        there is no other), half the source away: neighbours often answer the same prompt. numbers: the examples'
-        indices among all, [K].
-        """
+        """Return, for each of K labelled examples, the index in [0, K) of its partner: another example of the same data
+        source, whose response replaces its own for KTO's KL estimate. The partner is half the source away, because
+        neighbours often answer the same prompt; an example that is alone in its source is its own partner. numbers:
+        index of each example among all, [K]."""
         partners = np.zeros(len(numbers), np.int64)
         for first, end in self._examples_by_source():
             begin, stop = np.searchsorted(numbers, [first, end]).tolist()
@@ -235,8 +235,8 @@ class PackedExamples(PackedDataset):
         return self._make_batch(*self._read_rows(rows))
 
     def _make_batch(self, values: NDArray[np.int64], marks: NDArray[np.uint8], ids: NDArray[np.int32]) -> TokenBatch:
-        """Build a `TokenBatch` from the rows that `_read_rows` returns: token IDs, marks and document IDs, [B, S + 1]
-        each."""
+        """Build a `TokenBatch` from the result of `_read_rows`. values: token IDs. marks: token marks (see
+        `token_marks`). ids: document IDs; each [B, S + 1]."""
         targets = np.where(marks[:, 1:] & TRAINED_BIT, values[:, 1:], NO_TARGET)
         ids = ids[:, :-1] if self.document_mask else np.zeros_like(ids[:, :-1])
         undesirable = marks[:, 1:] & UNDESIRABLE_BIT != 0 if self.packing.labelled else None
@@ -293,9 +293,8 @@ class PackedExamples(PackedDataset):
         return values, marks, ids
 
     def _list_ranges(self, example: int, mismatched: bool) -> list[list[tuple[int, int]]]:
-        """Return the token ranges [begin, end) that make up each document of an example, by its index in [0, K).
-        mismatched: its prompt with the response of its partner, cut to a row.
-        """
+        """Return the token ranges [begin, end) that make up each document of the example with the index `example` in
+        [0, K). mismatched: True: its prompt followed by the response of its partner, cut to the length of a row."""
         plan, documents = self.plan, self.packing.documents_per_example
         first = int(plan.numbers[example]) * documents
         begins = self._documents[first : first + documents, 0].tolist()
@@ -316,9 +315,9 @@ class PackedExamples(PackedDataset):
         return self._map_shard(number)[span], marks
 
     def _select_targets(self, marks: NDArray[np.uint8], begins: NDArray[np.int64] | slice) -> NDArray[np.uint8]:
-        """Return the marks of stored documents with the targets that `train_on` selects. begins: index of the first
-        token of each document, which nothing predicts.
-        """
+        """Return the marks of stored tokens, with the target bit as `train_on` demands: unchanged for "responses", set
+        on every token for "all" except the first of each document, which nothing predicts. begins: index of the first
+        token of each document."""
         if self.packing.train_on == "all":
             marks = marks | np.uint8(TRAINED_BIT)
             marks[begins] ^= TRAINED_BIT

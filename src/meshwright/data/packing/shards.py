@@ -84,9 +84,8 @@ class Encoder(Protocol):
     """
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield for each of `documents` the list of its token sequences. Raises `UserError` that names a document that
-        cannot be encoded.
-        """
+        """Yield, for each of `documents`, the list of its tokenized texts: one, or two for a preference record. Raises
+        `UserError` that names a document that cannot be encoded."""
 
 
 class TextEncoder:

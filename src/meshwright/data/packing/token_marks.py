@@ -22,8 +22,8 @@ AUTHORS = ("template", *ROLES)  # "template": text between turns, such as a defa
 
 
 def author_bits(role: str) -> int:
-    """Return the bits of a token mark for a turn of `role`, such as "user": the role's index in `AUTHORS`, shifted by
-    one bit."""
+    """Return the bits of a token mark that store `role`, the role of the token's turn, such as "user": its index in
+    `AUTHORS`, shifted left by one bit."""
     return AUTHORS.index(role) << 1
 
 
@@ -33,14 +33,17 @@ def author_of(marks: Any) -> Any:
 
 
 def iterate_runs(marks: NDArray[Any]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges [begin, end) of consecutive equal `marks`, [tokens], in order."""
+    """Split `marks` [tokens] into ranges of equal marks, as long as possible, and yield them as [begin,
+    end) in order.
+    """
     changes = np.flatnonzero(np.diff(marks)) + 1
     return pairwise([0, *changes.tolist(), len(marks)]) if len(marks) else iter(())
 
 
 def count_marks(marks: NDArray[np.uint8], begins: NDArray[np.int64]) -> dict[str, Any]:
-    """Count turns, trained spans and tokens by role. Returns {"spans": ranges of consecutive trained tokens, "turns":
-    {role: turns}, "tokens": {author: tokens}, "trained_tokens": {author: trained tokens}}, with the authors that occur.
+    """Count turns, trained spans and tokens by role. Returns {"spans": number of ranges of consecutive trained tokens,
+    "turns": {role: number of turns}, "tokens": {author: number of tokens}, "trained_tokens": {author: number of trained
+    tokens}}. An author is a role, or "template" for text between turns; only those that occur are listed.
 
     marks: [tokens] of documents one after another. begins: index at which each document begins, ascending.
     """

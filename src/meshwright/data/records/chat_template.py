@@ -44,7 +44,7 @@ class TemplateInputs(NamedTuple):
     variables: Variables = {}
 
     def to_key(self) -> str:
-        """Return a cache key: JSON text that is equal for inputs that give equal text around turns."""
+        """Return a cache key, JSON text. Inputs with equal keys make the template write the same text around turns."""
         return json.dumps([bool(self.tools), self.variables], sort_keys=True)
 
 
@@ -52,12 +52,13 @@ class RenderedConversation(NamedTuple):
     """A conversation rendered to text by a chat template.
 
     text: the rendered conversation. responses: character ranges [begin, end) in `text` of the assistant's turns to be
-    trained on, end token included; a turn may have several. context: ranges within these that are not trained on; a
-    token with a character in one is not trained on either. template_tokens: character ranges [begin, end) in `text` of
-    the special tokens that the template itself wrote; a special token spelled out in a message is ordinary text. turns:
-    (begin, end, role) of each message's text, in order; empty if they cannot be found, because the template inspects
-    message text. left_out: message fields that the template does not render: "reasoning" (of the last turn that has
-    some) and "name"."""
+    trained on, end token included; a turn may have several. context: character ranges within `responses` that are not
+    trained on; a token that overlaps one is not trained on either. template_tokens: character ranges [begin, end) in
+    `text` of the special tokens that the template itself wrote; a special token spelled out in a message is ordinary
+    text. turns: (begin, end, role) of each message's text, in order; empty if they cannot be found, because the
+    template inspects message text. left_out: message fields that the template does not render: "reasoning" (of the last
+    turn that has some) and "name".
+    """
 
     text: str
     responses: list[tuple[int, int]]
@@ -229,9 +230,9 @@ class ChatTemplate:
     def _assign_marked(
         self, marked: list[tuple[int, int]], turns: list[int], wanted: list[int], regions: MessageRegions | None
     ) -> list[tuple[int, int]]:
-        """Return those of the spans `marked` by {% generation %} that belong to the turns `wanted`. turns: indices of
-        the assistant's turns. regions: positions of the messages, None if unknown. Raises `TemplateError` if a span
-        cannot be assigned to a turn."""
+        """Return those of the character ranges `marked` by {% generation %} that belong to the assistant's turns
+        `wanted` (indices). turns: indices of all assistant turns. regions: positions of the messages in the text; None:
+        unknown. Raises `TemplateError` if a range cannot be assigned to a turn."""
         trained = set(wanted)
         if regions is not None:
             return [span for turn, span in assign_marked_spans(marked, regions.ranges, turns) if turn in trained]
@@ -277,13 +278,13 @@ class ChatTemplate:
         return frozenset(beginnings), frozenset(ends), max(map(len, self.special), default=0)
 
     def _may_border(self, text: str) -> bool:
-        """Return True if `text`, a key or a description of a tool, could form a special token together with adjacent
-        text."""
+        """Return True if `text`, a key or a description of a tool, begins or ends with a part of a special token, so
+        that it could form one together with the text next to it."""
         return not text.replace("_", "").replace("-", "").isalnum() and self._may_spell(text)
 
     def _may_spell(self, content: str) -> bool:
-        """Return True if `content`, the text of a message, contains a special token or could form one together with
-        adjacent text."""
+        """Return True if `content`, the text of a message, contains a special token, or begins or ends with a part of
+        one, so that it could form one together with the text next to it."""
         if self._special_pattern.search(content):
             return True
         beginnings, ends, longest = self._special_affixes

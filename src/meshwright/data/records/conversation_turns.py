@@ -33,7 +33,9 @@ class ConversationTurns:
     """Search for the assistant's turns of one conversation in its rendered `text`.
 
     finder: finder of turns of the same template, with its cache. messages: the template's variables of each message.
-    literals: as in `locate_messages`. inputs: cache key of the template's other inputs."""
+    render: renders messages by the template. literals: strings that the template may search for in messages (see
+    `locate_messages`). inputs: cache key of the template's other inputs.
+    """
 
     def __init__(
         self,
@@ -50,8 +52,8 @@ class ConversationTurns:
         self._left = _MOST_RENDERED
 
     def exclude_repeats(self, regions: MessageRegions, turns: Sequence[int]) -> MessageRegions:
-        """Return the regions with the ranges of the assistant's `turns` (indices) shortened, so that they exclude
-        characters that the template repeats after the turn."""
+        """Return `regions` with shorter ranges of the assistant's `turns` (indices): a range ends before characters of
+        the turn that the template repeats after it, such as the name of a called function."""
         for number in turns:
             regions = self._finder.exclude_repeats(regions, number, lambda: self._count_masked_characters(number))  # noqa: B023
         return regions
@@ -67,8 +69,8 @@ class ConversationTurns:
     def _find_turn(
         self, regions: MessageRegions | None, number: int, around: tuple[int, int] | None
     ) -> tuple[int, int]:
-        """Return the character range of the turn with index `number`. around: as in `TurnFinder.find`; None: unknown,
-        or the turn is interleaved with another message."""
+        """Return the character range of the turn with index `number`. around: end of the previous message in the text,
+        and beginning of the next one; None: unknown, or the turn is interleaved with another message."""
         if regions is not None and around is not None:
             context = self._inputs, *map(_describe_shape, self._messages[max(0, number - 1) : number + 1])
             found = self._finder.find(regions, number, around, context, lambda: self._render_delimiters(number))
@@ -77,13 +79,14 @@ class ConversationTurns:
         return self._find_by_prefix(number)
 
     def _render_delimiters(self, number: int) -> TurnDelimiters:
-        """Render the conversation up to the turn `number` and return the template's text around the turn."""
+        """Render the conversation up to and including the turn with index `number`, and return the text that the
+        template writes around that turn."""
         self._count_rendered(4 * number)
         return render_delimiters(self._messages[: number + 1], self._render, self._literals)
 
     def _count_masked_characters(self, number: int) -> int:
-        """Render the conversation up to the turn `number` and return the number of the turn's masked characters in the
-        text; 0 if that is unknown."""
+        """Render the conversation up to and including the turn with index `number`; return how many of that turn's
+        characters, which are replaced by placeholders, occur in the text. 0 if unknown."""
         self._count_rendered(2 * number)
         some = self._messages[: number + 1]
         with suppress(TemplateError):
@@ -123,7 +126,7 @@ class ConversationTurns:
 def make_turn_finder(special: re.Pattern[str], render: Render, literals: Sequence[str]) -> TurnFinder:
     """Return the finder of a template's turns, with the header and end tokens that the template writes in a
     conversation of one question and answer. special: pattern of the special tokens. render: renders a conversation by
-    the template. literals: as in `locate_messages`."""
+    the template. literals: strings that the template may search for in messages (see `locate_messages`)."""
     header, end, other, begins = "", None, None, frozenset[str]()
     with suppress(TemplateError):
         user, answer = Message("user", "A?").template_variables(), Message("assistant", "B.").template_variables()
@@ -138,7 +141,8 @@ def make_turn_finder(special: re.Pattern[str], render: Render, literals: Sequenc
 
 def render_delimiters(messages: TemplateMessages, render: Render, literals: Sequence[str]) -> TurnDelimiters:
     """Render a conversation that ends with an assistant turn, and return the template's text around this turn.
-    messages: the template's variables of each message. literals: as in `locate_messages`."""
+    messages: the template's variables of each message. literals: strings that the template may search for in messages
+    (see `locate_messages`)."""
 
     def render_end(some: TemplateMessages, prompt: bool) -> str | None:
         """Return the template's text after the last message of `some`; None if the template refuses them or inspects
@@ -193,9 +197,12 @@ def _describe_shape(message: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _find_other_end(special: re.Pattern[str], after: str, header: str, before: str) -> str | None:
-    """Return the special token that ends turns of other roles than the assistant; None if there is none, or it begins a
-    turn. after: text that follows a user turn in a prompt. header: its end, the header of the assistant's turn. before:
-    text before the first user turn."""
+    """Return the special token that ends turns of other roles than the assistant; None if there is none, or if that
+    token begins a turn.
+
+    after: text that follows a user turn in a prompt. header: the last part of `after`, the header of the assistant's
+    turn. before: text before the first user turn.
+    """
     first, own = special.match(after), special.findall(header)
     if first is None or first[0] in own[-1:] or (first[0] in own and first[0] in before):
         return None

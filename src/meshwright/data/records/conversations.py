@@ -42,9 +42,8 @@ class RecordFormat(NamedTuple):
     thinking: str = "template"
 
     def get_file_key(self, part: str) -> str:
-        """Return the key that the files use for the standard key `part`, such as "question" for "prompt"; `part` itself
-        if it is not renamed.
-        """
+        """Return the key that the files use for a standard key. part: the standard key, such as "prompt"; returned
+        unchanged if it is not renamed."""
         return self.renamed.get(part, part)
 
     @property
@@ -98,7 +97,8 @@ class RecordFormat(NamedTuple):
         return Example(prompt, branches, tools, frozenset(unused), label, variables)
 
     def _list_used_keys(self, record: Mapping[str, Any]) -> list[str]:
-        """Return the standard keys that parsing a record uses, according to its schema; all others are unused."""
+        """Return the standard keys that the parser reads from `record`, which depend on the record's schema; all other
+        keys of the record are unused."""
         keys = [*RECORD_KEYS[self.kind], *MORE_RECORD_KEYS[self.kind]]
         left: set[str] = set()
         if self.kind == "instruction":
@@ -197,9 +197,10 @@ class RecordFormat(NamedTuple):
     def _parse_instruction(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse an instruction record to (prompt, branches): Alpaca's `instruction`, `output`, `input` and `history`
-        (pairs of question and answer, which are trained on), or TRL's `prompt` and `completion`. unused: gets the keys
-        of messages that are not used. Raises `MalformedRecord` if a key is missing or has a value of a wrong type."""
+        """Parse an instruction record to (prompt, branches), where branches are the continuations of the prompt (here
+        one): Alpaca's `instruction`, `output`, `input` and `history` (pairs of question and answer, which are trained
+        on), or TRL's `prompt` and `completion`. unused: set to which keys of messages that are not used are added.
+        Raises `MalformedRecord` if a key is missing or has a value of a wrong type."""
         if self._is_trl_instruction(record):
             return self._parse_completion(record, unused)
         instruction, output = (self._get_text(record, part) for part in ("instruction", "output"))
@@ -217,8 +218,8 @@ class RecordFormat(NamedTuple):
     def _parse_completion(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse TRL's `prompt` and `completion` to (prompt, branches). unused and errors: as in
-        `_parse_instruction`."""
+        """Parse TRL's `prompt` and `completion` to (prompt, branches), with one branch, the completion. unused and
+        errors: as in `_parse_instruction`."""
         prompt = self._parse_side(record, "prompt", "user", unused)
         completion = self._parse_side(record, "completion", "assistant", unused)
         return separate_prompt(prompt, (completion,), [*map(self.get_file_key, ("prompt", "completion"))])
@@ -226,8 +227,8 @@ class RecordFormat(NamedTuple):
     def _parse_chat(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse a chat record to (prompt, branches). unused: as in `_parse_instruction`. Raises `MalformedRecord` if it
-        has no list of messages."""
+        """Parse a chat record to (prompt, branches): an empty prompt, and one branch with all messages. unused: as in
+        `_parse_instruction`. Raises `MalformedRecord` if it has no list of messages."""
         key = self._get_messages_key(record)
         if key not in record:
             raise self._missing_key_error(record, key, "messages")

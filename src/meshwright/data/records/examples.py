@@ -26,9 +26,8 @@ VERSION = 5  # of parsing records and finding what is trained on
 
 
 def collect_record_fields(recipe: DataRecipe, template: str) -> list[Any]:
-    """Return a JSON list of everything in the recipe that determines how records become tokens, for the cache key.
-    template: Jinja source of the chat template.
-    """
+    """Return a JSON list of everything in the recipe that determines how records become tokens; it enters the cache key
+    of prepared data. template: Jinja source of the chat template."""
     keys = [recipe.record_keys, recipe.message_keys, recipe.record_roles]
     return [VERSION, recipe.records, *keys, recipe.thinking, template]
 

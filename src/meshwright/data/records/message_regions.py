@@ -51,7 +51,8 @@ class MessageRegions(NamedTuple):
     owners: NDArray[np.int64]
 
     def is_repeated(self, number: int) -> bool:
-        """Return True if the text has more characters of the message with index `number` than the message itself."""
+        """Return True if the template repeats text of the message with index `number`: the rendered text has more
+        characters of it than the message itself."""
         return bool(self.text_counts[number, :-1].sum() > self.source_counts[number, :-1].sum())
 
     def list_positions(self, number: int, part: int | None = None) -> NDArray[np.int64]:
@@ -117,8 +118,8 @@ def has_text(message: Mapping[str, Any]) -> bool:
 
 
 class Placeholders:
-    """Table of placeholders: private-use characters, each of which stands for one character in one part of one
-    message."""
+    """Table of placeholders: private-use Unicode characters, each of which stands for one character in one part of one
+    message. In a conversation that is rendered with placeholders, each character shows where it comes from."""
 
     def __init__(self) -> None:
         """Start with an empty table."""
@@ -191,8 +192,8 @@ class _PlaceholderTable(dict[int, int]):
 
 
 def _make_masker(tables: Sequence[_PlaceholderTable], key: str, kept: re.Pattern[str] | None) -> Callable[[str], str]:
-    """Return the function that masks a string under `key` of a message by placeholders. tables: one for each of
-    `PARTS`. kept: as in `Placeholders.mask`."""
+    """Return the function that replaces the characters of a string, the value of `key` in a message, by placeholders.
+    tables: one for each of `PARTS`. kept: as in `Placeholders.mask`."""
     table = tables[PARTS.index(_PART_OF_KEY.get(key, "other"))]
 
     def mask(text: str) -> str:
@@ -243,9 +244,10 @@ def _find_characters(
     render: Callable[[Sequence[Mapping[str, Any]]], str],
     kept: re.Pattern[str] | None,
 ) -> tuple[str, NDArray[np.int64], NDArray[np.int64]]:
-    """Return (text with placeholders for the messages' characters, positions of these [characters], their owners
-    [characters, 2]). It is rendered once for as many messages as there are private-use characters for. render: as in
-    `locate_messages`. kept: as in `Placeholders.mask`. Raises `TemplateError` if the template inspects message text."""
+    """Render a conversation with placeholders for the messages' characters; return (text with placeholders, positions
+    of these [characters], their owners [characters, 2]). It is rendered several times if there are too few private-use
+    characters for all messages. render: as in `locate_messages`. kept: as in `Placeholders.mask`. Raises
+    `TemplateError` if the template inspects message text."""
     whole, first = _to_codes(text).copy(), 0
     found: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     while first < len(messages) or not found:
@@ -268,7 +270,8 @@ def _to_codes(text: str) -> NDArray[np.uint32]:
 
 
 def _count_by_part(message: Mapping[str, Any], kept: re.Pattern[str] | None) -> list[int]:
-    """Return the number of maskable characters in each of `PARTS` of a message. kept: as in `Placeholders.mask`."""
+    """Return, for each of `PARTS` of a message, the number of characters that can be replaced by placeholders. kept: as
+    in `Placeholders.mask`."""
     counts = [0] * len(PARTS)
     for key in ("content", "tool_calls", "reasoning_content"):  # others have the same texts again
         for text in list_strings(message.get(key), _KEPT_KEYS):

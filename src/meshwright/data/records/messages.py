@@ -110,10 +110,10 @@ class MessageFormat(NamedTuple):
     roles: Mapping[str, str] = {}
 
     def parse_all(self, turns: Any, where: str, unused: set[str], alternative: str = "") -> tuple[Message, ...]:
-        """Parse `turns`, a list of messages. where: its key in the record, for errors. unused: gets the keys of
-        messages that are not used, such as "messages.id". alternative: other allowed types, such as "or a string", for
-        the error. Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or a tool's
-        result without a call."""
+        """Parse `turns`, a list of messages. where: its key in the record, for errors. unused: set to which keys of
+        messages that are not used, such as "messages.id", are added. alternative: other allowed types, such as "or a
+        string", for the error. Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or
+        a tool's result without a call."""
         if not isinstance(turns, list):
             problem = f'"{where}" is {describe_value(turns)}, not a list of messages {alternative}'
             raise MalformedRecord(problem.rstrip())
@@ -175,8 +175,9 @@ class MessageFormat(NamedTuple):
         )
 
     def _find_key(self, turn: Mapping[str, Any], part: str, where: str) -> str:
-        """Return the key that `turn` uses for the standard key `part`; of several, the first whose value is not empty.
-        If it has none, return "" or, with `where` (its position, for the error), raise `MalformedRecord`."""
+        """Return the key under which the message `turn` has the standard key `part`, such as "content"; of several, the
+        first whose value is not empty. If it has none, return "" or, if `where` (the message's position, for the error)
+        is not empty, raise `MalformedRecord`."""
         names = (self.keys[part],) if part in self.keys else _SYNONYMS[part]
         held = [name for name in names if name in turn]
         key = next((name for name in held if turn[name] not in _EMPTY), held[0] if held else "")
@@ -241,7 +242,7 @@ def list_strings(value: Any, kept: Sequence[str] = ()) -> list[str]:
     found: list[str] = []
 
     def note(text: str) -> str:
-        """Append a string to the result and return it unchanged."""
+        """Append `text` to the result, and return it unchanged, as `map_strings` requires."""
         found.append(text)
         return text
 

@@ -66,7 +66,7 @@ def select_reasoning(example: Example, thinking: str) -> list[Example]:
 
 
 def _keep_last_reasoning(branch: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return a branch without the reasoning of assistant turns before the last one."""
+    """Return `branch`, the continuation of a prompt, in which only the last assistant turn keeps its reasoning."""
     last = max((at for at, message in enumerate(branch) if message.role == "assistant"), default=0)
     return tuple(message if at == last else _drop_reasoning(message) for at, message in enumerate(branch))
 

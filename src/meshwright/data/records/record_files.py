@@ -248,8 +248,8 @@ def count_unread_columns(file: SourceFile, stream: Stream, columns: Sequence[str
 
 
 def _select_columns(held: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Return those of the file's columns `held` that contain the keys `wanted`, once each; the key "a.b" is in column a
-    unless a column has this name."""
+    """Return those of the columns `held`, which the file has, that contain the keys `wanted`, once each. The key "a.b"
+    is in column a, unless there is a column "a.b"."""
     there = (name if name in held else name.partition(".")[0] for name in wanted)
     return [name for name in dict.fromkeys(there) if name in held]
 

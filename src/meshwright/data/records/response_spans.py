@@ -29,14 +29,15 @@ class TurnDelimiters(NamedTuple):
 
 
 class TurnFinder:
-    """Finder of the first and last character of assistant turns in rendered conversations, by the template's text
-    between messages. One per template; caches results.
+    """Finder of the first and last character of assistant turns in rendered conversations, by the text that the
+    template writes between messages. There is one finder for each template; it caches results.
 
     special: pattern of the special tokens. header: text that the template appends after a user turn as the header of an
     assistant turn, "" if none. end: special token that ends an assistant turn; None: there is none. other_end: special
-    token that ends other turns, and an assistant turn that is not the last, unless it is the one that begins a turn.
-    begins: special tokens of the header of an assistant turn, which do not end one, except as the first token after
-    it."""
+    token that ends turns of other roles, and assistant turns that are not the last, unless this token begins a turn.
+    begins: special tokens of the header of an assistant turn; they do not end a turn, except as the first token after
+    it.
+    """
 
     def __init__(
         self, special: re.Pattern[str], header: str, end: str | None, other_end: str | None = None,
@@ -51,10 +52,12 @@ class TurnFinder:
     def exclude_repeats(
         self, regions: MessageRegions, number: int, count_masked_characters: Callable[[], int]
     ) -> MessageRegions:
-        """Return the regions with the range of the assistant turn `number` shortened, so that it excludes characters of
-        the turn that the template repeats after it, such as the name of a called function in the header of its result.
-        count_letters: renders the conversation up to this turn, and returns the number of the turn's masked characters
-        in the text."""
+        """Return `regions` with a shorter range of the assistant turn `number`: it ends before characters of the turn
+        that the template repeats after it, such as the name of a called function in the header of its result.
+
+        count_masked_characters: renders the conversation up to this turn, and returns how many of the turn's
+        characters, replaced by placeholders, occur in the text.
+        """
         if not regions.is_repeated(number):
             return regions
         places = regions.list_positions(number)
@@ -131,7 +134,8 @@ class TurnFinder:
         self._delimiters[key] = delimiters
 
     def _cut_last(self, text: str) -> str:
-        """Return `text` up to the end of its last special token, with each run of placeholders replaced by "?"."""
+        """Return `text` up to the end of its last special token, with each sequence of placeholders (masked message
+        text) replaced by "?"; used as a cache key."""
         return PLACEHOLDERS.sub("?", text[: max((match.end() for match in self._special.finditer(text)), default=0)])
 
     def find_end(self, text: str, begin: int, content: str) -> int:
@@ -186,8 +190,8 @@ def find_turn_end_token(special: re.Pattern[str], closing: str, begins: frozense
 
 
 def _find_first_run(special: re.Pattern[str], text: str, begins: frozenset[str]) -> int:
-    """Return the position after the first run of adjacent special tokens in `text`; 0 if it has no special token. A
-    token of `begins`, which begins a turn, ends the run before it, unless it is the first."""
+    """Return the position in `text` at which the first sequence of adjacent special tokens ends; 0 if it has no special
+    token. A token of `begins`, which begins a turn, ends the sequence before it, unless it is the first."""
     match = special.search(text)
     end = 0 if match is None else match.end()
     while end and (match := special.match(text, end)) is not None and match.end() > end:

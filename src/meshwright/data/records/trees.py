@@ -25,8 +25,9 @@ def list_conversations(
     record: Mapping[str, Any], messages: MessageFormat, unused: set[str]
 ) -> list[tuple[Message, ...]]:
     """Flatten a tree to its conversations that end with an assistant turn; a tree may have none. A path ends before a
-    message that was deleted or that reviewers rejected. messages: how messages are written. unused: gets keys that are
-    not used. Raises `MalformedRecord` for a malformed message, or more than 10,000 messages."""
+    message that was deleted or that reviewers rejected. messages: field names and roles of the messages. unused: set to
+    which keys that are not used are added. Raises `MalformedRecord` for a malformed message, or more than 10,000
+    messages."""
     found: list[tuple[Message, ...]] = []
     seen: set[int] = set()  # assistant turns that are trained on
     waiting: list[tuple[dict[str, Any], tuple[Message, ...], tuple[int, ...], str]] = []

@@ -22,7 +22,8 @@ _SETTLED = 2.0  # seconds; a file that changed more recently may change again wi
 
 
 class SourceDigests:
-    """SHA-256 digests of the source files, which enter the key of the data cache and reveal later changes of the files.
+    """SHA-256 digests of the source files. They enter the key of the data cache, and show whether a file was changed
+    later.
 
     sha256: hex digest of each file. bytes: total size of the files.
     """

@@ -44,8 +44,8 @@ class Document(NamedTuple):
     name: name of the file and the document's position in it. text: the text; None if the file is not text, or if there
     is a `problem`. problem: (rule that drops the document, reason as a clause): "schema", which the record violates, or
     "extraction" of the page's text. example: the parsed instruction, chat or preference record; `text` then joins its
-    texts. record: SHA-256 of all texts of its record, if the record has several examples; else empty. unread: of the
-    first document of a Parquet file of records, the columns that are not read, with the number of their rows.
+    texts. record: SHA-256 of all texts of its record, if the record has several examples; else empty. unread: only in
+    the first document of a Parquet file of records: {column that is not read: number of its rows}.
     """
 
     name: str
@@ -274,8 +274,8 @@ def _get_text(value: Any, key: str, file: SourceFile, position: str, held: bool)
     """Return the text stored in a record; null becomes "". Raises `UserError` if the value is not text.
 
     value: parsed JSON record. key: key of the text in it; "a.b" is key b inside the object under a. file, position: the
-    record's file and position in it, for the error. held: True if an earlier record of the file has the key, so that
-    the file changes its schema here.
+    record's file and position in it, for the error. held: True if an earlier record of the file has the key; if this
+    one lacks it, the error says that the file changes its schema.
     """
     where, setting = format_position(file, position), file.key_setting
     if not isinstance(value, dict):

@@ -103,7 +103,8 @@ class _NotSupported(UserError):
 
 
 class _BlockReader(io.RawIOBase):
-    """Raw stream over a file in a remote store that fetches blocks of 8 MiB and keeps only the last one."""
+    """Seekable raw stream over a file in a remote store. It fetches blocks of 8 MiB by range reads, and keeps only the
+    last one in memory."""
 
     def __init__(self, file: StoredFile) -> None:
         """Start at position 0; no block is fetched yet."""

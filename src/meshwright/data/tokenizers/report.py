@@ -147,10 +147,9 @@ def _count_sources(data: PreparedData) -> list[dict[str, Any]]:
 
 
 def _check_round_trip(data: PreparedData) -> dict[str, Any]:
-    """Encode and decode the first validation documents of `data`; returns {documents, exact: number that come back the
-    same, first_difference: {text, decoded}, the 20 characters before and after the first difference, or None}.
-    `documents` is the number checked, at most 200.
-    """
+    """Encode and decode the first validation documents of `data`. Returns {"documents": number checked, at most 200;
+    "exact": number that come back unchanged; "first_difference": {"text", "decoded"}, each with the 20 characters
+    before and after the first difference, or None}."""
     exact = documents = 0
     first: dict[str, str] | None = None
     for text in islice(data.iterate_documents("validation"), _CHECKED):

@@ -123,8 +123,9 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
 
 
 def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
-    """Return the parsed tokenizer.json if plain text can be encoded as one of the tokens `hidden` although
-    `encode_special_tokens` is set, so that the caller must rename these tokens in it; else None."""
+    """Check whether plain text can be encoded as one of the tokens `hidden`, even if the tokenizer's option
+    `encode_special_tokens` is set. If so, return the parsed tokenizer.json, in which the caller must rename these
+    tokens; else None."""
     added = tokenizer.get_added_tokens_decoder().values()
     spelled = any(token.content in hidden for token in added if not token.special)
     if not spelled and all(tokenizer.model.token_to_id(token) is None for token in hidden):

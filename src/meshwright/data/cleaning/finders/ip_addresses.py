@@ -83,10 +83,12 @@ def _find_ipv4(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _is_network_address(text: str, match: re.Match[str], before: str, neighbour: bool | None) -> bool:
-    """Return True if the dotted quad that `match` found in `text` is an IP address, judged by its context.
+    """Return True if the dotted quad (four numbers) that `match` found in `text` is an IP address, and not a version or
+    section number, judged by its context.
 
     before: the text between the previous quad of the line (else the start of the line) and this one. neighbour: the
-    result for the previous quad of the same list; None: no list."""
+    result for the previous quad, if both are in one list; None: no list.
+    """
     if _ATTACHED_BEFORE.search(before) or _ATTACHED_AFTER.match(text, match.end()) or _VERSION_BEFORE.search(before):
         return False
     if _NETWORK_AFTER.match(text, match.end()) or _NETWORK_BEFORE.search(before):

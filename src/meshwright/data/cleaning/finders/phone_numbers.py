@@ -106,7 +106,7 @@ def find_phone_numbers(text: str) -> Iterator[tuple[int, int]]:
 
 def _match_number(text: str, start: int, last: int, is_first: bool) -> int | None:
     """Return the end index of the telephone number that begins at index `start` of `text`; None if there is none. last:
-    end index of the previous number; 0: none. is_first: True if words or a telephone number, not other digits, precede
+    end index of the previous number; 0: none. is_first: True unless other digits that are no telephone number precede
     it."""
     before = text[max(last, start - _CONTEXT) : start].rpartition("\n")[2]
     if _BEFORE.search(before):
