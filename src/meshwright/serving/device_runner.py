@@ -238,7 +238,7 @@ class DeviceRunner:
     def _attend(self, attention: Attention, qkv: torch.Tensor, layer: int, given: Sequence[Any]) -> torch.Tensor:
         """Return the output [T, H] of a layer's attention module, its projection included, and write the tokens' keys
         and values to the KV cache. qkv: queries, keys and values. layer: index of the layer. given: the step's
-        attention tiles (`device_operations.Tiles`), one object for each block table."""
+        `device_operations.Tiles`, one for each block table."""
         table, place = self._block_tables.layers[layer]
         cache, tiles = self._cache[place], given[table]
         norms, config = None, self.config
@@ -288,8 +288,8 @@ class DeviceRunner:
         return y_NY  # type: ignore[no-any-return]
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
-        """Apply the MLP's activation function to `up_TF` [T, columns]. gated: True: return activation(first half of the
-        columns) * second half, [T, columns / 2]."""
+        """Return the activation of `up_TF` [T, columns]; `gated`: of its first half, times its second half: [T, columns
+        / 2]."""
         if not gated:
             return modules.activate(up_TF, activation)
         if activation == "silu":
@@ -319,8 +319,8 @@ class DeviceRunner:
         return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
 
     def _post_norm(self, norm: Any, delta_TH: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the hidden states for a sublayer's output `delta_TH`: the output after its post-norm
-        (norm: None: there is none), multiplied by the model's residual scale."""
+        """Return what is added to the hidden states for a sublayer's output `delta_TH`: its post-norm (norm: None:
+        there is none), multiplied by the model's residual scale."""
         if norm is not None:
             delta_TH = self._add_norm(norm, delta_TH, None)
         scale = self.config.residual_scale

@@ -122,8 +122,7 @@ class Replicas:
             return (len(stream.request.tokens) for stream in self._streams.values() if not stream.tokens)
 
         def predict(count: int) -> float:
-            """Return the predicted seconds until `count` requests have left the queue, from its head; 1 if no replica
-            is ready."""
+            """Return the predicted seconds until `count` requests have left the queue; 1 if no replica is ready."""
             return min((replica.predict_wait(-(-count // len(ready))) for replica in ready), default=1.0)
 
         delay = min((replica.delay for replica in ready), default=0.0)

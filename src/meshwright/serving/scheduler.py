@@ -154,9 +154,9 @@ class Scheduler:
         return self._build_batch(picked, group) if picked else None
 
     def schedule_following(self, batch: StepBatch) -> StepBatch | None:
-        """Return the decode step that follows `batch`, before the results of `batch` are known; it has token ID 0 in
-        place of the tokens that `batch` will sample. None unless all sequences of `batch` decode and can continue, and
-        no other request can run."""
+        """Return the decode step that follows `batch`, before the results of `batch` are known; it has token ID 0 for
+        the tokens that `batch` will sample. None unless all its sequences decode and can continue, and nothing else can
+        run."""
         going = [each for each in batch.sequences if each.answered + 1 < each.request.sampling.max_tokens]
         decoding = len(going) == len(self._admitted) == len(batch.tokens) == len(batch.output_rows)
         self._state = None
@@ -251,8 +251,7 @@ class Scheduler:
 
     def _will_find_more(self, sequence: Sequence, found: int) -> bool:
         """Return True if a waiting sequence should be admitted later: an admitted one is about to compute the KV block
-        that follows its cached prefix, which the prefix cache then has, too. found: number of blocks of its cached
-        prefix."""
+        that follows its cached prefix, so that it will find this block, too. found: number of blocks of that prefix."""
         if sequence.scores_prompt or found >= (len(sequence.tokens) - 1) // BLOCK_TOKENS:
             return False
         wanted = sequence.chain.hashes[found]
