@@ -28,10 +28,10 @@ def read_teacher_config(recipe: Recipe) -> ModelConfig | None:
 
 
 def map_layers(recipe: Recipe, layers: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs (student's layer, teacher's layer), from 0, whose outputs are compared: `distill.layer_map`, or
-    one for each layer of the student, of which layer i of n corresponds to the end of the i-th n-th of the teacher
-    (uniform mapping: Jiao et al. 2019, arXiv:1909.10351, section 3.1); none without `distill.hidden`. layers: of the
-    student."""
+    """Return the pairs (student's layer, teacher's layer), indices from 0, whose outputs are compared:
+    `distill.layer_map` or, if it is empty, one pair for each of the student's n layers: its layer i (from 1) and the
+    layer that ends the i-th of n equal parts of the teacher (uniform mapping: Jiao et al. 2019, arXiv:1909.10351,
+    section 3.1). Empty without `distill.hidden`. layers: n."""
     if not recipe.distill.hidden:
         return ()
     if recipe.distill.layer_map:
@@ -50,8 +50,8 @@ def add_projections(config: ModelConfig, recipe: Recipe) -> ModelConfig:
 
 
 def make_teacher_layout(layout: Layout, text: str, config: ModelConfig) -> Layout:
-    """Return the layout of a teacher on the ranks of a run. layout: of the run; text: a value of `distill.layout`;
-    config: of the teacher. Raises `UserError` if the run's layout does not allow it."""
+    """Return the layout of a teacher on the ranks of a run. layout: layout of the run. text: value of `distill.layout`.
+    config: configuration of the teacher. Raises `UserError` if the run's layout does not allow it."""
     words = text.split()
     sharded = words[0] == "zero3" or (words[0] == "same" and layout.zero == 3)
     made = layout.with_(zero=3 if sharded else 0, hybrid=layout.hybrid if sharded else None, recompute="none")
@@ -65,8 +65,8 @@ def make_teacher_layout(layout: Layout, text: str, config: ModelConfig) -> Layou
 
 
 def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
-    """Raise `UserError` unless the teacher that the recipe names can teach `student` on a layout, apart from its
-    vocabulary (`check_vocabularies`)."""
+    """Raise `UserError` unless the teacher that the recipe names can teach the model `student` (its configuration) on a
+    layout. `check_vocabularies` checks the vocabularies."""
     teacher, given = read_teacher_config(recipe), recipe.distill
     if teacher is None:
         return
@@ -105,7 +105,8 @@ def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
 
 
 def check_vocabularies(recipe: Recipe, student: int) -> None:
-    """Raise `UserError` unless the teacher has as many token IDs as the model, `student`."""
+    """Raise `UserError` unless the teacher has as many token IDs as the trained model. student: number of token IDs of
+    that model."""
     teacher = read_teacher_config(recipe)
     if teacher is not None and teacher.vocabulary != student:
         raise UserError(

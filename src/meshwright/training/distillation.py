@@ -35,8 +35,12 @@ factors of the loss), squared difference of hidden states."""
 
 
 class Distillation(NextToken):
-    """Objective of distillation: a mean over the target tokens. recipe: settings of the run. loss: the loss.
-    Attributes, which `prepare` sets: `teacher`: the running teacher; `cache`: its most probable tokens, instead."""
+    """Objective of distillation: the student, which is trained, learns the text and the next-token distribution of a
+    teacher; the loss is a mean over the target tokens.
+
+    recipe: settings of the run. loss: the loss. Attributes, one of which `prepare` sets: `teacher`: the teacher model,
+    which runs beside the student; `cache`: its most probable tokens, computed before.
+    """
 
     metric_sums = FIGURES
 
@@ -114,7 +118,8 @@ class Distillation(NextToken):
     def _read_cache(
         self, cache: TeacherCache, micro_batch: MicroBatch, rows: NDArray[np.int64], split: str
     ) -> MicroBatch:
-        """Return a micro-batch with the teacher's most probable tokens of its sequences, this rank's part of each."""
+        """Add the teacher's most probable tokens, read from `cache`, to a micro-batch; return it. rows: indices of its
+        sequences in the split `split`. Each rank gets the tokens of its context-parallel slice of the sequences."""
         tokens_BS, targets_BS, documents = micro_batch
         parts = [torch.from_numpy(part).to(tokens_BS.device) for part in cache.read(split, rows)]
         if documents.indices_C is not None:
@@ -127,7 +132,9 @@ class Distillation(NextToken):
     def _sample(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int
     ) -> list[MicroBatch]:
-        """Return the micro-batches of an on-policy step: prompts and the student's continuations. Collective."""
+        """Return the micro-batches of an on-policy step: each sequence is a prompt and the student's own continuation
+        of it. rows: indices of the sequences of each micro-batch. step: index of the step, which seeds the draws.
+        Collective."""
         given, recipe = self.recipe.distill, self.recipe
         text_tokens = None
         if recipe.data.records == "text":

@@ -27,15 +27,15 @@ _STEP, _TOKENS = 1, 2  # purposes of random numbers
 
 
 def chooses_samples(fraction: float, seed: int, step: int) -> bool:
-    """Return True if the step with index `step` trains on the student's own samples: the case for `fraction` of all
-    steps, equally on all ranks."""
+    """Return True if the step with index `step` (from 0) trains on the student's own samples. This is drawn by `seed`
+    with the probability `fraction`, with the same result on all ranks."""
     return bool(np.random.default_rng([seed, step, _STEP]).random() < fraction)
 
 
 def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch.Tensor]:
-    """Return the prompt of each sequence of a micro-batch (token IDs, 1-D): of text, the tokens before index
-    `text_tokens` that belong to the document of the last of them; of an example (None), those before its first
-    target."""
+    """Return the prompt of each sequence of a micro-batch, token IDs [tokens]. text_tokens: for plain text: the prompt
+    is the part before this index that belongs to the last document there; None: for examples of records, the prompt is
+    everything before the first target."""
     tokens_BS, targets_BS, documents = micro_batch
     prompts = []
     for row, tokens_S in enumerate(tokens_BS):
@@ -50,8 +50,9 @@ def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch
 
 
 class Sampler:
-    """Sampler of the continuations of prompts from the model being trained. units: hooks around its FSDP units. device:
-    of its parameters. ends: token IDs that end a sequence. temperature: divides the logits. seed: of the run."""
+    """Generates continuations of prompts by the model being trained. units: hooks that all-gather the parameters of its
+    FSDP units. device: device of its parameters. ends: token IDs that end a sequence. temperature: divisor of the
+    logits. seed: seed of the run."""
 
     def __init__(
         self,
@@ -70,9 +71,9 @@ class Sampler:
     def replace(
         self, micro_batch: MicroBatch, prompts: Sequence[torch.Tensor], step: int, rows: NDArray[np.int64]
     ) -> MicroBatch:
-        """Return a micro-batch of the same size, of the prompts and the student's continuations, each sequence one
-        document. Its targets are the sampled tokens up to the one that ends the sequence. rows: indices of the
-        sequences in the training split. Collective."""
+        """Return a micro-batch of the same shape in which each sequence is a prompt and the student's continuation, one
+        document. Targets are the sampled tokens, up to the one that ends the sequence. rows: indices of the sequences
+        in the training split, which seed the draws with `step`. Collective."""
         tokens_BS, _, _ = micro_batch
         count, length = tokens_BS.shape
         device = self._device
@@ -105,8 +106,8 @@ class Sampler:
 
 
 class _DenseCache:
-    """KV cache of `count` sequences of up to `length` tokens in plain tensors (implements `AttentionCache`), for one
-    new token of each at a time."""
+    """KV cache of `count` sequences of up to `length` tokens in plain tensors. It gets one new token of each sequence
+    at a time, and implements the model's interface `AttentionCache`."""
 
     def __init__(self, config: ModelConfig, count: int, length: int) -> None:
         self._config, self._shape = config, (count, length)
@@ -140,5 +141,5 @@ class _DenseCache:
         return out.flatten(1, 2)[:, :, None].to(q_BNSD.dtype)
 
     def advance(self, tokens: int) -> None:
-        """Count the new token of each sequence."""
+        """Count the new token of each sequence. tokens: 1, as the model's cache interface passes it."""
         self.length += tokens

@@ -33,10 +33,10 @@ from meshwright.spec.stage_times import program_for
 
 
 class Teacher:
-    """Frozen model of configuration `config` on one rank. mesh: of the run. held: a value of `distill.layout`, which
-    says how it is held, and the number of tokens of a sequence. dtype: of its parameters. layers: layers whose outputs
-    are returned. seed: draws the parameters; None: `load` reads them. Raises `UserError` if it cannot run on the
-    layout. Collective."""
+    """Teacher of distillation on one rank: a frozen model of configuration `config`, of which only forwards run. mesh:
+    process groups of the run. held: (value of `distill.layout`, which says how the teacher is sharded; number of tokens
+    of a sequence). dtype: dtype of its parameters. layers: layers whose outputs are returned. seed: seed of random
+    parameters; None: `load` reads them. Raises `UserError` if it cannot run on the layout. Collective."""
 
     def __init__(
         self,
@@ -67,8 +67,9 @@ class Teacher:
 
     @torch.no_grad()
     def run(self, micro_batches: Sequence[MicroBatch]) -> dict[int, TeacherStates]:
-        """Run forward and return {index of a micro-batch: its states} for those whose last stage is on this rank. The
-        parameters of the output head stay unsharded until the next call. Collective."""
+        """Run forward and return {index of a micro-batch: the teacher's states} for the micro-batches whose last
+        pipeline stage is on this rank. The parameters of the output head stay unsharded until the next call.
+        Collective."""
         forward = _Forward(self, micro_batches)
         self._pipeline.run_forwards(forward, len(micro_batches))
         if forward.found:
@@ -76,8 +77,8 @@ class Teacher:
         return forward.found
 
     def output_head(self, student: Axis) -> OutputHead:
-        """Return the rows of the teacher's output head for the vocabulary slice of this rank of `student`, the axis tp
-        of the run."""
+        """Return the part of the teacher's output head for this rank's vocabulary slice of the student. student: axis
+        tp of the run, over which the student's vocabulary is sharded."""
         head = self._model.output_head()
         if self.mesh.tp.size == student.size:
             return head
@@ -87,8 +88,8 @@ class Teacher:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TeacherStates:
-    """Output of the teacher for a micro-batch. states_TH: input of its output head; layers: layer -> its output
-    [B, S, H] (this tp rank's token slice with sequence parallelism)."""
+    """Output of the teacher for a micro-batch of T tokens. states_TH: final hidden states, the input of its output
+    head. layers: {layer: its output [B, S, H]} (with sequence parallelism this tp rank's slice of the tokens)."""
 
     states_TH: torch.Tensor
     layers: dict[int, torch.Tensor]
@@ -128,8 +129,8 @@ class _Forward:
 
 
 def _change_mesh(mesh: Mesh, layout: Layout) -> Mesh:
-    """Return the mesh of a teacher with another layout on the same ranks. Where it has no tp but the run does, ranks
-    along tp hold the same."""
+    """Return the mesh of a teacher with its own `layout` on the ranks of the run's `mesh`. If only the run has tp, the
+    ranks along tp hold the same part of the teacher."""
     changed = copy.copy(mesh)
     changed.layout = layout
     if layout.tp != mesh.tp.size:

@@ -38,11 +38,13 @@ COMMAND = "`meshwright data teacher RECIPE` writes it"
 
 
 class TeacherCache:
-    """Most probable tokens of the teacher of `recipe` for the sequences of prepared `data`. Attributes: `identity`: all
-    that determines them, as JSON; `directory`: where they lie."""
+    """Cache on disk of the teacher's most probable next tokens, for all sequences of the prepared `data`. recipe: names
+    the teacher and the settings. Attributes: `identity`: everything that determines the content, as JSON; `directory`:
+    directory of the files."""
 
     def __init__(self, recipe: Recipe, data: PreparedData) -> None:
-        """Compute the identity, for which the teacher's files are hashed. Raises `UserError` if they are damaged."""
+        """Compute the identity, which includes the hashes of the teacher's files. Raises `UserError` if these are
+        damaged."""
         self._recipe, self._data = recipe, data
         assert recipe.distill.teacher is not None
         files = CheckpointFiles(recipe.distill.teacher)
@@ -121,20 +123,20 @@ class TeacherCache:
         return hashlib.sha256(canonical_json(self._manifest)).hexdigest()
 
     def _map(self, path: Path) -> NDArray[Any]:
-        """Return the memory map of a file."""
+        """Map the .npy file `path` into memory; return it as an array."""
         if path not in self._maps:
             self._maps[path] = np.load(path, mmap_mode="r", allow_pickle=False)
         return self._maps[path]
 
     def _read_manifest(self) -> dict[str, Any]:
-        """Return the manifest of this cache; {} if there is none."""
+        """Return the manifest of this cache (JSON with identity, shapes and checksums); {} if there is none."""
         found = read_json(self.directory / MANIFEST)
         valid = isinstance(found, dict) and found.get("identity") == self.identity
         return found if valid and isinstance(found, dict) else {}
 
     def _explain_stale(self) -> str:
-        """Return which values differ in the most similar cache of the same data's directory, as part of an error; empty
-        if there is none."""
+        """Return the end of an error message, which says how the most similar cache of the same data differs from this
+        one; empty if there is no other cache."""
         best: list[str] | None = None
         for path in sorted(self.directory.parent.glob(f"*/{MANIFEST}")):
             found = read_json(path)
@@ -171,7 +173,8 @@ class TeacherCache:
 
     @torch.no_grad()
     def _compute(self, model: Any, split: str, first: int, count: int) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        """Return the token IDs and log-probabilities of `count` sequences of a split from index `first` on."""
+        """Run the teacher `model` on `count` sequences of a split, from index `first` on; return token IDs [count, S,
+        K] and log-probabilities [count, S, K + 1], as `read` does."""
         given, device = self._recipe.distill, model.head_weight.device
         ids, values = [], []
         for row in range(first, first + count):

@@ -29,14 +29,15 @@ _SMALLEST = -87.0  # log of the smallest probability of "all other tokens": of f
 
 @dataclass(slots=True)
 class TeacherTargets:
-    """The teacher's side of a micro-batch on this rank.
+    """What the student is compared with in distillation, for a micro-batch on this rank: the teacher's output.
 
-    loss: the loss's settings. figures (float64 [3]): sums over target tokens of cross-entropy, divergence and squared
-    differences of hidden states, to which every forward pass adds. Of a running teacher, `states_TH`: input of its
-    output head, and `head`: the head's rows for this rank's vocabulary slice of the student. Of a cache, `top_ids_TK`
-    and `top_T1K`: the K most probable tokens (int64) and log-probabilities [T, K + 1] at the loss's temperature, the
-    last one of all other tokens together. layers: layer of the teacher -> its output [B, S, H] (this tp rank's token
-    slice with sequence parallelism)."""
+    loss: settings of the loss. figures: float64 [3], the sums over target tokens of cross-entropy, divergence and
+    squared differences of hidden states; every forward pass adds to them. states_TH, head: of a running teacher: input
+    of its output head, and the part of the head for this rank's vocabulary slice. top_ids_TK, top_T1K: of a cache: the
+    K most probable tokens (int64), and log-probabilities [T, K + 1] at the loss's temperature, the last one of all
+    other tokens together. layers: {layer of the teacher: its output [B, S, H]} (with sequence parallelism this tp
+    rank's slice of the tokens).
+    """
 
     loss: DistillationLoss
     figures: torch.Tensor
@@ -47,13 +48,13 @@ class TeacherTargets:
     layers: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def make_chunk(self, *arguments: Any) -> Chunk:
-        """Return the chunk of tokens of the student's loss for `arguments`, those of `Chunk`."""
+        """Create the object that computes the loss of a chunk of tokens. arguments: those of the base class `Chunk`."""
         return (LogitChunk if self.top_ids_TK is None else TopKChunk)(*arguments)
 
     def match_hidden(self, model: Any, targets_BS: torch.Tensor) -> torch.Tensor | float:
-        """Return the weighted loss of the hidden states, summed over target tokens (scalar), 0 without any pair of
-        layers. model: the student after its forward pass, whose tapped outputs are taken; targets_BS: -100 for ignored
-        tokens."""
+        """Return the weighted loss of the hidden states, summed over target tokens, a scalar; 0 if no layers are
+        compared. model: the student after its forward pass, which has stored the outputs of the compared layers in
+        `tapped`. targets_BS: -100 for ignored tokens."""
         pairs, tensor = self.loss.layer_map, model.axes.tensor
         if not pairs:
             return 0.0
@@ -77,9 +78,9 @@ class TeacherTargets:
 
 
 class _SoftChunk(Chunk):
-    """Chunk of C tokens whose loss is `mixing` times the cross-entropy plus the rest of T² times a divergence. A
-    subclass computes the divergence. The arguments are those of `Chunk`; `known_KC` has further rows, which the
-    forward pass computed."""
+    """Loss of a chunk of C tokens in distillation: `mixing` times the cross-entropy, plus 1 - `mixing` times T² times a
+    divergence, which a subclass computes (T: temperature). Arguments: those of `Chunk`; `known_KC` also has the rows
+    that `_reduce` returned in the forward pass."""
 
     def __init__(
         self,
@@ -109,7 +110,8 @@ class _SoftChunk(Chunk):
         raise NotImplementedError
 
     def _reduce(self, tensor: TensorOperations) -> list[torch.Tensor]:
-        """Set `_divergence_C` and return the rows [C] that `_soft_gradient` needs, from all-reduces over tp."""
+        """Set `_divergence_C`, the divergence of each token, by all-reduces over tp. Return the rows [C] that
+        `_soft_gradient` needs in backward."""
         raise NotImplementedError
 
     def _soft_gradient(self, part: slice) -> torch.Tensor:
@@ -141,6 +143,7 @@ class LogitChunk(_SoftChunk):
     """Chunk whose divergence is over the whole vocabulary: the teacher's logits are computed from its hidden states."""
 
     def _prepare(self, tokens: slice) -> None:
+        """Compute the teacher's logits of the tokens on this rank's vocabulary slice, with its softcap applied."""
         states_TH, head = self._teacher.states_TH, self._teacher.head
         assert states_TH is not None and head is not None
         logits_CV = states_TH[tokens] @ head.weight_VH.T
@@ -153,6 +156,7 @@ class LogitChunk(_SoftChunk):
         return wanted - log_p_sum_C[part, None], self._scaled(part) - log_q_sum_C[part, None]
 
     def _reduce(self, tensor: TensorOperations) -> list[torch.Tensor]:
+        """Set the divergence over the whole vocabulary; return the rows that `_soft_gradient` needs."""
         parts = [
             torch.stack([
                 torch.logsumexp(self._scaled(part), dim=1),
@@ -173,6 +177,7 @@ class LogitChunk(_SoftChunk):
         return [*sums_2C, weight_C]
 
     def _soft_gradient(self, part: slice) -> torch.Tensor:
+        """Return the gradient of the divergence with respect to the student's logits / T, [tokens of the slice, V]."""
         log_p, log_q = self._log_probabilities(part)
         return self._loss.terms(log_p, log_q)[1] - log_q.exp() * self.known[4][part, None]
 
@@ -181,6 +186,7 @@ class TopKChunk(_SoftChunk):
     """Chunk whose divergence has K + 1 outcomes: the teacher's K most probable tokens, and all others together."""
 
     def _prepare(self, tokens: slice) -> None:
+        """Select the cached tokens that are in this rank's vocabulary slice."""
         ids_TK, top = self._teacher.top_ids_TK, self._teacher.top_T1K
         assert ids_TK is not None and top is not None
         local_CK = ids_TK[tokens] - self._head.first_token
@@ -193,6 +199,7 @@ class TopKChunk(_SoftChunk):
         return self._scaled(part).gather(1, self._places_CK[part]) * self._held_CK[part]
 
     def _reduce(self, tensor: TensorOperations) -> list[torch.Tensor]:
+        """Set the divergence over the K + 1 outcomes; return the rows that `_soft_gradient` needs."""
         sums = [torch.logsumexp(self._scaled(part), dim=1) for part in self._token_slices()]
         log_sum_C = _sum_logarithms(torch.cat(sums)[None], tensor)[0]
         found_CK = torch.cat([self._gather(part) for part in self._token_slices()])
@@ -206,6 +213,7 @@ class TopKChunk(_SoftChunk):
         return [log_sum_C, weight_C, rest_C]
 
     def _soft_gradient(self, part: slice) -> torch.Tensor:
+        """Return the gradient of the divergence with respect to the student's logits / T, [tokens of the slice, V]."""
         _, _, log_sum_C, weight_C, rest_C = (each[part] for each in self.known)
         gradient = (self._scaled(part) - log_sum_C[:, None]).exp() * (rest_C - weight_C)[:, None]
         log_q_CK = self._gather(part) - log_sum_C[:, None]
@@ -217,7 +225,7 @@ class TopKChunk(_SoftChunk):
 
 
 def _sum_logarithms(values_NC: torch.Tensor, tensor: TensorOperations) -> torch.Tensor:
-    """Return log Σ exp of `values_NC` over the tp ranks, [N, C]."""
+    """Return the log-sum-exp over tp: log Σ exp(value), where the sum is over the values of all tp ranks, [N, C]."""
     highest_NC = values_NC.clone()
     tensor.all_reduce(highest_NC, SITES[0], op="max")
     sums_NC = (values_NC - highest_NC).exp()
@@ -228,8 +236,12 @@ def _sum_logarithms(values_NC: torch.Tensor, tensor: TensorOperations) -> torch.
 def top_log_probabilities(
     states_TH: torch.Tensor, weight_VH: torch.Tensor, softcap: float, temperature: float, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the IDs [T, K] (int64) and log-probabilities [T, K + 1] of each token's K most probable next tokens at a
-    temperature, the last of all other tokens together, from the unsharded output head."""
+    """Return, for each of T tokens, the K most probable next tokens: IDs [T, K] (int64) and log-probabilities [T, K +
+    1], the last one of all other tokens together.
+
+    states_TH: input of the output head. weight_VH: the head's full weight. softcap: cap of the logits, 0 for none.
+    temperature: divisor of the logits. top_k: K.
+    """
     logits = states_TH @ weight_VH.T
     if softcap:
         logits = cap_logits_(logits, softcap)

@@ -23,16 +23,17 @@ Weights = Mapping[str, torch.Tensor]  # model parameter -> its values, [output, 
 
 @dataclass(frozen=True, slots=True)
 class Teaching:
-    """Distillation of a problem. loss: the loss's settings; teacher: model of the teacher, with initial values; layout:
-    how it is held, as in `distill.layout`."""
+    """Distillation in a verification problem. loss: settings of the loss. teacher: configuration of the teacher, whose
+    parameters are random. layout: how the teacher is sharded, a value of `distill.layout`."""
 
     loss: DistillationLoss
     teacher: ModelConfig
     layout: str = "same"
 
     def scale_down(self, layout: Layout, student: ModelConfig, scale: Callable[[ModelConfig], ModelConfig]) -> Teaching:
-        """Return the distillation with a small teacher for a scaled-down `student` on `layout`, of other width if its
-        family allows it. scale: scales a configuration down. Raises `UserError` if hidden states cannot be compared."""
+        """Return these settings with a small teacher for `student`, a scaled-down model on `layout`. The teacher's
+        hidden size differs from the student's if its family allows that. scale: function that scales a configuration
+        down. Raises `UserError` if hidden states cannot be compared."""
         make_teacher_layout(layout, self.layout, self.teacher)
         teacher = dataclasses.replace(scale(self.teacher), vocabulary=student.vocabulary)
         try:
@@ -79,7 +80,8 @@ class Teaching:
 
 
 class Taught(NamedTuple):
-    """Distillation in the reference: its settings, and the teacher's parameters by the engine's names."""
+    """Distillation in the single-device reference. teaching: its settings. weights: the teacher's parameters, by the
+    training engine's names."""
 
     teaching: Teaching
     weights: Weights
@@ -97,8 +99,8 @@ def make_teaching(recipe: Recipe) -> Teaching | None:
 def distillation_loss(
     loss: DistillationLoss, logits_BSV: torch.Tensor, wanted_BSV: torch.Tensor, hard_BS: torch.Tensor
 ) -> torch.Tensor:
-    """Return the loss of each token [B, S] by its definition (Hinton et al. 2015; Agarwal et al. 2023, eq. 2).
-    logits_BSV: of the student; wanted_BSV: of the teacher; hard_BS: cross-entropy of the text."""
+    """Return the distillation loss of each token [B, S] by its definition (Hinton et al. 2015; Agarwal et al. 2023, eq.
+    2). logits_BSV: logits of the student. wanted_BSV: logits of the teacher. hard_BS: cross-entropy of the text."""
     q, p = (torch.softmax(each / loss.temperature, dim=-1) for each in (logits_BSV, wanted_BSV))
     m = {"forward_kl": q, "reverse_kl": p}.get(loss.divergence, loss.beta * p + (1 - loss.beta) * q)
     share = {"forward_kl": 1.0, "reverse_kl": 0.0}.get(loss.divergence, loss.beta)
@@ -109,8 +111,8 @@ def distillation_loss(
 def hidden_loss(
     loss: DistillationLoss, weights: Weights, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
 ) -> torch.Tensor | float:
-    """Return the loss of hidden states of each token [B, S]; 0 without pairs. weights: of the student, with its
-    projections; ours, theirs: outputs [B, S, H] of all layers of student and teacher."""
+    """Return the loss of hidden states of each token [B, S]; 0 if no layers are compared. weights: parameters of the
+    student, with its projections. ours, theirs: outputs [B, S, H] of all layers of the student and of the teacher."""
     total: torch.Tensor | float = 0.0
     for student, teacher in loss.layer_map:
         difference = ours[student] @ weights[f"projections.{student}.weight"].T - theirs[teacher]
