@@ -237,8 +237,8 @@ class DeviceRunner:
 
     def _attend(self, attention: Attention, qkv: torch.Tensor, layer: int, given: Sequence[Any]) -> torch.Tensor:
         """Return the output [T, H] of a layer's attention module, its projection included, and write the tokens' keys
-        and values to the KV cache. qkv: queries, keys and values. layer: index of the layer. given: the step's
-        `device_operations.Tiles`, one for each block table."""
+        and values to the KV cache. qkv: queries, keys and values. layer: index of the layer. given:
+        `device_operations.Tiles` of the step, one for each block table."""
         table, place = self._block_tables.layers[layer]
         cache, tiles = self._cache[place], given[table]
         norms, config = None, self.config
@@ -288,8 +288,7 @@ class DeviceRunner:
         return y_NY  # type: ignore[no-any-return]
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
-        """Return the activation of `up_TF` [T, columns]; `gated`: of its first half, times its second half: [T, columns
-        / 2]."""
+        """Return the activation of `up_TF` [T, columns]; `gated`: that of the first half of columns * second half."""
         if not gated:
             return modules.activate(up_TF, activation)
         if activation == "silu":
@@ -319,8 +318,8 @@ class DeviceRunner:
         return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
 
     def _post_norm(self, norm: Any, delta_TH: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the hidden states for a sublayer's output `delta_TH`: its post-norm (norm: None:
-        there is none), multiplied by the model's residual scale."""
+        """Return the output `delta_TH` of a sublayer after its post-norm (norm: None: none), multiplied by the model's
+        residual scale, ready to be added to the hidden states."""
         if norm is not None:
             delta_TH = self._add_norm(norm, delta_TH, None)
         scale = self.config.residual_scale
@@ -332,8 +331,8 @@ class DeviceRunner:
         return len(x) == 1 and not self._invariant
 
     def _add_norm(self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> torch.Tensor:
-        """Add `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return the norm of the sum, [T, H].
-        norm: None: return the sum itself."""
+        """Add `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return their norm, [T, H]. norm: None:
+        return the sum itself."""
         if norm is None:
             return x_TH if delta_TH is None else x_TH.add_(delta_TH)
         if isinstance(norm, modules.RMSNorm):
