@@ -115,7 +115,7 @@ class _Chart:
     """Gantt chart under construction; its methods append to the SVG `picture`. A track (a rank) is one row of the
     chart.
 
-    timeline: tracks, steps and levels to draw. spans: those of its steps that are drawn. width: of the whole picture in
+    timeline: tracks, steps and levels to draw. spans: the steps that are drawn. width: width of the whole picture in
     pixels. pitch: pixels from one track's row to the next. left (attribute): x coordinate of time 0 in pixels. plot
     (attribute): length of the time axis in pixels.
     """
@@ -168,7 +168,7 @@ class _Chart:
 
     def draw_row(self, track: int, name: str, height: int) -> None:
         """Draw the background of one row and its name. track: index of the row. name: text at the left, empty for none.
-        height: of the background in pixels."""
+        height: height of the background in pixels."""
         if name:
             self.picture.text(MARGIN, self.y(track) + height // 2 + 4, name)
         self.picture.add("rect", class_="row", x=self.left, y=self.y(track), width=self.plot, height=height)

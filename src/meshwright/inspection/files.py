@@ -28,10 +28,9 @@ INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a model file. name: of the tensor. file: path of the model file. dtype: safetensors name, such as
-    "BF16". shape: number of elements in each dimension. offset: position of the tensor's first byte in the file; in
-    `.bin` files, in the tensor's storage. bytes: size of its values in bytes.
-    """
+    """One tensor of a model file. name: name of the tensor. file: path of the model file. dtype: safetensors name, such
+    as "BF16". shape: number of elements in each dimension. offset: position of the tensor's first byte in the file; in
+    `.bin` files, in the tensor's storage. bytes: size of its values in bytes."""
 
     name: str
     file: Path
@@ -195,8 +194,8 @@ def read_header(file: Path) -> list[TensorEntry]:
 def _parse_entry(file: Path, name: str, entry: dict[str, Any], begin: int) -> TensorEntry:
     """Parse the header entry of one tensor of a safetensors file. Raises `UserError` or `ValueError` if it is invalid.
 
-    file: path of the file. name: of the tensor. entry: {"dtype", "shape", "data_offsets"}. begin: byte offset
-    in the file of the first tensor's data, from which data_offsets count.
+    file: path of the file. name: name of the tensor. entry: {"dtype", "shape", "data_offsets"}. begin: byte offset in
+    the file of the first tensor's data, from which data_offsets count.
     """
     dtype, shape, (first, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if not isinstance(dtype, str) or not all(

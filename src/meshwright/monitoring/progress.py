@@ -17,8 +17,8 @@ RECENT = 50  # number of last steps from whose mean duration the remaining time 
 
 
 class Progress:
-    """Progress bar and lines of a run on a terminal or log file. steps: number of steps of the whole run; stream:
-    output stream, None for stderr; show: False prints nothing, for ranks other than 0."""
+    """Progress bar and lines of a run, on a terminal or in a log file. steps: number of steps of the whole run; stream:
+    output stream, None for stderr; show: False to print nothing, on ranks other than 0."""
 
     def __init__(self, steps: int, *, stream: Any = None, show: bool = True) -> None:
         """Start without output; arguments: see the class."""

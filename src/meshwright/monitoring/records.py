@@ -57,7 +57,7 @@ class StepRecord:
     skipped_steps: number of skipped steps in the run so far. metrics: mean values besides the loss. validation: result
     of a validation after the step, None without one. seconds: duration of the step without validation; seconds_by_part:
     duration of each phase; waiting_seconds: time that the host waited in collective calls; rank_seconds: time of each
-    rank's own work. loss_scale: loss scale of this step, next_loss_scale: of the next step; None if it is not dynamic.
+    rank's own work. loss_scale, next_loss_scale: loss scales of this and of the next step; None if it is not dynamic.
     profiled: True if the profiler recorded the step, which makes it slower.
     """
 

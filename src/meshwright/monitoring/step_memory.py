@@ -23,7 +23,7 @@ class StepMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start without measurements. device: of this rank."""
+        """Start without measurements. device: device of this rank."""
         self.device = device
         self.growth_in_first_steps: int | None = None
         """Growth from before trainer construction to the peak of the first `STEPS` steps."""

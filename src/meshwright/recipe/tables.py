@@ -160,8 +160,9 @@ class TrainRecipe(Table):
     batch: sequences per optimizer step, over all ranks. objective: "next-token", or "dpo", "ipo", "simpo", "orpo" for
     preference records, "kto" for unpaired ones; None: "dpo" or "kto" for these, else "next-token". preference_beta:
     beta of DPO, IPO, SimPO and KTO, lambda of ORPO; None: 0.1, for SimPO 2. preference_margin: gamma of SimPO; None: 1.
-    preference_smoothing: label smoothing of DPO. desirable_weight, undesirable_weight: lambda of KTO. momentum: of SGD
-    only. router_bias_rate: amount by which each step changes the biases that balance the load of experts.
+    preference_smoothing: label smoothing of DPO. desirable_weight, undesirable_weight: lambda of KTO. momentum:
+    momentum of SGD; 0 for other optimizers. router_bias_rate: amount by which each step changes the biases that balance
+    the load of experts.
 
     learning_rate: peak value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps of the
     warm-up, and of the final decay of the schedule "wsd". clip: maximum global gradient norm, 0: off. validate_every:

@@ -154,11 +154,11 @@ class TuneRecipe(Table):
     a uniform range) and "when" ({key of a choice listed before: value or values for which this one is searched}).
 
     trials, steps, tokens, seconds: budget of the whole study, over all workers; the search ends when the first is used
-    up. steps and tokens: of training, never exceeded; seconds: of training, summed over the workers, after which
-    running trials are stopped. seed: of the sampler. sampler: "tpe" or "random". pruner: "median" (stops a trial whose
-    validation loss is above the median of the earlier trials at the same step), "halving" (asynchronous successive
-    halving) or "none". startup: trials that are sampled at random and never pruned before sampler and pruner use their
-    results. keep: number of the best trials whose checkpoints are kept.
+    up. steps, tokens: training steps and tokens, never exceeded; seconds: seconds of training, summed over the workers,
+    after which running trials are stopped. seed: seed of the sampler. sampler: "tpe" or "random". pruner: "median"
+    (stops a trial whose validation loss is above the median of the earlier trials at the same step), "halving"
+    (asynchronous successive halving) or "none". startup: trials that are sampled at random and never pruned before
+    sampler and pruner use their results. keep: number of the best trials whose checkpoints are kept.
     """
 
     space: Annotated[dict[str, Any], BeforeValidator(_normalize_space)] = {}

@@ -70,8 +70,8 @@ def rotate_and_store(
 
     qkv: [T, (N + 2K) D], queries first, then keys, then values. cache: (keys, values), each [C, K, D] for C slots.
     tiles: has the position and the cache slot of each token. rotation: (cosine, sine) by position, float32 [positions,
-    D / 2] each; None: no RoPE. norms: RMSNorm weights [D] of (queries, keys); None: no QK norm. epsilon: of these
-    norms.
+    D / 2] each; None: no RoPE. norms: RMSNorm weights [D] of (queries, keys); None: no QK norm. epsilon: added to the
+    mean square in these norms.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
@@ -133,8 +133,8 @@ def product(
     x_TX: torch.Tensor, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return the matrix product x Wᵀ + b, [T, Y]. x_TX: input, T tokens. weight_YX: weight W. bias_Y: bias b; None:
-    none. dtype: of the result; None: that of x. The bits of each row do not depend on the number of rows T: tile sizes
-    and the split-K of the sum over X depend on the weight's shape alone."""
+    none. dtype: dtype of the result; None: the dtype of x. The bits of each row do not depend on the number of rows T:
+    tile sizes and the split-K of the sum over X depend on the weight's shape alone."""
     rows, (columns, inner) = len(x_TX), weight_YX.shape
     wide, splits = columns >= 16384 and x_TX.dtype.itemsize == 2, 1
     block = 128 if wide else 64
@@ -162,9 +162,9 @@ def gemv(
     previous kernel ends, so no queued kernel may write to it.
 
     x_1X: row x. weight: W, a parameter [Y, X]; if `gated` [2 Y, X]: then the product is silu(first half) * second half,
-    and there is no bias. bias_Y: b; None: none. dtype: of the product; None: that of x. norm: (weight [X], epsilon) of
-    an RMSNorm: v is the norm of x + delta; None: v is x, and `delta_1X` must be None. delta_1X: delta, a residual
-    branch; None: nothing to add.
+    and there is no bias. bias_Y: b; None: none. dtype: dtype of the product; None: the dtype of x. norm: (weight [X],
+    epsilon) of an RMSNorm: v is the norm of x + delta; None: v is x, and `delta_1X` must be None. delta_1X: delta, a
+    residual branch; None: nothing to add.
     """
     assert norm is not None or delta_1X is None, "only a norm adds"
     columns, inner = weight.shape[0] // (2 if gated else 1), weight.shape[1]

@@ -100,8 +100,8 @@ def run_on_ranks(
     """Run `requests` on several rank processes of this machine, which this call starts, and yield their outputs,
     interleaved, until every request has finished. Closing the iterator ends the processes.
 
-    directory: model directory. layout: from `spec.refuse.serving_layout`; with dp > 1, requests are distributed over
-    the replicas. dtype: name of the dtype of parameters and KV cache. instruction_set: instruction set of the CPU
+    directory: model directory. layout: result of `spec.refuse.serving_layout`; with dp > 1, requests are distributed
+    over the replicas. dtype: name of the dtype of parameters and KV cache. instruction_set: instruction set of the CPU
     kernels, from `kernels.choice.prepare_kernels`. has_ended: returns True for the ID of a request that needs no more
     tokens, which is then cancelled; called in another thread.
     """

@@ -117,9 +117,9 @@ class Prompts:
         return self.check(self._require_chat().encode_prompt(given.messages, header, given.tools, given.variables))
 
     def render_chat(self, given: Conversation, header: bool = True) -> str:
-        """Render the conversation `given` to text by the model's chat template. header: as in `encode_chat`. Raises
-        UserError if the model has no template, or if the template refuses the conversation or leaves out tools or
-        calls."""
+        """Render the conversation `given` to text by the model's chat template. header: True: append the header of the
+        assistant's next turn. Raises UserError if the model has no template, or if the template refuses the
+        conversation or leaves out tools or calls."""
         return self._require_chat().render_prompt(given.messages, header, given.tools, given.variables)
 
     def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:

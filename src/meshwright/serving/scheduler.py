@@ -63,7 +63,7 @@ class StepBatch:
     group: int = 0
 
     def outputs(self) -> Iterator[tuple[Sequence, int]]:
-        """Iterate over (sequence, position in it) of each output row, in order."""
+        """Yield, for each token whose logits are wanted, in order, (its sequence, its position in the sequence)."""
         owners = np.searchsorted(self.starts, self.output_rows, side="right") - 1
         for owner, position in zip(owners.tolist(), self.positions[self.output_rows].tolist(), strict=True):
             yield self.sequences[owner], position

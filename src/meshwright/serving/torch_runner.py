@@ -53,8 +53,8 @@ class PagedCache:
     Attention is computed token by token, so that a token's result does not depend on which others are in the batch. The
     attribute `length` of the model's cache interface stays 0, since callers always pass positions. config:
     configuration of the model. tables: its block tables. layers: indices of the stage's layers. blocks: number of KV
-    blocks. kv_heads: key-value heads of this rank. dtype: of keys and values. With latent attention the cache holds
-    one latent vector and rotary key per token, which all heads and tp ranks share, in place of keys and values.
+    blocks. kv_heads: key-value heads of this rank. dtype: dtype of keys and values. With latent attention the cache
+    holds one latent vector and rotary key per token, which all heads and tp ranks share, in place of keys and values.
 
     Attributes:
         pairs: Tensors [2, slots, K, D] of keys and values (latent attention: [1, slots, 1, C] of latent vectors), each
@@ -142,8 +142,8 @@ class TorchRunner:
     """Runner of serving steps on a CPU in plain torch: the model with a paged KV cache. Tokens are computed in tiles of
     a fixed number (one by one in models with experts), so that a token's bits do not depend on the rest of the batch.
 
-    weights: reader of this rank's weights. mesh: gives the axes tp and pp. dtype: of parameters and KV cache. limits:
-    sizes of KV pool and buffers.
+    weights: reader of this rank's weights. mesh: gives the axes tp and pp. dtype: dtype of parameters and KV cache.
+    limits: sizes of KV pool and buffers.
 
     Attributes:
         config: Configuration of the model.

@@ -109,7 +109,8 @@ class WaitingLine:
     """
 
     def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start with an empty line. limits: of the engine's queue; clock: returns seconds."""
+        """Start with an empty line. limits: limits of the engine's queue; clock: function that returns the time in
+        seconds."""
         self.returning, self.admitted, self.expired = 1.0, 0, 0
         self._limits, self._clock, self._counter = limits, clock, itertools.count()
         self._places: dict[bytes, list[_Place]] = {}

@@ -139,9 +139,9 @@ def _default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
 
 def _default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> dict[str, Any]:
     """Return the ``config.json`` keys of a mixture of experts, with their values, for a recipe's ``[model]`` table
-    (`model`). keys: those of the family. If the table gives no expert width, it is chosen so that the experts of a
-    token together cost about as much compute as a dense MLP of width `intermediate`; in family mixtral each expert is
-    as wide as that MLP."""
+    (`model`). keys: names of the family's ``config.json`` keys for experts. If the table gives no expert width, it is
+    chosen so that the experts of a token together cost about as much compute as a dense MLP of width `intermediate`; in
+    family mixtral each expert is as wide as that MLP."""
     experts = model.experts or 8
     chosen = model.experts_per_token or min(2, experts)
     written: dict[str, Any] = {keys.count[0]: experts, "num_experts_per_tok": chosen}

@@ -17,8 +17,8 @@ _GROUPED = "group_limited_greedy"  # DeepSeek-V2's name of routing with expert g
 
 def read_experts(read: Reader, keys: Experts, layers: int, intermediate: int) -> dict[str, Any]:
     """Read the ModelConfig fields of a mixture of experts, by name: number of experts, their widths, router. read:
-    typed access to the ``config.json``. keys: those of the family. layers: number of layers. intermediate: width of a
-    dense MLP."""
+    typed access to the ``config.json``. keys: names of the family's keys for experts. layers: number of layers.
+    intermediate: width of a dense MLP."""
     width = read.integer("expert_intermediate", (keys.width,)) if keys.width else intermediate
     fields: dict[str, Any] = {
         "experts": read.integer("experts", keys.count),
@@ -51,7 +51,7 @@ def read_experts(read: Reader, keys: Experts, layers: int, intermediate: int) ->
 
 def write_experts(config: ModelConfig, keys: Experts) -> dict[str, Any]:
     """Return the ``config.json`` keys of a mixture of experts with their values; the inverse of `read_experts`. keys:
-    those of the family."""
+    names of the family's keys for experts."""
     written: dict[str, Any] = dict.fromkeys(keys.count, config.experts)
     written["num_experts_per_tok"] = config.experts_per_token
     if keys.width:
@@ -83,7 +83,7 @@ def write_experts(config: ModelConfig, keys: Experts) -> dict[str, Any]:
 
 def _read_groups(read: Reader, keys: Experts) -> dict[str, int]:
     """Return the ModelConfig fields of the expert groups, by name. read: typed access to the ``config.json``. keys:
-    those of the family."""
+    names of the family's keys for experts."""
     _, method = read.get(("topk_method",)) if keys.groups == "method" else ("", _GROUPED)
     if method not in ("greedy", _GROUPED):
         raise UserError(

@@ -213,7 +213,7 @@ def _window_layers(read: Reader) -> int:
 
 def write_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Return the ``config.json`` keys of rotary positions with their values, in the spellings of transformers 4 and 5;
-    the inverse of `read_rope`. family: that of `config`."""
+    the inverse of `read_rope`. family: the family of `config`."""
     scaling = write_rope_scaling(config.rope_scaling) if config.rope_scaling else None
     plain = {"rope_type": "default"}
     written: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": scaling}
@@ -229,8 +229,8 @@ def write_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def write_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """Return the ``config.json`` keys of sliding windows with their values; the inverse of `read_windows`. family:
-    that of `config`."""
+    """Return the ``config.json`` keys of sliding windows with their values; the inverse of `read_windows`. family: the
+    family of `config`."""
     rule, written = family.windows, dict[str, Any]()
     if rule is None:
         return written

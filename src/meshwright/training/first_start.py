@@ -132,10 +132,12 @@ def measure_first_start(
 
     A layout without a precision is measured in the one that its run will take, which is measured and stored first.
 
-    device: the recipe's `run.device`. threads: per rank. log: called with each line for the user. compiled: True if the
-    blocks run under torch.compile; None: process memory is not measured. search: measure for a search over all layouts
-    of as many ranks: every candidate precision, and the collectives of every axis. A failure is logged as one line and
-    the run continues without a prediction; only an interrupt or SIGTERM ends it."""
+    device: the recipe's `run.device`. threads: number of OpenMP threads of each rank. log: called with each line for
+    the user. compiled: True if the blocks run under torch.compile; None: process memory is not measured. search:
+    measure for a search over all layouts of as many ranks: every candidate precision, and the collectives of every
+    axis. A failure is logged as one line and the run continues without a prediction; only an interrupt or SIGTERM ends
+    it.
+    """
     if not may_measure() or not runs_on_cpu(device):
         return
     ranks = layout.world_size

@@ -329,8 +329,8 @@ class LanguageModelTask:
 
 
 def make_objective(recipe: Recipe, splits: Mapping[str, PackedDataset], layers: int = 0) -> Objective:
-    """Build the training objective that a recipe names: a preference loss, distillation, else next-token
-    cross-entropy. splits: data by name, "train", "validation" ... layers: of the model."""
+    """Build the training objective that a recipe names: a preference loss, distillation, else next-token cross-entropy.
+    splits: data by name, "train", "validation" ... layers: number of layers of the model."""
     pair_loss = make_preference(recipe)
     if pair_loss is None:
         distillation = make_distillation(recipe, layers)

@@ -235,7 +235,7 @@ class Run:
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
         """Create the trainer and load the newest complete checkpoint into it; return the checkpoint's name, or None for
-        a fresh run. layout, config: those of the run; data: the prepared data. Collective."""
+        a fresh run. layout: layout of the run; config: its model configuration; data: the prepared data. Collective."""
         state = check_resume(self.recipe, data.sha256)
         while True:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)

@@ -91,10 +91,10 @@ def run_script(
     """Run a Python script on `ranks` processes of this machine and return the result document (JSON dict of figures) of
     its last `fit` on rank 0; an empty dict if it made no such call.
 
-    arguments: of the script. directory: run directory, locked while the script runs. restarts: maximum number of
-    restarts after a rank was lost. aside: True to redirect the script's standard output to standard error, so that
-    standard output has only the result. Raises the ranks' exceptions (`UserError`, `ScriptFailed` ...), `RankLost` when
-    a rank died, `Terminated` after SIGTERM.
+    arguments: command-line arguments of the script. directory: run directory, locked while the script runs. restarts:
+    maximum number of restarts after a rank was lost. aside: True to redirect the script's standard output to standard
+    error, so that standard output has only the result. Raises the ranks' exceptions (`UserError`, `ScriptFailed` ...),
+    `RankLost` when a rank died, `Terminated` after SIGTERM.
     """
     description = {"script": str(path.resolve()), "arguments": arguments}
     command = (sys.executable, "-P", "-m", "meshwright.training.script")

@@ -32,11 +32,11 @@ class TeacherTargets:
     """What the student is compared with in distillation, for a micro-batch on this rank: the teacher's output.
 
     loss: settings of the loss. figures: float64 [3], the sums over target tokens of cross-entropy, divergence and
-    squared differences of hidden states; every forward pass adds to them. states_TH, head: of a running teacher: input
-    of its output head, and the part of the head for this rank's vocabulary slice. top_ids_TK, top_T1K: of a cache: the
-    K most probable tokens (int64), and log-probabilities [T, K + 1] at the loss's temperature, the last one of all
-    other tokens together. layers: {layer of the teacher: its output [B, S, H]} (with sequence parallelism this tp
-    rank's slice of the tokens).
+    squared differences of hidden states; every forward pass adds to them. states_TH, head: for a running teacher, the
+    input of its output head, and the part of the head for this rank's vocabulary slice. top_ids_TK, top_T1K: for a
+    cache, the K most probable tokens (int64), and log-probabilities [T, K + 1] at the loss's temperature, the last one
+    of all other tokens together. layers: {layer of the teacher: its output [B, S, H]} (with sequence parallelism this
+    tp rank's slice of the tokens).
     """
 
     loss: DistillationLoss

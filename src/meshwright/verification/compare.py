@@ -77,7 +77,7 @@ class _LayoutComparison:
     """
 
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
-        """Start with no errors. results: of each rank."""
+        """Start with no errors. results: one for each rank."""
         self.reference, self.results, self.layout = reference, results, layout
         self.tolerance = choose_tolerance(reference.problem)
         self.worst_name, self.worst, self.loss_error, self.norm_error = "", 0.0, 0.0, 0.0

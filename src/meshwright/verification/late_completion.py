@@ -134,8 +134,9 @@ class LateCompletion:
         checks the buffers and delivers the results, called by the wait).
 
         results: the call's result buffers with their copies. sent: buffers that must not change in flight. overwritten:
-        buffers whose content is undefined afterwards. name: of the call, for texts of faults (None: the one of
-        `note_call`)."""
+        buffers whose content is undefined afterwards. name: name of the call in messages about faults (None: as stored
+        by `note_call`).
+        """
         self._calls += 1
         number, call = self._calls, name or self._site
         before = [buffer.clone() for buffer in sent]

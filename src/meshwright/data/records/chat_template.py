@@ -38,7 +38,8 @@ Variables: TypeAlias = Mapping[str, Any]
 
 
 class TemplateInputs(NamedTuple):
-    """Inputs of a chat template besides the messages. tools, variables: as in `ChatTemplate.render`."""
+    """Inputs of a chat template besides the messages. tools: JSON schemas of the functions that the assistant may call.
+    variables: further variables of the template, such as {"enable_thinking": False}."""
 
     tools: Tools = ()
     variables: Variables = {}
@@ -209,7 +210,7 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation; returns (text, character ranges [begin, end) that {% generation %} marks). messages:
         the template's variables for each message (`role`, `content` ...). given: tools and further variables. prompt:
-        as in `render`."""
+        True: append the header of the assistant's next turn."""
         if self._takes_parts:
             messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
         try:
@@ -306,11 +307,13 @@ class ChatTemplate:
     ) -> list[tuple[int, int]]:
         """Return the character ranges [begin, end) in the rendered `text` of the special tokens that the template
         itself wrote, not a message. messages: the template's variables for each message (`role`, `content` ...).
-        regions: positions of the messages, None if unknown. prompt: as in `render`.
+        regions: positions of the messages, None if unknown. prompt: True if the text ends with the header of the
+        assistant's next turn.
 
         If a message contains anything like a special token, the template is rendered again with the messages masked by
         placeholders; the special tokens that remain are the template's own. Raises `TemplateError` if the two kinds
-        cannot be distinguished."""
+        cannot be distinguished.
+        """
         texts, unhidden = list_strings(list(messages)), list_unmasked_strings(messages, given.tools, given.variables)
         spelled = any(self._special_pattern.search(each) or self._may_border(each) for each in unhidden)
         if not spelled and not any(map(self._may_spell, texts)):

@@ -218,8 +218,9 @@ class RecordFormat(NamedTuple):
     def _parse_completion(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse TRL's `prompt` and `completion` to (prompt, branches), with one branch, the completion. unused and
-        errors: as in `_parse_instruction`."""
+        """Parse TRL's `prompt` and `completion` to (prompt, branches), with one branch, the completion. unused: set to
+        which unused keys of messages are added. Raises `MalformedRecord` if a key is missing or has a value of a wrong
+        type."""
         prompt = self._parse_side(record, "prompt", "user", unused)
         completion = self._parse_side(record, "completion", "assistant", unused)
         return separate_prompt(prompt, (completion,), [*map(self.get_file_key, ("prompt", "completion"))])
@@ -227,8 +228,8 @@ class RecordFormat(NamedTuple):
     def _parse_chat(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse a chat record to (prompt, branches): an empty prompt, and one branch with all messages. unused: as in
-        `_parse_instruction`. Raises `MalformedRecord` if it has no list of messages."""
+        """Parse a chat record to (prompt, branches): an empty prompt, and one branch with all messages. unused: set to
+        which unused keys of messages are added. Raises `MalformedRecord` if it has no list of messages."""
         key = self._get_messages_key(record)
         if key not in record:
             raise self._missing_key_error(record, key, "messages")
@@ -237,11 +238,10 @@ class RecordFormat(NamedTuple):
     def _parse_preference(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse a preference record (`prompt`, `chosen`, `rejected`) to (prompt, branches). If the key `prompt` is
-        missing, the prompt is the common beginning of the chosen and the rejected conversation; these may be texts with
-        turns "Human:" and "Assistant:" (Anthropic). Raises `MalformedRecord` if a key is missing, has a value of a
-        wrong type, or no common beginning exists.
-        """
+        """Parse a preference record (`prompt`, `chosen`, `rejected`) to (prompt, branches), with two branches, the
+        chosen and the rejected response. If the key `prompt` is missing, the prompt is the common beginning of the
+        chosen and the rejected conversation; these may be texts with turns "Human:" and "Assistant:" (Anthropic).
+        Raises `MalformedRecord` if a key is missing, has a value of a wrong type, or no common beginning exists."""
         prompt_key = self.get_file_key("prompt")
         prompt: tuple[Message, ...] | None = None
         if prompt_key in record:

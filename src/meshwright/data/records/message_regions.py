@@ -39,9 +39,10 @@ class MessageRegions(NamedTuple):
     masked: the rendered text with placeholders (private-use characters) in place of the messages' characters. ranges:
     for each message the range [begin, end) from its first to its last masked character in the text; None: it has none
     there. text_counts: for each message and each of `PARTS` (content, tool calls, reasoning, other) the number of its
-    masked characters in the text, int64 [messages, parts]. source_counts: the same counted in the messages themselves.
-    positions: positions of all masked characters in the text, ascending, int64 [characters]. owners: (index of the
-    message, index in `PARTS`) of each, int64 [characters, 2]."""
+    masked characters in the text, int64 [messages, parts]. source_counts: the same numbers, counted in the messages
+    themselves. positions: positions of all masked characters in the text, ascending, int64 [characters]. owners: (index
+    of the message, index in `PARTS`) of each, int64 [characters, 2].
+    """
 
     masked: str
     ranges: list[tuple[int, int] | None]
@@ -193,7 +194,7 @@ class _PlaceholderTable(dict[int, int]):
 
 def _make_masker(tables: Sequence[_PlaceholderTable], key: str, kept: re.Pattern[str] | None) -> Callable[[str], str]:
     """Return the function that replaces the characters of a string, the value of `key` in a message, by placeholders.
-    tables: one for each of `PARTS`. kept: as in `Placeholders.mask`."""
+    tables: one for each of `PARTS`. kept: pattern of strings that stay unmasked; None: none."""
     table = tables[PARTS.index(_PART_OF_KEY.get(key, "other"))]
 
     def mask(text: str) -> str:
@@ -246,8 +247,8 @@ def _find_characters(
 ) -> tuple[str, NDArray[np.int64], NDArray[np.int64]]:
     """Render a conversation with placeholders for the messages' characters; return (text with placeholders, positions
     of these [characters], their owners [characters, 2]). It is rendered several times if there are too few private-use
-    characters for all messages. render: as in `locate_messages`. kept: as in `Placeholders.mask`. Raises
-    `TemplateError` if the template inspects message text."""
+    characters for all messages. render: renders messages (the template's variables of each) to text. kept: pattern of
+    strings that stay unmasked; None: none. Raises `TemplateError` if the template inspects message text."""
     whole, first = _to_codes(text).copy(), 0
     found: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     while first < len(messages) or not found:
@@ -270,8 +271,8 @@ def _to_codes(text: str) -> NDArray[np.uint32]:
 
 
 def _count_by_part(message: Mapping[str, Any], kept: re.Pattern[str] | None) -> list[int]:
-    """Return, for each of `PARTS` of a message, the number of characters that can be replaced by placeholders. kept: as
-    in `Placeholders.mask`."""
+    """Return, for each of `PARTS` of a message, the number of characters that can be replaced by placeholders. kept:
+    pattern of strings that are never replaced; None: none."""
     counts = [0] * len(PARTS)
     for key in ("content", "tool_calls", "reasoning_content"):  # others have the same texts again
         for text in list_strings(message.get(key), _KEPT_KEYS):

@@ -13,10 +13,10 @@ class Example(NamedTuple):
     """A parsed training example: a prompt and its continuations (`branches`).
 
     A preference has two branches, the chosen and the rejected one; other records have one. Assistant turns in branches
-    are responses to be trained on; those in the prompt are context. label: of an unpaired record, True if its response
-    is desirable; None for other records. tools: JSON schemas of the functions that
-    the assistant may call, as chat templates expect them. unused: keys of the record and its messages that are not
-    used, such as "source" and "messages.id". variables: further variables of the chat template.
+    are responses to be trained on; those in the prompt are context. label: for an unpaired record True if its response
+    is desirable; None for other records. tools: JSON schemas of the functions that the assistant may call, as chat
+    templates expect them. unused: keys of the record and its messages that are not used, such as "source" and
+    "messages.id". variables: further variables of the chat template.
     """
 
     prompt: tuple[Message, ...]

@@ -214,8 +214,8 @@ def assign_marked_spans(
     marked: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int] | None], turns: Sequence[int]
 ) -> list[tuple[int, tuple[int, int]]]:
     """Assign each span that {% generation %} marks to an assistant turn: the one whose text it contains, else the next
-    one. Return [(index of the message, span)]. turns: indices of the assistant turns. ranges: as in
-    `MessageRegions`."""
+    one. Return [(index of the message, span)]. turns: indices of the assistant turns. ranges: for each message its
+    range in the text, None if it has none there."""
     placed = sorted((held, turn) for turn in turns if (held := ranges[turn]) is not None)
     begins = [held[0] for held, _ in placed]
     # Turns that end before a span cannot have its text; of mixed turns the latest end counts.

@@ -153,8 +153,7 @@ class Reader:
 
     def _read_records(self, file: SourceFile, stream: Stream, before: ReadBefore) -> Iterator[Document]:
         """Yield the documents of a JSON Lines, JSON, Parquet, WET or WARC file, named by file and position. stream: its
-        decompressed bytes. before: as for `read_documents`.
-        """
+        decompressed bytes. before: results of an earlier reading of the file."""
         number = 0  # of the next document
 
         def extract(html: str) -> Extraction:

@@ -84,7 +84,7 @@ class EndpointBody(Body):
 
 class ChatMessage(Body):
     """One message of a conversation, as in OpenAI's API. content: a text or a list of text parts; null if an
-    assistant's message has only calls. tool_call_id: of the call that a tool's message answers."""
+    assistant's message has only calls. tool_call_id: ID of the call that a tool's message answers."""
 
     unsupported = UNSUPPORTED_IN_MESSAGES
 

@@ -171,7 +171,7 @@ class _SeededSamples:
     number, index in `data`)."""
 
     def __init__(self, data: Samples, seed: int) -> None:
-        """Wrap the data set `data`. seed: of the run."""
+        """Wrap the data set `data`. seed: seed of the run."""
         self._data, self._seed = data, seed
 
     def __getitem__(self, place: tuple[int, int]) -> Any:

@@ -91,7 +91,7 @@ class _ModuleCompute:
     is divided."""
 
     def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float | torch.Tensor) -> None:
-        """Start a step with zero loss. micro_batches: of this rank; targets: divisor of the loss sum."""
+        """Start a step with zero loss. micro_batches: micro-batches of this rank; targets: divisor of the loss sum."""
         self._passes, self._micro_batches, self._targets = passes, micro_batches, targets
         self.total = torch.zeros((), dtype=torch.float64, device=passes.parallel.mesh.device)
         self._loss: torch.Tensor | None = None
