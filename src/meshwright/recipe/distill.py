@@ -46,8 +46,8 @@ class DistillRecipe(Table):
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
-        """Check that no key is set in vain and that keys do not contradict each other; return the table. Raises
-        ValueError otherwise."""
+        """Check that keys are set only where they have an effect, and that they do not contradict each other; return
+        the table. Raises ValueError otherwise."""
         changed = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
         if self.teacher is None and changed:
             raise ValueError(f"{sorted(changed)[0]} is set without teacher: give the directory of the teacher")

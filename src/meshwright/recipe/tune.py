@@ -151,7 +151,8 @@ class TuneRecipe(Table):
     after the last step. Training itself ignores it.
 
     space: {dotted key of the recipe: {"log" | "uniform": [low, high]} or {"choice": [values]}}, with "step" (spacing of
-    a uniform range) and "when" ({key of a choice listed before: value or values for which this one is searched}).
+    a uniform range) and "when" ({key of a choice listed before: value or values for which the key of this entry is
+    searched}).
 
     trials, steps, tokens, seconds: budget of the whole study, over all workers; the search ends when the first is used
     up. steps, tokens: training steps and tokens, never exceeded; seconds: seconds of training, summed over the workers,

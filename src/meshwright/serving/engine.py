@@ -53,8 +53,9 @@ class Engine:
         or ended; empty if no sequence can run now.
 
         If a GPU has sampled all tokens of a decode step itself (`DeviceLogits.decided`), the following step is launched
-        before the host reads them, so that the GPU does not wait for the host. A sequence that then turns out to have
-        ended is computed one token further, in vain."""
+        before the host reads them, so that the GPU does not wait for the host. If a sequence has then ended, the
+        additional token that was computed for it is discarded.
+        """
         self._last = {}
         launched, self.ahead = self.ahead, None
         if launched is None:

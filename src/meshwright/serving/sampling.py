@@ -194,7 +194,9 @@ def draw_uniform(seed: int, choice: int, position: int) -> float:
 
 
 def _check_logits(row: LogitRow) -> None:
-    """Raise InvalidLogits if the highest logit of `row` is NaN or infinite, as it is if any logit is NaN or +inf."""
+    """Raise InvalidLogits if the highest logit of `row` is NaN or infinite. It is so whenever any logit is
+    NaN or +inf.
+    """
     if not math.isfinite(row.highest):
         raise InvalidLogits(
             f"the model computed {row.highest} as a logit: its weights are damaged or the engine is at fault"

@@ -178,8 +178,8 @@ _REPLACED = (
 
 
 def _return_posted(posted: Posted) -> Posted:
-    """Return `posted` unchanged. It takes the place of a function that starts a call, for a call that is already
-    started."""
+    """Return `posted`, the handles of a call that is already started, unchanged. `_post` calls it where it would
+    otherwise start a call."""
     return posted
 
 

@@ -202,9 +202,9 @@ class PackedExamples(PackedDataset):
 
     def _choose_partners(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return, for each of K labelled examples, the index in [0, K) of its partner: another example of the same data
-        source, whose response replaces its own for KTO's KL estimate. The partner is half the source away, because
-        neighbours often answer the same prompt; an example that is alone in its source is its own partner. numbers:
-        index of each example among all, [K]."""
+        source, whose response replaces its own for KTO's KL estimate. The partner is the example half the source's
+        length further, since neighbours often answer the same prompt; an example that is alone in its source is its own
+        partner. numbers: index of each example among all, [K]."""
         partners = np.zeros(len(numbers), np.int64)
         for first, end in self._examples_by_source():
             begin, stop = np.searchsorted(numbers, [first, end]).tolist()

@@ -53,11 +53,11 @@ class Tracker(Protocol):
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
         """Begin or resume the run in the tracker. run: description of the run; recipe: dotted key -> value, such as
-        "train.steps" -> 100. Called again if it raises."""
+        "train.steps" -> 100. If it raises, it is called again."""
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Log the values of a step. values: name -> number or, sometimes, text. Called again with the same values if it
-        raises."""
+        """Log the values of a step. values: name -> number or, sometimes, text. If it raises, it is called again with
+        the same values."""
 
     def finish(self, status: str) -> None:
         """End the run in the tracker. status: "finished", "stopped" (it may be resumed) or "failed"."""

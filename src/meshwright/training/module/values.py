@@ -106,8 +106,8 @@ class UntrainedTensors:
         return dict(self._module.named_buffers())
 
     def _synchronize(self, values: list[torch.Tensor], real: bool) -> None:
-        """Make the buffers `values` equal on all data-parallel ranks, in place. real: True for floating-point buffers,
-        which are averaged over ranks; False for integer buffers, which rank 0 broadcasts. Collective."""
+        """Make the buffers `values` equal on all data-parallel ranks, in place: floating-point buffers (real: True) get
+        their mean over ranks, integer buffers (real: False) the values of rank 0. Collective."""
         data = self._mesh.data
         if not values or data.size == 1:
             return
