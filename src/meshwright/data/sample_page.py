@@ -57,7 +57,9 @@ def _render_document(document: Mapping[str, Any]) -> Markup:
 
 
 def _list_classes(part: Mapping[str, Any]) -> str:
-    """Return the style-sheet classes of a run of tokens. part: entry of `parts` of `describe_samples`."""
+    """Return the style-sheet classes of consecutive tokens of one kind. part: entry of `parts` of
+    `describe_samples`.
+    """
     untrained = "template" if part["author"] == "template" else "context"
     kinds = ["trained" if part["trained"] else untrained, *["special"] * part["special"]]
     return " ".join(["part", *kinds])

@@ -52,13 +52,14 @@ class RemovedSentences:
 
     @classmethod
     def find(cls, segments: Sequence[Segment], codes: NDArray[np.uint8], directory: Path) -> RemovedSentences:
-        """Find the repeated sentence spans of all documents that no rule dropped, by an external sort. segments:
-        results for runs of consecutive documents, with the hashes of their spans. codes: uint8 [documents], 0 for
-        documents that no rule dropped. directory: folder for temporary files. Memory: that of sorting one of up to 512
-        partitions of the spans, about 100 MB up to a billion spans, in proportion to their number above that.
+        """Find the repeated sentence spans of all documents that no rule dropped, by an external sort. segments: the
+        rules' results in blocks of consecutive documents, with the hashes of their spans. codes: uint8 [documents], 0
+        for documents that no rule dropped. directory: folder for temporary files. Memory: that of sorting one of up to
+        512 partitions of the spans, about 100 MB up to a billion spans, in proportion to their number above that.
 
         All sentences of a repeated span are removed, except those that are part of its first occurrence: of five equal
-        sentences three remain."""
+        sentences three remain.
+        """
         marks = _map_temporary(directory / f"{PARTIAL}sentences", np.uint8, sum(one.sentences for one in segments))
 
         def iterate_spans() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
