@@ -108,6 +108,10 @@ class Schema(Generic[Root]):
         of definition."""
         return _list_keys(self.root, "")
 
+    def accepts(self, key: str, kind: type) -> bool:
+        """Return True if values of the Python type `kind` are valid for the dotted key, by its annotation."""
+        return kind in _list_plain_types(self.keys[key].annotation)
+
     def check(self, tables: Mapping[str, Any], where: Callable[[str], str]) -> Root:
         """Validate `tables`, the parsed TOML file, and return it as an instance of `root`. Raises `UserError` for the
         first mistake. where: function that maps a dotted key to its location for the message, such as file and line."""

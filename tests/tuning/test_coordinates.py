@@ -90,6 +90,7 @@ def test_activations_change_alike_at_every_width_under_mup_only(prepared: tuple[
     ("changes", "message"),
     [
         ({"model.tied": True}, "which a tied output head does not allow"),
+        ({"model.family": "deepseek_v2", "model.kv_heads": 4}, "which latent attention does not allow"),
         ({"train.optimizer": "sgd"}, 'scales the rates of "adamw"'),
     ],
 )

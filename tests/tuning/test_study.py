@@ -25,7 +25,7 @@ train.learning_rate = { log = [1e-4, 1e-1] }
 train.warmup = { uniform = [0, 4], step = 2 }
 train.betas = { choice = [[0.9, 0.95], [0.9, 0.99]] }
 train.optimizer = { choice = ["adamw", "sgd"] }
-train.momentum = { uniform = [0.0, 0.9], when = { "train.optimizer" = "sgd" } }
+train.momentum = { uniform = [0, 1], step = 0.25, when = { "train.optimizer" = "sgd" } }
 """
 
 
@@ -64,6 +64,7 @@ def test_values_lie_in_the_space_and_conditions_hold(tmp_path: Path):
         assert 1e-4 <= values["train.learning_rate"] <= 1e-1 and values["train.warmup"] in (0, 2, 4)
         assert isinstance(values["train.warmup"], int) and values["train.betas"] in ([0.9, 0.95], [0.9, 0.99])
         assert ("train.momentum" in values) == (values["train.optimizer"] == "sgd")
+        assert values.get("train.momentum", 0.5) in (0.0, 0.25, 0.5, 0.75, 1.0)
     assert {values["train.optimizer"] for values in trials} == {"adamw", "sgd"}
 
 
@@ -126,6 +127,7 @@ def test_checkpoints_of_the_best_trials_only_are_kept_and_best_recipe_trains(tmp
         trial.number for trial in study.trials() if (study.trial_directory(trial.number) / "run/checkpoints").exists()
     ]
     assert kept == [1, 3]
+    study.write_best_recipe()
     best = load_recipe_text((tmp_path / "best.toml").read_text(), "best.toml")
     assert not best.tune.space
     assert best.train.learning_rate == study.trials()[1].params["train.learning_rate"]
@@ -145,8 +147,10 @@ def test_study_of_another_recipe_is_refused(tmp_path: Path, change: dict[str, An
         Study(resolve_recipe(make_recipe(), change), tmp_path)
 
 
-def test_workers_may_differ_in_layout_and_budget(tmp_path: Path):
+def test_workers_may_differ_in_layout_and_budget_but_not_in_precision(tmp_path: Path):
     Study(make_recipe(), tmp_path)
+    with pytest.raises(UserError, match="layout dp2 bf16 has another precision than dp1"):
+        Study(resolve_recipe(make_recipe(), {"layout": "dp2 bf16"}), tmp_path)
     Study(resolve_recipe(make_recipe(), {"layout": "dp2 zero1", "tune.trials": 50, "run.threads": 1}), tmp_path)
 
 
@@ -157,9 +161,9 @@ def test_journal_with_a_torn_line_is_repaired_and_a_foreign_file_refused(tmp_pat
     finish(study, running, 1.0)
     with (tmp_path / JOURNAL).open("ab") as file:
         file.write(b'{"op_code":6,"worker_id":"x')
+    assert study.take_trial() is not None  # a worker that had opened it before
     again = Study(make_recipe(), tmp_path)
-    assert [trial.value for trial in again.trials()] == [1.0]
-    assert again.take_trial() is not None
+    assert [trial.value for trial in again.trials()] == [1.0, None]
     assert all(json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines())
     other = tmp_path / "other"
     other.mkdir()

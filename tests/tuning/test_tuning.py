@@ -16,6 +16,7 @@ import pytest
 import meshwright as mw
 from meshwright.errors import UserError
 from meshwright.recipe import Recipe, load_recipe_text, resolve_recipe
+from meshwright.tuning.study import Study
 from meshwright.tuning.trial_run import TrialRun
 from tests.conftest import TINY_RECIPE
 
@@ -44,7 +45,7 @@ def test_study_with_killed_worker_continues_its_trial_and_equals_plain_training(
     while not list(checkpoints.glob("step-*")) and worker.poll() is None:
         time.sleep(0.02)
     assert worker.poll() is None, "the worker ended before it was killed"
-    os.kill(worker.pid, signal.SIGKILL)  # the training process goes on alone, and keeps the trial's lock
+    os.kill(worker.pid, signal.SIGKILL)  # the kernel ends its training process too
     worker.communicate()
     answer = subprocess.run(command, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
@@ -54,12 +55,10 @@ def test_study_with_killed_worker_continues_its_trial_and_equals_plain_training(
     }  # fmt: skip
     assert document["best"]["run"] == str(study / f"trials/{document['best']['trial']:04d}/run")
     assert list(document["best"]["parameters"]) == ["train.learning_rate"]
-    again = mw.train(document["recipe"], probe=False)
-    assert again.run_directory == recipe.run_directory
+    again = mw.train(document["recipe"], {"run.directory": str(tmp_path / "again")}, probe=False)
     assert again.validation_loss == document["best"]["value"]
     assert Path(document["page"]).read_text().startswith("<!doctype html>")
-    larger = mw.tune(resolve_recipe(recipe, {"tune.steps": 80}), directory=study)  # used up: nothing is trained
-    assert larger.to_json_dict() == document
+    assert mw.tune(recipe, directory=study).to_json_dict() == document  # used up: nothing is trained
 
 
 def test_hopeless_trial_is_pruned_and_failing_ones_end_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -84,6 +83,8 @@ def test_hopeless_trial_is_pruned_and_failing_ones_end_the_search(tmp_path: Path
     assert step < 200
     assert not (tmp_path / "study/trials/0001/run/checkpoints").exists()
 
+    assert load_recipe_text((tmp_path / "study/best.toml").read_text(), "best.toml").run.name == "run-best"
+
     def fail(self: TrialRun) -> tuple[float | None, str, str]:
         """Fail as a run does whose loss diverges."""
         return None, "failed", "the loss is nan"
@@ -91,6 +92,16 @@ def test_hopeless_trial_is_pruned_and_failing_ones_end_the_search(tmp_path: Path
     monkeypatch.setattr(TrialRun, "run", fail)
     with pytest.raises(UserError, match="5 trials in a row failed, the last one: the loss is nan"):
         mw.tune(recipe, {"tune.trials": 50}, directory=tmp_path / "failing")
+
+
+def test_run_that_cannot_start_here_leaves_its_trial_to_others(tmp_path: Path):
+    recipe = make_recipe(tmp_path, **{"run.device": "cuda"})
+    with pytest.raises(UserError, match=r"trial 0: .*cuda"):
+        mw.tune(recipe, directory=tmp_path / "study")
+    [trial] = Study(recipe, tmp_path / "study").trials()
+    assert trial.state.name == "RUNNING"
+    with pytest.raises(UserError, match=r"trial 0: "):  # not a second one
+        mw.tune(recipe, directory=tmp_path / "study")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +113,8 @@ def test_hopeless_trial_is_pruned_and_failing_ones_end_the_search(tmp_path: Path
         ({"tune.space": {"train.momentum": {"uniform": [0.0, 0.9]}}}, r'momentum belongs to optimizer "sgd"'),
         ({"tune.space": {"train.optimizer": {"choice": ["adamw", "adan"]}}}, r'unknown optimizer "adan"'),
         ({"data.source": "/nowhere"}, "/nowhere"),
+        ({"tune.steps": 39}, r"the budget is smaller than one trial \(40 steps or 5,120 tokens\)"),
+        ({"tune.space": {"model.heads": {"choice": [4, 3]}}}, "model.heads = 3: .*hidden 16 must be a multiple"),
     ],
 )  # fmt: skip
 def test_mistake_is_reported_before_a_study_is_made(tmp_path: Path, changes: dict[str, Any], message: str):
@@ -121,6 +134,10 @@ def test_mistake_is_reported_before_a_study_is_made(tmp_path: Path, changes: dic
         ({"tune.space": {"data.sequence": {"choice": [16, 32]}}}, "all trials have to be validated on the same text"),
         ({"tune.space": {"train.learning_rate": {"log": [0, 1]}}}, "above 0"),
         ({"tune.space": {"train.learning_rate": {"uniform": [1, 1]}}}, "the first bound has to be below the second"),
+        ({"tune.space": {"train.warmup": {"uniform": [0.0, 5.0]}}}, "train.warmup takes whole numbers"),
+        ({"tune.space": {"train.warmup": {"uniform": [0, 3], "step": 2}}}, "step 2 does not lead from 0 to 3"),
+        ({"tune.space": {"train.lr": {"log": [1, 2]}}}, r"did you mean train.learning_rate\?"),
+        ({"tune.space": {"train.preference_beta": {"log": [1, 2]}}}, "the loss itself depends on it"),
         ({"tune.space": {"train.learning_rate": 5}}, "should be a table such as"),
         ({"tune.sampler": "tpee"}, r'unknown sampler "tpee"; did you mean "tpe"\?'),
     ],

@@ -69,7 +69,8 @@ def command(
 def _parse_factors(text: str) -> tuple[int, ...]:
     """Parse the widths of --check-widths, such as "1,2,4". Raises `click.BadParameter`."""
     parts = text.split(",")
-    if len(parts) < 2 or not all(part.isdecimal() and 1 <= int(part) <= 1024 for part in parts):
-        raise click.BadParameter(f'takes two or more multiples of the width, as "1,2,4", not "{text}"',
+    valid = all(part.isdecimal() and 1 <= int(part) <= 1024 for part in parts) and len(set(parts)) == len(parts)
+    if len(parts) < 2 or not valid:
+        raise click.BadParameter(f'takes two or more different multiples of the width, as "1,2,4", not "{text}"',
                                  param_hint="--check-widths")  # fmt: skip
     return tuple(map(int, parts))

@@ -22,7 +22,7 @@ from meshwright.checkpoint import find_newest
 from meshwright.errors import MeshwrightError, RankLost, Terminated, UserError
 from meshwright.flight_recorder.rank_report import Snapshot, read_process_state, write_hang_report
 from meshwright.flight_recorder.verdict import RankState, describe_position
-from meshwright.launcher.rendezvous import check_port_free
+from meshwright.launcher.rendezvous import STOPS_ONCE, check_port_free
 from meshwright.launcher.rendezvous_directory import rendezvous_directory
 from meshwright.launcher.signals import StopSignals
 from meshwright.launcher.started_rank import StartedRank, start_rank
@@ -244,6 +244,8 @@ class _Attempt:
         one as SIGKILL."""
         while self.signals_sent < len(self.signals.received):
             self.signals_sent += 1
+            if self.signals_sent > 1 and STOPS_ONCE in os.environ:
+                continue
             for rank in self.ranks:
                 if rank.ended is None:
                     # A second signal means: do not wait for a checkpoint.

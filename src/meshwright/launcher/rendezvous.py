@@ -53,6 +53,11 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "S
 """Environment variables by which a process knows that another launcher started it as one of several ranks."""
 
 
+STOPS_ONCE = "MESHWRIGHT_STOPS_ONCE"
+"""Environment variable of a run that another process of Meshwright stops: a scheduler may send SIGTERM to both, and the
+second one that arrives here is then no request to stop without a checkpoint."""
+
+
 def is_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if torchrun, Kubernetes or SLURM started this process as one of several ranks, so that it must join
     them. environment: variables; None: this process's.

@@ -104,7 +104,7 @@ class Recipe(Table):
         """Check that the tables are consistent; return the recipe. Raises ValueError if validation steps lack a
         validation split, the objective does not suit the kind of records, or an adapter has no base model.
         """
-        check_searched_keys(self.tune.space, tuple(SCHEMA.keys))
+        check_searched_keys(self.tune.dimensions, SCHEMA)
         if self.tune.space and not self.train.validate_every:
             raise ValueError("tune compares validation losses: set train.validate_every")
         if self.adapter.kind != "none" and self.model.from_path is None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from meshwright.names import PRUNERS, SAMPLERS, nearest
-from meshwright.tables import Count, Positive, Table, named
+from meshwright.tables import Count, Positive, Schema, Table, named
 from meshwright.toml import format_toml_value
 
 _KINDS = ("log", "uniform", "choice")
@@ -20,7 +20,17 @@ _NOT_SEARCHED = {  # key, or start of keys -> why its best value cannot be found
     "data": "all trials have to be validated on the same text",
     "model.from": "all trials have to start from the same weights",
     "model.load_weights": "all trials have to start from the same weights",
+    "model.mup_base_hidden": "it says at which width the other settings were found",
+    "adapter.from": "all trials have to start from the same weights",
     "train.objective": "losses of different objectives cannot be compared",
+    "train.preference_beta": "the loss itself depends on it",
+    "train.preference_margin": "the loss itself depends on it",
+    "train.preference_smoothing": "the loss itself depends on it",
+    "train.desirable_weight": "the loss itself depends on it",
+    "train.undesirable_weight": "the loss itself depends on it",
+    "train.loss_scale": "it does not change the loss",
+    "train.loss_scale_every": "it does not change the loss",
+    "train.maximum_skipped": "it does not change the loss",
     "train.validate_every": "all trials have to be validated at the same steps",
     "train.validation_sequences": "all trials have to be validated on the same text",
     "train.compile": "it does not change the loss",
@@ -38,8 +48,8 @@ class Dimension:
 
     key: dotted key of the recipe, such as "train.learning_rate". kind: "log" (log-uniform), "uniform" or "choice". low,
     high: bounds of a range, both included. step: distance between the allowed values of a range; None: every value is
-    allowed. choices: the values of a choice. integer: True for a range of integers. when: conditions, as (another
-    searched key, values of that key for which this key is searched); empty: it is always searched.
+    allowed. choices: the values of a choice. when: conditions, as (another searched key, values of that key for which
+    this key is searched); empty: it is always searched.
     """
 
     key: str
@@ -48,7 +58,6 @@ class Dimension:
     high: float = 0.0
     step: float | None = None
     choices: tuple[Any, ...] = ()
-    integer: bool = False
     when: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     def extremes(self) -> tuple[Any, ...]:
@@ -118,15 +127,15 @@ def _parse_dimension(key: str, table: Mapping[str, Any], before: Mapping[str, Di
         raise ValueError(f"{key}: {kind} = {format_toml_value(values)}: the first bound has to be below the second")
     if kind == "log" and low <= 0:
         raise ValueError(f"{key}: log = {format_toml_value(values)}: bounds of a logarithmic range are above 0")
-    integer, step = all(isinstance(number, int) for number in numbers), table.get("step")
+    step = table.get("step")
     if step is not None:
         if kind == "log":
             raise ValueError(f"{key}: step belongs to uniform; a logarithmic range has none")
-        number = isinstance(step, int if integer else int | float) and not isinstance(step, bool)
-        if not number or not 0 < step <= high - low:
-            wanted = "an integer" if integer else "a number"
-            raise ValueError(f"{key}: step should be {wanted} between 0 and {high - low:g}")
-    return Dimension(key, kind, low, high, step, integer=integer, when=when)
+        if not isinstance(step, int | float) or isinstance(step, bool) or not 0 < step <= high - low:
+            raise ValueError(f"{key}: step should be a number between 0 and {high - low:g}")
+        if abs((high - low) / step - round((high - low) / step)) > 1e-9:
+            raise ValueError(f"{key}: step {step:g} does not lead from {low:g} to {high:g}")
+    return Dimension(key, kind, low, high, step, when=when)
 
 
 def _parse_conditions(key: str, when: Any, before: Mapping[str, Dimension]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
@@ -155,11 +164,11 @@ class TuneRecipe(Table):
     searched}).
 
     trials, steps, tokens, seconds: budget of the whole study, over all workers; the search ends when the first is used
-    up. steps, tokens: training steps and tokens, never exceeded; seconds: seconds of training, summed over the workers,
-    after which running trials are stopped. seed: seed of the sampler. sampler: "tpe" or "random". pruner: "median"
-    (stops a trial whose validation loss is above the median of the earlier trials at the same step), "halving"
-    (asynchronous successive halving) or "none". startup: trials that are sampled at random and never pruned before
-    sampler and pruner use their results. keep: number of the best trials whose checkpoints are kept.
+    up. steps and tokens: of training, never exceeded; seconds: of training processes, summed over the workers, after
+    which running trials are stopped. seed: of the sampler. sampler: "tpe" or "random". pruner: "median" (a trial is
+    stopped if its best loss so far is above the median of the earlier trials' losses at the same step), "halving"
+    (asynchronous successive halving) or "none". startup: number of trials that complete before any is pruned; as many
+    are sampled at random first. keep: number of the best trials whose checkpoints are kept.
     """
 
     space: Annotated[dict[str, Any], BeforeValidator(_normalize_space)] = {}
@@ -189,13 +198,16 @@ class TuneRecipe(Table):
         return self
 
 
-def check_searched_keys(space: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Check the keys of a search space: each must be a recipe key that can change the result of training, and must not
-    change how that result is measured (such as the validation data). known: all dotted keys of a recipe. Raises
-    ValueError with the key and the reason."""
-    for key in space:
+def check_searched_keys(dimensions: Sequence[Dimension], schema: Schema[Any]) -> None:
+    """Check that the searched keys are keys of the recipe whose values change the result of training but not the
+    measure of it, and that ranges of whole numbers have whole bounds. schema: the keys of a recipe. Raises ValueError
+    with the key and the reason."""
+    known = schema.keys
+    for dimension in dimensions:
+        key, numbers = dimension.key, (dimension.low, dimension.high, dimension.step or 1)
         if key not in known:
-            close = nearest(key, [name for name in known if "." in name and not name.startswith("tune.")])
+            named = [name for name in known if "." in name and not name.startswith("tune.")]
+            close = schema.elsewhere.get(key.rpartition(".")[2]) or nearest(key, named)
             raise ValueError(f"{key} is no key of a recipe" + (f"; did you mean {close}?" if close else ""))
         reason = next((why for name, why in _NOT_SEARCHED.items() if key == name or key.startswith(f"{name}.")), None)
         if key == "layout":
@@ -204,3 +216,10 @@ def check_searched_keys(space: Mapping[str, Any], known: Sequence[str]) -> None:
             reason = "it is not a setting of the model or of its training"
         if reason:
             raise ValueError(f"{key} cannot be searched: {reason}")
+        if not dimension.choices and not schema.accepts(key, float) and not all(map(_is_whole, numbers)):
+            raise ValueError(f"{key} takes whole numbers: write its bounds and its step as integers")
+
+
+def _is_whole(number: float) -> bool:
+    """Return True if a number of a TOML file was written as an integer."""
+    return isinstance(number, int)

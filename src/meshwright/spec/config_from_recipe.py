@@ -62,8 +62,9 @@ def config_from_recipe(
         # The base's special tokens belong to the base's tokenizer.
         overrides |= {"bos_token": None, "eos_token": None, "more_eos_tokens": ()}
     config = dataclasses.replace(base, **overrides)
-    if config.mup_base_hidden and (config.tied or config.encoder or (adapter and adapter.kind != "none")):
-        other = "a tied output head" if config.tied else "an encoder" if config.encoder else "an adapter"
+    others = ((config.tied, "a tied output head"), (config.encoder, "an encoder"), (config.latent, "latent attention"),
+              (adapter is not None and adapter.kind != "none", "an adapter"))  # fmt: skip
+    if config.mup_base_hidden and (other := next((name for found, name in others if found), None)):
         raise UserError(f"model.mup_base_hidden scales input and output weights apart, which {other} does not allow")
     if config.vocabulary < tokenizer_vocabulary:
         raise UserError(

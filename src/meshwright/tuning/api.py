@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.documents import to_json_dict
-from meshwright.errors import CheckFailed, Terminated, UserError
+from meshwright.errors import CheckFailed, Terminated, UserError, error_reason
 from meshwright.launcher.recipe_checks import check_recipe, check_vocabulary
 from meshwright.recipe import Recipe, resolve_recipe
+from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.terminal import print_message
 from meshwright.toml import format_toml_value
-from meshwright.tuning.budget import count_states, used_seconds
+from meshwright.tuning.budget import Budget, count_states, used_seconds
 from meshwright.tuning.page import write_page
 from meshwright.tuning.study import RunningTrial, Study
 from meshwright.tuning.trial_run import TrialRun
@@ -109,8 +110,10 @@ def tune(
             f"{resolved.source_path or 'recipe'}: tune.space is missing: it lists the keys to search, such as "
             '"train.learning_rate" = { log = [1e-4, 1e-2] }'
         )
-    _check_space(resolved)
-    _prepare(resolved)
+    if not Budget.of(resolved).allows_another([]):
+        largest = " or ".join(f"{amount:,} {name}" for name, amount in Budget.largest_trial(resolved).items())
+        raise UserError(f"{resolved.where('tune')}: tune: the budget is smaller than one trial ({largest})")
+    _check_space(resolved, _prepare(resolved))
     study = Study(resolved, _find_directory(resolved, directory))
     with _terminate_by_exception():
         _work(study)
@@ -149,29 +152,38 @@ def _find_directory(recipe: Recipe, directory: str | Path | None) -> Path:
     return Path(directory) if directory else recipe.run_directory.with_name(f"{recipe.run_directory.name}-tune")
 
 
-def _check_space(recipe: Recipe) -> None:
-    """Check that the recipe accepts the extreme values of each searched key. Raises `UserError` with the key and the
-    reason."""
+def _check_space(recipe: Recipe, vocabulary: int) -> None:
+    """Check that the recipe and its model accept the extreme values of each searched key. vocabulary: number of token
+    ids. Raises `UserError` with the key and the reason."""
+    conditions = {dimension.key: dict(dimension.when) for dimension in recipe.tune.dimensions}
     tables = recipe.to_tables()
     tables.pop("tune")
     for dimension in recipe.tune.dimensions:
         for value in dimension.extremes():
-            values = {key: allowed[0] for key, allowed in dimension.when} | {dimension.key: value}
+            values, needed = {dimension.key: value}, [dimension.key]
+            while needed:
+                for key, allowed in conditions[needed.pop()].items():
+                    values[key] = allowed[0]
+                    needed.append(key)
             try:
-                resolve_recipe(tables, values, trust=recipe.trusted)
+                found = resolve_recipe(tables, values, trust=recipe.trusted)
+                config_from_recipe(found.model, found.data.sequence, vocabulary, found.adapter)
             except UserError as error:
                 where, text = recipe.where(f"tune.space.{dimension.key}"), format_toml_value(value)
                 reason = str(error).rpartition(f"{dimension.key}: ")[2].rpartition('": ')[2]
                 raise UserError(f"{where}: tune.space: {dimension.key} = {text}: {reason}") from None
 
 
-def _prepare(recipe: Recipe) -> None:
-    """Check the recipe's files and prepare its data once, before the first trial. Raises `UserError`."""
+def _prepare(recipe: Recipe) -> int:
+    """Check the recipe's files and prepare its data once, before the first trial; return the number of token ids.
+    Raises `UserError`."""
     from meshwright.data import prepare
 
     if recipe.layout != "auto":
         check_recipe(recipe)
-    check_vocabulary(recipe, prepare(recipe.data, recipe.run.seed, log=print_message).vocabulary)
+    vocabulary = prepare(recipe.data, recipe.run.seed, log=print_message).vocabulary
+    check_vocabulary(recipe, vocabulary)
+    return vocabulary
 
 
 def _work(study: Study) -> None:
@@ -192,13 +204,24 @@ def _work(study: Study) -> None:
         try:
             value, state, reason = TrialRun(study, running).run()
             study.finish(running, value, state, reason)
+            study.write_best_recipe()
+        except OSError as error:
+            raise UserError(f"study directory {study.directory}: {error_reason(error)}") from None
         finally:
             running.release()
         print_message(f"trial {number}: {_format_outcome(study, running, value, state, reason)}")
-        write_page(study)
+        _write_page(study)
         failures = failures + 1 if state == "failed" else 0
         if failures >= MOST_FAILURES:
             raise UserError(f"{failures} trials in a row failed, the last one: {reason}")
+
+
+def _write_page(study: Study) -> None:
+    """Write the page of the study; if that fails, warn: the search does not need it."""
+    try:
+        write_page(study)
+    except UserError as error:
+        print_message(f"meshwright: warning: {error}")
 
 
 def _format_values(values: Mapping[str, Any]) -> str:
@@ -227,6 +250,8 @@ def _summarize(study: Study) -> Tuning:
         reasons = [trial.user_attrs["reason"] for trial in trials if "reason" in trial.user_attrs]
         last = f"; the last one: {reasons[-1]}" if reasons else ""
         raise CheckFailed(f"no trial of {study.directory} has completed: {counts['failed']} failed{last}")
+    study.write_best_recipe()  # a worker may have been killed before it did
+    _write_page(study)
     best = study.optuna.best_trial
     found = {
         "value": best.value, "parameters": study.read_values(best), "trial": best.number,

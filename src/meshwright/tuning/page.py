@@ -113,10 +113,9 @@ def _loss_axis(trials: Sequence[FrozenTrial], title: str = "validation loss") ->
 
 
 def _axis_of(losses: Sequence[float], title: str) -> Axis:
-    """Return a linear axis from the minimum of `losses` to their 90th percentile, with a margin at both ends. title:
-    label of the axis."""
-    ascending = sorted(losses)
-    high = ascending[min(len(losses) - 1, math.ceil(0.9 * len(losses)))]
+    """Return a linear axis from the lowest of `losses` to their ninth decile, with some space beyond both."""
+    ascending = sorted(filter(math.isfinite, losses))
+    high = ascending[min(len(ascending) - 1, math.ceil(0.9 * len(ascending)))]
     return linear_axis(ascending[0], high, title, below=0.05, above=0.1)
 
 

@@ -8,7 +8,6 @@ worker continues it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -21,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.files import replace_file
 from meshwright.errors import UserError, error_reason
+from meshwright.layout import Layout
 from meshwright.monitoring.resuming import values_by_key
 from meshwright.monitoring.run_directory import CHECKPOINTS
 from meshwright.recipe import SCHEMA, Recipe, load_recipe_text, resolve_recipe
 from meshwright.toml import format_toml_value
 from meshwright.tuning.budget import Budget
+from meshwright.tuning.journal import lock_file, open_journal
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
@@ -70,16 +71,13 @@ class Study:
         except OSError as error:
             raise UserError(f"study directory {directory} cannot be made: {error_reason(error)}") from None
         with self._locked():
-            _remove_torn_line(directory / JOURNAL)
             try:
-                backend = optuna.storages.journal.JournalFileBackend(str(directory / JOURNAL))
-                storage = optuna.storages.JournalStorage(backend)
                 self.optuna: OptunaStudy = optuna.create_study(
-                    study_name="tune", storage=storage, direction="minimize", load_if_exists=True,
-                    sampler=_make_sampler(recipe), pruner=_make_pruner(recipe),
+                    study_name="tune", storage=open_journal(directory / JOURNAL), direction="minimize",
+                    load_if_exists=True, sampler=_make_sampler(recipe), pruner=_make_pruner(recipe),
                 )  # fmt: skip
                 stored = self.optuna.user_attrs.get("recipe")
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{directory / JOURNAL} is not the journal of a study: {error}") from None
             if stored is None:
                 self.optuna.set_user_attr("recipe", recipe.to_toml())
@@ -88,9 +86,8 @@ class Study:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the exclusive lock of the study's directory inside the context; wait for it if another worker holds it
-        (for milliseconds)."""
-        descriptor = _lock_directory(self.directory, wait=True)
+        """Hold the study's lock, for which this waits; workers hold it for milliseconds."""
+        descriptor = lock_file(self.directory / ".lock", wait=True)
         assert descriptor is not None
         try:
             yield
@@ -121,7 +118,7 @@ class Study:
         worker, or a training process that it started, holds it."""
         directory = self.trial_directory(number)
         directory.mkdir(parents=True, exist_ok=True)
-        return _lock_directory(directory, wait=False)
+        return lock_file(directory / ".lock", wait=False)
 
     def _begin(self, trial: Trial, lock: int) -> RunningTrial:
         """Choose the values of `trial`, unless it has them already, and record the steps and tokens that it may use.
@@ -138,10 +135,11 @@ class Study:
 
     def trial_recipe(self, values: Mapping[str, Any], name: str, directory: Path | None) -> Recipe:
         """Return the recipe of one trial. values: {recipe key: value} to set. name: `run.name`. directory: run
-        directory; None: that of the study's recipe. Raises `UserError` if the values do not fit together."""
+        directory; None: runs/NAME. Raises `UserError` if the values do not fit together."""
         tables = self.recipe.to_tables()
         tables.pop("tune", None)
         tables["run"]["name"] = name
+        tables["run"].pop("directory", None)
         if directory is not None:
             tables["run"]["directory"] = str(directory)
         return resolve_recipe(tables, values, trust=self.recipe.trusted)
@@ -161,8 +159,14 @@ class Study:
         with self._locked():
             self.optuna.tell(running.trial, value, states[state], skip_if_finished=True)
             self._delete_checkpoints()
-            if state == "complete" and self.optuna.best_trial.number == running.trial.number:
-                best = self.trial_recipe(running.values, self.recipe.run.name, None)
+
+    def write_best_recipe(self) -> None:
+        """Write `best.toml`, the recipe with the values of the best trial, for a run of its own; nothing before a trial
+        has completed."""
+        with self._locked():
+            if any(trial.state.name == "COMPLETE" for trial in self.trials()):
+                values = self.read_values(self.optuna.best_trial)
+                best = self.trial_recipe(values, f"{self.recipe.run.name}-best", None)
                 replace_file(self.directory / "best.toml", best.to_toml().encode(), sync=False)
 
     def _delete_checkpoints(self) -> None:
@@ -215,7 +219,7 @@ def suggest_values(recipe: Recipe, trial: Trial) -> dict[str, Any]:
             values[key] = by_text[trial.suggest_categorical(key, list(by_text))]
         else:
             log, low, high = dimension.kind == "log", dimension.low, dimension.high
-            if dimension.integer:
+            if SCHEMA.accepts(key, int) and not SCHEMA.accepts(key, float):
                 values[key] = trial.suggest_int(key, int(low), int(high), step=int(dimension.step or 1), log=log)
             else:
                 values[key] = trial.suggest_float(key, low, high, step=dimension.step, log=log)
@@ -283,6 +287,12 @@ def _check_same_study(old: Recipe, new: Recipe) -> None:
     """Check that a worker's recipe equals that of the study in all keys that affect the results of trials. Raises
     `UserError` that names the first key that differs. old: recipe of the study. new: recipe of this worker."""
     before, after = values_by_key(old), values_by_key(new)
+    precisions = {Layout.parse(each.layout).precision for each in (old, new) if each.layout != "auto"}
+    if len(precisions) > 1:
+        raise UserError(
+            f"{new.where('layout')}: layout {new.layout} has another precision than {old.layout}, with which the study "
+            "was begun: losses could not be compared"
+        )
     for key in SCHEMA.keys:
         if before.get(key) == after.get(key) or any(key == free or key.startswith(f"{free}.") for free in _MAY_DIFFER):
             continue
@@ -291,32 +301,3 @@ def _check_same_study(old: Recipe, new: Recipe) -> None:
             f"{new.where(key)}: {key} is {now}, and in {old.source_path} it is {was}: results could not be "
             "compared; restore it, or give another --directory"
         )
-
-
-def _lock_directory(directory: Path, *, wait: bool) -> int | None:
-    """Lock a directory by flock on the file `.lock` in it; return the file descriptor that holds the lock.
-
-    wait: True: wait until no other process holds the lock; False: return None if one does. Raises `UserError` if the
-    directory cannot be written.
-    """
-    try:
-        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise UserError(f"study directory {directory} cannot be written: {error_reason(error)}") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _remove_torn_line(journal: Path) -> None:
-    """Remove an incomplete last line from the journal. A full disk leaves one behind, and the next record would be
-    appended to it."""
-    if not journal.exists():
-        return
-    with journal.open("rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)

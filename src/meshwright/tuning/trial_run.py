@@ -10,17 +10,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.checkpoint.files import replace_file
-from meshwright.errors import UserError
-from meshwright.launcher.rendezvous import LAUNCHER_VARIABLES
+from meshwright.errors import RankLost, UserError
+from meshwright.launcher.recipe_checks import check_recipe
+from meshwright.launcher.rendezvous import LAUNCHER_VARIABLES, STOPS_ONCE
 from meshwright.monitoring.metrics_tail import MetricsTail
 from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.processes import die_with_parent
+from meshwright.recipe import Recipe
 from meshwright.tuning.budget import used_seconds
 from meshwright.tuning.study import RunningTrial, Study
 
 POLL_SECONDS = 0.1
+LIMIT_SECONDS = 1.0
+"""Interval of the comparison with the budget of seconds, which reads the journal."""
 STOP_SECONDS = 120.0
 """Time limit for a stopped run to save its checkpoint."""
 
@@ -40,27 +46,21 @@ class TrialRun:
         self._reported = set(study.optuna._storage.get_trial(running.trial._trial_id).intermediate_values)
 
     def run(self) -> tuple[float | None, str, str]:
-        """Train in a child process until the end; return (validation loss after the last step or None, "complete" |
-        "pruned" | "failed", reason why it did not complete). On an interrupt or SIGTERM the child saves a checkpoint,
-        and the exception is raised again."""
+        """Train until the end; return (validation loss after the last step, "complete" | "pruned" | "failed", why it
+        did not complete). On an interrupt or SIGTERM the run saves, and the exception continues. Raises `UserError` if
+        the run could not be started or was stopped from outside: the trial then remains unfinished."""
         name = f"{self.study.recipe.run.name}-{self.running.trial.number:04d}"
         try:
             recipe = self.study.trial_recipe(self.running.values, name, self.run_directory)
-        except UserError as error:
+            if recipe.layout != "auto":
+                check_recipe(recipe)
+        except UserError as error:  # values that do not fit together
             return None, "failed", str(error)
-        file = self.running.directory / "recipe.toml"
-        replace_file(file, recipe.to_toml().encode(), sync=False)
-        command = [sys.executable, "-P", "-m", "meshwright", "train", str(file), "--json", "--restarts", "1"]
-        command += ["--trust-recipe"] * recipe.trusted
-        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        with (self.running.directory / "train.log").open("ab") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
-                start_new_session=True,  # an interrupt from the terminal reaches this worker only, which passes it on
-                pass_fds=[self.running.lock],  # the trial stays locked until its ranks have ended, too
-            )  # fmt: skip
+        log = self.running.directory / "train.log"
+        begun_at = log.stat().st_size if log.exists() else 0
+        process = self._start(recipe, log)
         try:
-            stopped = self._watch(process)
+            stopped = self._watch(process, recipe.train.steps)
         except BaseException:
             _stop(process)
             self._record()
@@ -69,31 +69,51 @@ class TrialRun:
         if stopped:
             return None, "pruned", stopped
         result = RunDirectory(self.run_directory).read_result() or {}
-        value = result.get("validation_loss")
-        if process.returncode or result.get("step") != recipe.train.steps:
-            return None, "failed", _read_error(self.running.directory / "train.log", process.returncode)
+        value, code = result.get("validation_loss"), process.returncode
+        if code in (0, 1, RankLost.exit_code) and (code or result.get("step") != recipe.train.steps):
+            return None, "failed", _read_error(log, begun_at, code)
+        if code:  # stopped, killed, or a mistake that the values do not explain: another start may succeed
+            raise UserError(f"trial {self.running.trial.number}: {_read_error(log, begun_at, code)}")
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None, "failed", "the validation loss after the last step is not finite"
         return float(value), "complete", ""
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> str:
-        """Report each validation loss to the pruner until the process ends. Return "" if it ended by itself, otherwise
-        the reason why this worker stopped it."""
-        tail = MetricsTail(RunDirectory(self.run_directory).metrics)
+    def _start(self, recipe: Recipe, log: Path) -> subprocess.Popen[bytes]:
+        """Start the training process of `recipe`, which ends with this worker. log: file for its messages."""
+        file = self.running.directory / "recipe.toml"
+        replace_file(file, recipe.to_toml().encode(), sync=False)
+        command = [sys.executable, "-P", "-m", "meshwright", "train", str(file), "--json", "--restarts", "1"]
+        command += ["--trust-recipe"] * recipe.trusted
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**environment, STOPS_ONCE: "1"},
+                start_new_session=True,  # an interrupt from the terminal reaches this worker only, which passes it on
+                pass_fds=[self.running.lock],  # the trial stays locked until its ranks have ended, too
+                preexec_fn=die_with_parent,
+            )  # fmt: skip
+
+    def _watch(self, process: subprocess.Popen[bytes], steps: int) -> str:
+        """Report each validation loss until the process ends; return "" then, else why it was stopped. steps: number of
+        steps of the run, at whose last it is not pruned any more."""
+        tail, begun, checked = MetricsTail(RunDirectory(self.run_directory).metrics), time.monotonic(), 0.0
+        limit, startup = self.study.recipe.tune.seconds, self.study.recipe.tune.startup
         while True:
             ended = process.poll() is not None
             for step, loss in self._read_losses(tail):
                 self.running.trial.report(loss, step)
                 self._record()
-                if not ended and self.running.trial.should_prune():
-                    _stop(process)
+                complete = sum(trial.state.name == "COMPLETE" for trial in self.study.trials())
+                if step < steps and complete >= startup and self.running.trial.should_prune():
+                    _kill(process)
                     return f"pruned at step {step}"
-            limit = self.study.recipe.tune.seconds
-            if not ended and limit is not None and self._used_seconds() >= limit:
-                _stop(process)
-                return "stopped: the budget of seconds is used up"
             if ended:
                 return ""
+            if limit is not None and time.monotonic() - begun > checked + LIMIT_SECONDS:
+                checked = time.monotonic() - begun
+                if self._used_seconds() >= limit:
+                    _kill(process)
+                    return "stopped: the budget of seconds is used up"
             time.sleep(POLL_SECONDS)
 
     def _read_losses(self, tail: MetricsTail) -> Iterator[tuple[int, float]]:
@@ -103,6 +123,8 @@ class TrialRun:
         for line in tail.read():
             step, loss = line.get("step"), line.get("validation_loss")
             if isinstance(step, int) and isinstance(loss, int | float) and step not in self._reported:
+                if not math.isfinite(loss):
+                    continue
                 self._reported.add(step)
                 yield step, float(loss)
 
@@ -125,20 +147,27 @@ class TrialRun:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop a training process by SIGTERM, on which it saves a checkpoint; by SIGKILL after `STOP_SECONDS`."""
+    """Stop a training process by SIGTERM, on which it saves a checkpoint; kill it after `STOP_SECONDS`."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a training process and its ranks at once; nothing is saved."""
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
-def _read_error(log: Path, code: int | None) -> str:
-    """Return the error line at the end of a run's log, or a text with the exit code. code: exit code of the process."""
+def _read_error(log: Path, begun_at: int, code: int | None) -> str:
+    """Return the error line at the end of a run's log, or a text with the exit code. begun_at: size of the log in bytes
+    before this start. code: exit code of the process."""
     with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+        file.seek(max(begun_at, file.seek(0, os.SEEK_END) - 65536))
         lines = file.read().decode(errors="replace").splitlines()
     marker = "meshwright: error: "
     found = next((line.removeprefix(marker) for line in reversed(lines) if line.startswith(marker)), None)
