@@ -16,7 +16,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.memory.compiled_split import queued_bytes
+from meshwright.planner.memory.compiled_peaks import queued_bytes
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.search.estimate import evaluate
 from meshwright.spec.parameters import parameter_table
@@ -90,7 +90,7 @@ def test_saved_and_queued_tensors_of_split_backward_match_prediction(recompute: 
     operands = [each.untyped_storage() for product in queue._queues[0] for each in product.operands]
     held = {each.data_ptr(): each.nbytes() for each in operands}
     at = MicroBatch.of(config, layout, rows, sequence, dtype=case.dtype)
-    assert sum(held.values()) == sum(queued_bytes(at, layer, dtype.itemsize) for layer in range(config.layers))
+    assert sum(held.values()) == sum(queued_bytes(at, layer) for layer in range(config.layers))
 
 
 @pytest.mark.exhaustive

@@ -8,8 +8,7 @@ import pytest
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT
-from meshwright.planner.memory.compiled_layers import block_of
+from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, run
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
@@ -83,10 +82,10 @@ def test_in_place_result_needs_no_memory() -> None:
 
 def backward(config: ModelConfig, dtype: str, rows: int, sequence: int, layout: str = "dp1") -> list[KernelMemory]:
     at = MicroBatch.of(config, Layout.parse(layout), rows, sequence, dtype=dtype)
-    block = block_of(at, 0, {"float32": 4, "bfloat16": 2}[dtype])
-    kernels = list(block.backward())
+    block = CompiledBlock(at, 0)
+    kernels = block.backward
     stay = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
-    given = {name: block.bytes(name) for name in (*block.kept(), INPUT, GRADIENT)}
+    given = {name: block.bytes(name) for name in (*block.saved, INPUT, GRADIENT)}
     return run(kernels, given, {*stay, INPUT_GRADIENT})
 
 

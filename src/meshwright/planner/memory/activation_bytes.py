@@ -10,9 +10,8 @@ import numpy as np
 
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number
 from meshwright.planner.cost.piece_times import alike, layer_examples, micro_batch_of
-from meshwright.planner.memory import compiled_split
+from meshwright.planner.memory import compiled_peaks
 from meshwright.planner.memory.compiled_blocks import known
-from meshwright.planner.memory.compiled_peaks import passing_bytes
 from meshwright.planner.memory.published import PUBLISHED, LayerShape, StateBytes
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.stage_snapshots import queued_bytes
@@ -115,13 +114,13 @@ class ActivationBytes:
             mixed = at.config.has_experts(layer)
             every = saved_activations(whole, stage, compiled=compiled)
             unrecomputed = sum(each.bytes for each in every) - empty
-            if compiled and known(at, layer):
+            if compiled and known(at):
                 own = saved(at, stage) - empty + stream
-                temporaries = passing_bytes(at, layer, self.itemsize) - 4 * stream
+                temporaries = compiled_peaks.peak_temporaries(at, layer) - 4 * stream
                 if at.spread and mixed:  # its mixture is not compiled
                     temporaries = max(temporaries, unrecomputed + stream - own)
                 in_queue = queued_bytes(at, every, layer, self.itemsize) if mixed else None
-                queue = compiled_split.queued_bytes(at, layer, self.itemsize) if in_queue is None else in_queue
+                queue = compiled_peaks.queued_bytes(at, layer) if in_queue is None else in_queue
             else:
                 own = saved(at, stage) - empty + (stream if recompute != "none" else 0)
                 queue = queued_bytes(at, every, layer, self.itemsize)

@@ -237,9 +237,7 @@ class _Step:
         items.append(Item("framework", "CUDA context", (), "", framework[1], None, "start", "end"))
         items.append(Item("unexplained", "not itemised", (), "", 0, None, "start", "end"))
         assert sum(item.bytes for item in items) == total + framework[1]
-        layers = {layer for part in self.stages.values() for layer in part.stage.layers}
-        compiled = self.compiled and all(known(self.at, layer) for layer in layers)
-        return Ledger(tuple(items), total, moment_found.name, base, framework, compiled)
+        return Ledger(tuple(items), total, moment_found.name, base, framework, self.compiled and known(self.at))
 
     def _staying(self) -> Iterator[Item]:
         """Yield the tensors that are allocated for the whole step: model states, position tables, batch ..."""

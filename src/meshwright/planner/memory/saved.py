@@ -17,7 +17,7 @@ from meshwright.planner.cost.blocks import block, embedding, norm
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
 from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
-from meshwright.planner.memory import compiled_blocks, compiled_layers
+from meshwright.planner.memory import compiled_blocks, compiled_peaks
 from meshwright.planner.memory.tensors import Saved
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.config import ModelConfig
@@ -71,7 +71,7 @@ def _tensors(at: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled
     layers: dict[object, list[SavedTensor]] = {}
     for layer in stage.layers:
         begins = layer == stage.layers[0] and not stage.first  # its input is the stage's
-        whole = compiled and compiled_blocks.known(at, layer)
+        whole = compiled and compiled_blocks.known(at)
         if not begins and (whole or recompute != "none"):
             yield SavedTensor(f"layers.{layer}.input", stream, "x")
         key = layer if layer in at.routed else layer_kind(config, layer)
@@ -109,7 +109,7 @@ def layer_tensors(at: MicroBatch, layer: int) -> Iterator[SavedTensor]:
 def _compiled_layer(at: MicroBatch, layer: int) -> Iterator[SavedTensor]:
     """Yield the tensors that a compiled layer saves in addition to its input. An expert-parallel mixture is not
     compiled: it saves what eager ones save."""
-    yield from compiled_layers.kept(at, layer)
+    yield from compiled_peaks.saved_tensors(at, layer)
     if not (at.spread and at.config.has_experts(layer)):
         return
     if at.layout.recompute == "selective":

@@ -6,10 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number, layer_kind
-from meshwright.planner.memory import compiled_split
+from meshwright.planner.memory import compiled_peaks
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, known
-from meshwright.planner.memory.compiled_peaks import COLLECTED, backward_extras, forward_extras, spread_backward
-from meshwright.planner.memory.compiled_split import split_backward_extras
+from meshwright.planner.memory.compiled_peaks import (
+    COLLECTED,
+    Backward,
+    backward_extras,
+    forward_extras,
+    mixture_backward_extras,
+)
 from meshwright.planner.memory.end_temporaries import loss_backward, loss_snapshots, table_backward
 from meshwright.planner.memory.snapshot import FIRST_AND_LAST, BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.states import Flat
@@ -135,7 +140,7 @@ class StageSnapshots:
             yield Temporary("workspace", f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
             return
         if self._known(unit) and not self._spread(unit):
-            yield from forward_extras(self.at, int(unit.split(".")[1]), self.x)
+            yield from forward_extras(self.at, int(unit.split(".")[1]))
             return
         yield Temporary("activations", f"{unit} being computed", max(self.of_whole[place], self.of_unit[place]))
         yield Temporary("workspace", f"{unit} product and sums", 2 * self.stream)
@@ -215,12 +220,11 @@ class StageSnapshots:
             arrived = frozenset(name for name, end in ends.items() if end == unit)
             layer = int(unit.split(".")[1])
             if self._spread(unit):
-                parts = self.whole, self.saved
-                yield from spread_backward(self.at, layer, self.x, parts, self.stream, arrived)
-            elif self.tapped:
-                yield from split_backward_extras(self.at, layer, self.x, arrived, not split, self.fused)
+                saved = self.whole, self.saved
+                yield from mixture_backward_extras(self.at, layer, saved, self.stream, Backward(arrived))
             else:
-                yield from backward_extras(self.at, layer, self.x, arrived)
+                state = Backward(arrived, self.tapped, self.tapped and not split)
+                yield from backward_extras(self.at, layer, state)
         elif unit.startswith("layers."):
             again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
             more = [Temporary("activations", "recomputed", again)] if again > 0 else []
@@ -304,7 +308,7 @@ class StageSnapshots:
         """Return the bytes that a layer's queued weight gradients keep allocated. unit: such as "layers.3"."""
         layer = int(unit.split(".")[1])
         if self._known(unit):
-            return compiled_split.queued_bytes(self.at, layer, self.x)
+            return compiled_peaks.queued_bytes(self.at, layer)
         return int(queued_bytes(self.at, self._of(unit), layer, self.x))
 
     def _gathered(self, place: int, step: int) -> list[Temporary]:
@@ -340,7 +344,7 @@ class StageSnapshots:
 
     def _known(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a compiled layer whose kernels are modelled."""
-        return self.compiled and unit.startswith("layers.") and known(self.at, int(unit.split(".")[1]))
+        return self.compiled and unit.startswith("layers.") and known(self.at)
 
     def _spread(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""

@@ -22,6 +22,7 @@ from meshwright.planner.cost.reference_step import in_place
 from meshwright.planner.cost.step_time import Step, StepTime, default_precision
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.process_constants import find_process_items
+from meshwright.planner.memory.compiled_blocks import version_warning
 from meshwright.planner.memory.rank_memory import RankMemory, fullest
 from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.models import config_of, is_recipe, model_of, model_substitution_note, recipe_of
@@ -296,6 +297,8 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
         found.append("memory is that of tensors alone: that of a process was not measured on this machine")
     if problem.compile and not memory.compiled:
         found.append("memory is that of uncompiled blocks")
+    elif problem.compile and (line := version_warning()):
+        found.append(line)
     return found
 
 
