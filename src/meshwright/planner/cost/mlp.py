@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, Routed
 from meshwright.planner.cost.operators import CollectiveCall, Linear, Operator, SavedTensor, linear, pointwise
 from meshwright.planner.cost.tensor_parallel import enter, hidden_bytes, leave, row_parallel
@@ -36,7 +35,8 @@ def _perceptron(
     yield Operator(
         f"{name}.activation",
         pointwise(
-            at, f"{name}.activation", at.all_tokens * width, elementwise.activation(gated, at.engine.activation_fusion)
+            at, f"{name}.activation", at.all_tokens * width, "gated_activation" if gated else "activation",
+            at.engine.activation_fusion,
         ),
         (SavedTensor(f"{name}.activation", columns, "x"),) if gated else (),
     )  # fmt: skip
@@ -60,7 +60,7 @@ def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
     if meets:
         yield Operator("mlp.input", collectives=tuple(enter(at, "mlp.input")))
     yield from _router(at)
-    yield Operator("mlp.copies", pointwise(at, "mlp.copies", at.copies * hidden, elementwise.COPIES))
+    yield Operator("mlp.copies", pointwise(at, "mlp.copies", at.copies * hidden, "token_copies"))
     if at.spread:
         yield from _dispatch(at, load, arriving)
     matrices = Linear(arriving / held, 2 * width, hidden, held), Linear(arriving / held, hidden, width, held)
@@ -75,7 +75,7 @@ def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
     yield found._replace(**{owned: matrices[0].parameters})
     yield Operator(
         "mlp.experts.activation",
-        pointwise(at, "mlp.experts.activation", arriving * width, elementwise.activation(True, fusion)),
+        pointwise(at, "mlp.experts.activation", arriving * width, "gated_activation", fusion),
         (SavedTensor("mlp.experts.activation", (computed, width), "x"),),
     )
     down = SavedTensor("mlp.experts.down.input", (computed, width), "x")
@@ -118,7 +118,7 @@ def _router(at: MicroBatch) -> Iterator[Operator]:
         saved.append(SavedTensor("mlp.router.unnormalised", (routed, chosen), "wide"))
         saved.append(SavedTensor("mlp.router.sum", (routed, 1), "wide"))
     saved.append(SavedTensor("mlp.router.weights", (routed, chosen), "x"))
-    yield Operator("mlp.routing", pointwise(at, "mlp.routing", routed * experts, elementwise.ROUTED), tuple(saved))
+    yield Operator("mlp.routing", pointwise(at, "mlp.routing", routed * experts, "routing"), tuple(saved))
     yield _balance(at)
 
 
@@ -163,7 +163,7 @@ def _dispatch(at: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operat
     if not at.layout.tensor_sequence_parallel and at.layout.tp > 1:
         back = (("experts.input.backward", hidden_bytes(at)),)
         calls.append(CollectiveCall("expert", "tp", "all-gather", back, "input"))
-    of = pointwise(at, "mlp.exchange", arriving * hidden, elementwise.EXCHANGED)
+    of = pointwise(at, "mlp.exchange", arriving * hidden, "dispatch")
     yield Operator("mlp.exchange", of, saved, kept, tuple(calls))
 
 

@@ -12,7 +12,7 @@ from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, N
 from meshwright.planner.cost.piece_times import alike, layer_examples, micro_batch_of
 from meshwright.planner.memory import compiled_peaks
 from meshwright.planner.memory.compiled_blocks import known
-from meshwright.planner.memory.published import PUBLISHED, LayerShape, StateBytes
+from meshwright.planner.memory.published import StateBytes, published_layer
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.stage_snapshots import queued_bytes
 from meshwright.planner.memory.states import optimizer_kinds
@@ -51,7 +51,7 @@ class ActivationBytes:
         layouts = [Candidate(layout, 1) for layout in distinct]  # type: ignore[arg-type]
         rows = np.array([one.rows for one in candidates])
         one = np.zeros((len(layouts), 2 * len(kinds) + 3))
-        as_arrays = self.ours and not problem.compile
+        as_arrays = not (self.ours and problem.compile)
         for group in alike(problem.config, layouts) if as_arrays else np.arange(len(layouts))[:, None]:
             one[group] = self._one_sequence([layouts[at] for at in group.tolist()])
         found = one[which] * rows[:, None]
@@ -80,21 +80,13 @@ class ActivationBytes:
 
     def _published(self, at: MicroBatch, stream: Number) -> list[Number]:
         """Return the columns of `_one_sequence` of another engine, by its published closed form."""
-        engine = self.problem.engine
-        published = PUBLISHED.get(engine.name, PUBLISHED["megatron"])
-
-        def layer(kind: LayerKind, recompute: str) -> float:
-            """Return the bytes that a layer of a kind saves."""
-            layout = at.layout.with_(recompute=recompute)
-            compiled = engine.fusion == "compiled"
-            shape = LayerShape(
-                1, at.whole, at.config, layout, at.kernel != "scores", engine.dropout, kind.mixed, compiled
-            )
-            return sum(size for _, size in published.kept(shape)) * self.itemsize / 2
-
-        layers = [layer(kind, at.layout.recompute) for kind in self.kinds]
-        again = max(layer(kind, "none") - own for kind, own in zip(self.kinds, layers, strict=True))
-        return [*layers, *layers, 0.0, stream, again + 2 * stream]
+        unrecomputed = replace(at, layout=at.layout.with_(recompute="none"))
+        saved, again = (
+            [sum(published_layer(each, kind.mixed).values()) * self.itemsize / 2 for kind in self.kinds]
+            for each in (at, unrecomputed)
+        )
+        recomputed = np.max([every - own for every, own in zip(again, saved, strict=True)], axis=0)
+        return [*saved, *saved, 0.0, stream, recomputed + 2 * stream]
 
     def _ours(self, at: MicroBatch, stream: Number) -> list[Number]:
         """Return the columns of `_one_sequence` of the engine `meshwright`. stream: bytes of the hidden states."""
@@ -162,9 +154,4 @@ def bytes_each(problem: Problem) -> StateBytes:
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:
     """Return the total bytes of parameters, gradients and optimizer state on a rank. numel: number of parameters,
     unsharded; zero: ZeRO stage; shards: number of ranks over which ZeRO shards."""
-    each = bytes_each(problem)
-    return (
-        numel * each.weights / (shards if zero == 3 else 1)
-        + numel * each.gradients / (shards if zero >= 2 else 1)
-        + numel * each.optimizer / (shards if zero >= 1 else 1)
-    )
+    return sum(numel * size for size in bytes_each(problem).sharded(zero, shards))

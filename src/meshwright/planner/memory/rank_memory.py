@@ -18,12 +18,12 @@ from meshwright.names import SCHEDULE_CHUNKS
 from meshwright.planner.cost.bubbles import in_flight, places_of
 from meshwright.planner.cost.communication import count_parameters, group_of
 from meshwright.planner.cost.data_time import level_in_time
-from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch
+from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
 from meshwright.planner.cost.rates import attention_kernel
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import bytes_each
 from meshwright.planner.memory.ledger import CATEGORIES, CUDA_CONTEXT, STORED, Item, ledger
-from meshwright.planner.memory.published import PUBLISHED, LayerShape, published_layer
+from meshwright.planner.memory.published import published_layer
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
@@ -171,47 +171,42 @@ def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
 def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]:
     """Yield the memory of a pipeline rank under another engine (framework) than Meshwright, by its published closed
     forms, as items that add up to its peak."""
-    config, engine, sequence = problem.config, problem.engine, problem.sequence
-    x = ITEM_BYTES[DTYPES[problem.precision]]
+    config, engine = problem.config, problem.engine
     place = stages_at(problem, layout)[pp_rank]
-    sizes = count_parameters(MicroBatch.of(config, layout, 1, sequence))
-    dense, spread = (sum(part) for part in zip(*(sizes.of_stage(config, stage) for stage in place), strict=True))
-    each = bytes_each(problem)
-    for kind, numel, axis in (("dense", dense, "shard"), ("experts", spread, "expert_shard")):
-        if not numel:
-            continue
-        ranks = group_of(layout, axis, problem.cluster).ranks
-        for category, size, sharded in (
-            ("parameters", each.weights, 3), ("gradients", each.gradients, 2), ("optimizer", each.optimizer, 1),
-        ):  # fmt: skip
-            yield _line(category, f"{kind} {category}", numel * size / (ranks if layout.zero >= sharded else 1))
     rows = problem.batch // (layout.dp * layout.micro_batches)
-    flash = attention_kernel(engine, problem.cluster, problem.config) != "scores"
-    whose = engine.name if engine.name in PUBLISHED else "megatron"
+    at = MicroBatch.of(
+        config, layout, rows, problem.sequence, dtype=DTYPES[problem.precision], engine=engine,
+        kernel=attention_kernel(engine, problem.cluster, config),
+    )  # fmt: skip
+    x, sizes = at.itemsize, count_parameters(at)
+    dense, experts = (sum(part) for part in zip(*(sizes.of_stage(config, stage) for stage in place), strict=True))
+    each = bytes_each(problem)
+    for kind, numel, axis in (("dense", dense, "shard"), ("experts", experts, "expert_shard")):
+        ranks = group_of(layout, axis, problem.cluster).ranks
+        for category, size in zip(CONTRACT, each.sharded(layout.zero, ranks), strict=False) if numel else ():
+            yield _line(category, f"{kind} {category}", numel * size)
     waiting, _ = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     flying = float(waiting[:, pp_rank].max())
     again = 0.0
-    for mixture, layers in Counter(config.has_experts(at) for stage in place for at in stage.layers).items():
-        compiled = engine.fusion == "compiled"
-        shape = LayerShape(rows, sequence, config, layout, flash, engine.dropout, mixture, compiled)
-        kept = published_layer(whose, shape)
-        for name, size in kept.items():
+    unrecomputed = replace(at, layout=layout.with_(recompute="none"))
+    for mixture, layers in Counter(config.has_experts(layer) for stage in place for layer in stage.layers).items():
+        saved = published_layer(at, mixture)
+        for name, size in saved.items():
             yield _line("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
-        whole = replace(shape, layout=layout.with_(recompute="none"))
-        again = max(again, sum(published_layer(whose, whole).values()) - sum(kept.values()))
+        again = max(again, sum(published_layer(unrecomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
-        tokens = count_predictions(config, rows, sequence) / layout.cp
-        logits = tokens * -(-config.vocabulary // layout.tp) * (x + engine.loss_holds)
-    # The loss is through when a layer is computed again: the larger of the two counts.
+        tokens = count_predictions(config, rows, problem.sequence) / layout.cp
+        logits = tokens * at.vocabulary * (x + engine.loss_holds)
+    # The loss is through when a layer is recomputed: the larger of the two counts.
     if again * x / 2 > logits:
         yield _line("activations", "a recomputed layer", again * x / 2)
     elif logits:
         yield _line("logits", "logits", logits)
     if level_in_time(layout.zero, layout.pp, engine) < layout.zero:
         if layout.zero == 3:
-            yield _line("communication", "gathered parameters", (dense + spread) * x)
-        yield _line("gradients", "unsharded gradients", (dense + spread) * each.gradients)
+            yield _line("communication", "gathered parameters", (dense + experts) * x)
+        yield _line("gradients", "unsharded gradients", (dense + experts) * each.gradients)
     elif layout.zero == 3:
         layer = max(sum(sizes.layer), sum(sizes.mixture))
         yield _line("communication", "gathered layers", 2 * layer * x)
