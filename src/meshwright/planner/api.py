@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import shorten_repr
 from meshwright.names import check_options
-from meshwright.planner.cost.engines import Engine
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
 from meshwright.planner.problem import Problem, parse_reserve
-from meshwright.planner.search.estimate import Estimate, priced, problem_of, recipe_layout
+from meshwright.planner.search.estimate import Estimate, ProblemOptions, priced, problem_of, recipe_layout
 from meshwright.planner.search.nearest import Nearest, nearest
 from meshwright.planner.search.search import Found, search
 from meshwright.planner.show.answers import MOST_TOP, document, ledgers, nothing_fits
@@ -33,7 +32,7 @@ _EXAMPLES = {
 }
 
 
-class PlanOptions(TypedDict, total=False):
+class PlanOptions(ProblemOptions, total=False):
     """Keyword options of `plan`.
 
     Attributes:
@@ -46,11 +45,6 @@ class PlanOptions(TypedDict, total=False):
         reserve: Memory of a device to keep free: a fraction, `0.1`, or a size, `"8GiB"`; 0 unless given.
     """
 
-    engine: str | Engine
-    compile: bool | None
-    optimizer: str | None
-    precision: str | None
-    documents: float
     top: int
     reserve: str | float
 
@@ -175,10 +169,8 @@ def plan(
     precision = (parsed.precision if parsed else None) or options.get("precision")
     problem = problem_of(
         model if recipe is None else recipe, cluster, sequence=given["sequence"], batch=given["batch"],
-        engine=options.get("engine", "meshwright"), compile=bool(given["compile"]),
-        optimizer=given["optimizer"] or "adamw",
-        precision=precision or (own.precision if own else None),
-        documents=options.get("documents", 1.0),
+        engine=options.get("engine", "meshwright"), compile=given["compile"], optimizer=given["optimizer"],
+        precision=precision or (own.precision if own else None), documents=options.get("documents", 1.0),
     )  # fmt: skip
     problem = replace(problem, reserve=parse_reserve(options.get("reserve", 0), problem.cluster.device.memory_bytes))
     if parsed is not None:

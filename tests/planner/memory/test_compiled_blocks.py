@@ -15,10 +15,10 @@ from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.recompute import ActivationCheckpointing
+from meshwright.planner.api import plan
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.compiled_peaks import queued_bytes
 from meshwright.planner.memory.saved import saved_activations
-from meshwright.planner.search.estimate import evaluate
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model
@@ -143,7 +143,7 @@ def test_peak_of_compiled_step_matches_allocator() -> None:
 
 
 def memory_and_warnings(model: str, layout: str, compile: bool = True) -> tuple[float, tuple[str, ...]]:
-    one = evaluate(model, "8xh100-sxm", layout, sequence=4096, batch=16, compile=compile)
+    one = plan(model, "8xh100-sxm", layout, sequence=4096, batch=16, compile=compile).best
     return one.memory.peak_bytes, tuple(said for said in one.warnings if "bounds" not in said)
 
 

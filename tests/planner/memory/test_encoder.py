@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.planner.api import plan
 from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
@@ -16,7 +17,7 @@ from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import operations, total_flops
 from meshwright.planner.cost.operators import FLASH_BACKWARD
 from meshwright.planner.memory.rank_memory import fullest
-from meshwright.planner.search.estimate import evaluate, problem_of
+from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.screen import screen
 from meshwright.planner.search.search import search
 from meshwright.spec.config import ModelConfig
@@ -143,7 +144,7 @@ def test_warnings_name_masked_share_and_unsupported_training() -> None:
     with pytest.raises(UserError, match="sequence 1024 is longer than the model's 512 positions"):
         search(problem_of("bert-large-uncased", "8xa100-40", sequence=1024, batch=256), 3)
     with pytest.raises(UserError, match="runs on dp with any zero; leave tp2 out"):
-        evaluate("bert-large-uncased", "8xa100-40", "dp4 tp2", sequence=512, batch=256)
+        plan("bert-large-uncased", "8xa100-40", "dp4 tp2", sequence=512, batch=256)
 
 
 def test_head_computes_masked_tokens_or_one_label_per_sequence() -> None:

@@ -9,9 +9,9 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.planner.api import plan
 from meshwright.planner.memory import states
 from meshwright.planner.memory.ledger import CATEGORIES, Ledger, ledger
-from meshwright.planner.search.estimate import evaluate
 from meshwright.spec.presets import preset
 from meshwright.training import optimizer
 from tests.planner.cost.test_measured_rates import here
@@ -57,7 +57,7 @@ def test_unknown_documents_need_at_most_predicted_memory() -> None:
 
 
 def test_warning_if_memory_is_maximum_over_documents() -> None:
-    one, several = (evaluate(SMALL_HEAD, here(), "dp2", sequence=256, batch=8, documents=each) for each in (1.0, 2.0))
+    one, several = (plan(SMALL_HEAD, here(), "dp2", sequence=256, batch=8, documents=each).best for each in (1.0, 2.0))
     warning = "memory is the maximum over all document boundaries within sequences"
     assert warning in several.warnings and warning not in one.warnings
     assert several.memory.peak_bytes > one.memory.peak_bytes

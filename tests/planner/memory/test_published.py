@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from meshwright.layout import Layout
+from meshwright.planner.api import plan
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
 from meshwright.planner.memory.published import published_layer, state_bytes
 from meshwright.planner.memory.states import flats_of, states
-from meshwright.planner.search.estimate import evaluate
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import PRESETS, preset
@@ -49,7 +49,9 @@ GPT = preset("gpt3-175b")  # h = 12288, a = 96, f = 4h
 S, B, H, A = 2048, 1, 12288, 96
 
 
-def saved(engine: str, config: ModelConfig, layout: str = "dp1", sequence: int = 8192, **options: str) -> dict[str, Number]:
+def saved(
+    engine: str, config: ModelConfig, layout: str = "dp1", sequence: int = 8192, **options: str
+) -> dict[str, Number]:
     at = MicroBatch.of(config, Layout.parse(layout), B, sequence, engine=ENGINES[engine], **options)
     return published_layer(at)
 
@@ -112,6 +114,6 @@ def test_recomputed_block_saves_only_its_ranks_tokens():
 def test_torchtitan_peaks_match_publication(layout: str, devices: int, batch: int, gib: float) -> None:
     """Llama 3.1 8B, sequences of 8,192, not compiled (benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3):
     what the allocator holds, its slack included."""
-    one = evaluate("llama-3.1-8b", f"{devices}xh100-96", layout, sequence=8192, batch=batch, engine="torchtitan")
+    one = plan("llama-3.1-8b", f"{devices}xh100-96", layout, sequence=8192, batch=batch, engine="torchtitan").best
     held = (one.memory.peak_bytes + one.memory.slack_bytes) / 2**30
     assert held == pytest.approx(gib, rel=0.08)

@@ -1,7 +1,4 @@
-"""Predicted cost of a layout: time, memory, and if it fits.
-
-meshwright.planner.evaluate("llama-3-8b", "64xh100-sxm", "dp8 zero1 tp8 mb64", sequence=8192, batch=512)
-"""
+"""Predicted cost of a layout: time, memory, and if it fits."""
 
 from __future__ import annotations
 
@@ -136,19 +133,19 @@ class Estimate:
 
 
 class ProblemOptions(TypedDict, total=False):
-    """Keyword options of `problem_of` and `evaluate`.
+    """Keyword options of `problem_of`.
 
     Attributes:
         engine: Training engine (framework) whose kernels and buffers are modelled; `"meshwright"` unless given.
         compile: Predict for blocks compiled with torch.compile.
-        optimizer: Such as `"adamw"`, the default.
+        optimizer: Such as `"adamw"`, the default where it is None.
         precision: Such as `"bf16"`; the layout's, else the cluster's default, unless given.
         documents: Average number of documents packed into one sequence; 1 unless given.
     """
 
     engine: str | Engine
-    compile: bool
-    optimizer: str
+    compile: bool | None
+    optimizer: str | None
     precision: str | None
     documents: float
 
@@ -168,8 +165,8 @@ def problem_of(
     `ProblemOptions`. Raises `UserError` for an unknown name, with the most similar one, and for numbers out of range.
     """
     check_options(problem_of, options, ProblemOptions)
-    documents, compile = options.get("documents", 1.0), options.get("compile", False)
-    optimizer = options.get("optimizer", "adamw")
+    documents, compile = options.get("documents", 1.0), bool(options.get("compile"))
+    optimizer = options.get("optimizer") or "adamw"
     for name, value in (("sequence", sequence), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{name}: takes a whole number, at least 1, not {shorten_repr(value)}")
@@ -200,29 +197,6 @@ def problem_of(
     return Problem(
         config, where, sequence, batch, whose, compile, optimizer, chosen, documents, pairs, assumed, process=process
     )  # fmt: skip
-
-
-def evaluate(
-    model: ModelConfig | str | Path | Mapping[str, Any],
-    cluster: Cluster | str | Mapping[str, Any],
-    layout: Layout | str,
-    *,
-    sequence: int,
-    batch: int,
-    **options: Unpack[ProblemOptions],
-) -> Estimate:
-    """Predict time and memory of one layout.
-
-    model: a preset, a Hugging Face directory, a config.json or its content, or a recipe; cluster: text such as
-    "64xh100-sxm", a file, "this" (this machine), or a mapping with `device` and `devices`; sequence: tokens of a
-    sequence; batch: sequences a step over all ranks; options: fields of `ProblemOptions`. Raises `UserError` for
-    unknown names, and for an infeasible layout with the reason.
-    """
-    check_options(evaluate, options, ProblemOptions)
-    parsed = Layout.parse(layout) if isinstance(layout, str) else layout
-    if parsed.precision is not None:
-        options["precision"] = parsed.precision
-    return priced(problem_of(model, cluster, sequence=sequence, batch=batch, **options), parsed)
 
 
 def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estimate:
