@@ -26,10 +26,7 @@ from meshwright.spec.config import ModelConfig
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
 
-_EXAMPLES = {
-    "sequence": "sequence length in tokens, such as 4096",
-    "batch": "global batch in sequences, such as 512",
-}
+_EXAMPLES = {"sequence": "sequence length in tokens, such as 4096", "batch": "global batch in sequences, such as 512"}
 
 
 class PlanOptions(ProblemOptions, total=False):

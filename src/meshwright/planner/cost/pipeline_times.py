@@ -8,14 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.planner.cost.data_time import (
-    SHARES,
-    exposed,
-    level_in_time,
-    update_bytes,
-    updated,
-    zero_waits,
-)
+from meshwright.planner.cost.data_time import SHARES, exposed, level_in_time, update_bytes, updated, zero_waits
 from meshwright.planner.cost.operators import Collective
 from meshwright.planner.cost.piece_times import PieceTimes, layer_kinds
 from meshwright.planner.cost.process_groups import Array, ProcessGroups

@@ -111,11 +111,11 @@ class ActivationBytes:
                 temporaries = compiled_peaks.peak_temporaries(at, layer) - 4 * stream
                 if at.spread and mixed:  # its mixture is not compiled
                     temporaries = max(temporaries, unrecomputed + stream - own)
-                in_queue = queued_bytes(at, every, layer, self.itemsize) if mixed else None
+                in_queue = queued_bytes(at, every, layer) if mixed else None
                 queue = compiled_peaks.queued_bytes(at, layer) if in_queue is None else in_queue
             else:
                 own = saved(at, stage) - empty + (stream if recompute != "none" else 0)
-                queue = queued_bytes(at, every, layer, self.itemsize)
+                queue = queued_bytes(at, every, layer)
                 temporaries = unrecomputed - own if recompute != "none" else 0.0
             layers.append(own)
             queued.append(queue)

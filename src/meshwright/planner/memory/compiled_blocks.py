@@ -296,9 +296,9 @@ class CompiledBlock:
 
     def _inside(self, verb: str) -> Iterator[Any]:
         """Yield the temporaries of a call."""
-        at, x, wide = self.at, self.at.itemsize, self.at.wide
+        at = self.at
         if verb == "ring":
-            yield from ring_backward(at, self.kind.window, x, wide)
+            yield from ring_backward(at)
         elif verb == "tiles" and not self.cuda:
             heads = self.sizes["core_heads"]
-            yield from tiled_backward(at, heads, (self.sizes["core_all"] - heads) // 2, self.kind, x, wide)
+            yield from tiled_backward(at, heads, (self.sizes["core_all"] - heads) // 2, self.kind)

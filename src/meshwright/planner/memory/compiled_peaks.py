@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.inductor import KernelMemory, highest
+from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, workspace
 from meshwright.planner.memory.temporaries import mixture_backward
-from meshwright.planner.memory.tensors import Temporary
-
-if TYPE_CHECKING:
-    from meshwright.planner.memory.tensors import Saved
 
 COLLECTED = ".weight gradients"
 """Snapshot at the end of a compiled backward, which returns all weight gradients of the block together."""
@@ -51,7 +48,7 @@ def forward_extras(at: MicroBatch, layer: int) -> Iterator[Temporary]:
     yield from _extras(_forward(at, _first_equal(at, layer)), f"layers.{layer}")
 
 
-def backward_extras(at: MicroBatch, layer: int, state: Backward) -> Iterator[tuple[str, list[Temporary]]]:
+def backward_extras(at: MicroBatch, layer: int, state: Backward) -> Iterator[NamedSnapshot]:
     """Yield (snapshot name, tensors other than saved activations) for the memory snapshots of a compiled layer's
     backward."""
     run = _queuing_backward if state.queues else _backward
@@ -71,7 +68,7 @@ def peak_temporaries(at: MicroBatch, layer: int) -> int:
 
 def mixture_backward_extras(
     at: MicroBatch, layer: int, saved: tuple[Sequence[Saved], Sequence[Saved]], stream: int, state: Backward
-) -> Iterator[tuple[str, list[Temporary]]]:
+) -> Iterator[NamedSnapshot]:
     """Yield (snapshot name, temporaries) for the backward of a layer whose expert-parallel mixture is not compiled,
     while the rest of the layer is.
 
@@ -86,12 +83,12 @@ def mixture_backward_extras(
         yield front.pop(0)
         block = CompiledBlock(at, layer)
         again += sum(map(block.bytes, block.saved))
-    gradient = Temporary("activations", "gradient of the layer's output", stream * (2 if at.layout.tp > 1 else 1))
-    more = [gradient, Temporary("activations", "recomputed", again)]
-    for name, extras in mixture_backward(at, mlp, saved[0], at.itemsize, False):
+    gradient = activation("gradient of the layer's output", stream * (2 if at.layout.tp > 1 else 1))
+    more = [gradient, activation("recomputed", again)]
+    for name, extras in mixture_backward(at, mlp, saved[0], False):
         yield f".mlp{name}", [*more, *extras]
     for name, extras in front:
-        yield name, [*extras, Temporary("activations", f"{mlp}: freed", -here)]
+        yield name, [*extras, activation(f"{mlp}: freed", -here)]
 
 
 def queued_bytes(at: MicroBatch, layer: int) -> int:
@@ -115,7 +112,7 @@ def _extras(held: KernelMemory, unit: str) -> Iterator[Temporary]:
         yield Temporary(each.category, f"{unit}.{name}", each.bytes)
     yield from held.inside
     if held.gone:
-        yield Temporary("activations", f"{unit}: freed", -held.gone)
+        yield activation(f"{unit}: freed", -held.gone)
 
 
 @lru_cache(maxsize=64)
@@ -133,12 +130,12 @@ def _backward(at: MicroBatch, layer: int, state: Backward) -> Snapshots:
     saved = {name: block.bytes(name) for name in block.saved}
     given = {name: block.bytes(name) for name in (INPUT, *block.gradients) if name not in state.arrived}
     weights = {made.name for kernel in block.backward for made in kernel.makes if made.category == "gradients"}
-    gradients = tuple(Temporary("activations", name, block.bytes(name)) for name in block.gradients)
+    gradients = tuple(activation(name, block.bytes(name)) for name in block.gradients)
     recomputed: tuple[Temporary, ...] = ()
     if block.recompute == "full":
         again = _forward(at, layer)
         found.append((".forward again", KernelMemory(again.name, again.buffers, 0, (*again.inside, *gradients))))
-        recomputed = tuple(Temporary("activations", name, size) for name, size in saved.items())
+        recomputed = tuple(activation(name, size) for name, size in saved.items())
     held = highest(block.backward, given | saved, {*weights, INPUT_GRADIENT})
     inside = (*held.inside, *gradients, *recomputed)
     found.append((f".{held.name}", KernelMemory(held.name, held.buffers, held.gone, inside)))
@@ -159,9 +156,9 @@ def _queuing_backward(at: MicroBatch, layer: int, state: Backward) -> Snapshots:
     saved = {name: block.bytes(name) for name in block.saved}
     stays = {INPUT_GRADIENT, *(name for pair in _operands(block).values() for name in pair)}
     given = {name: block.bytes(name) for name in (INPUT, GRADIENT) if name not in state.arrived}
-    gradient = Temporary("activations", GRADIENT, block.bytes(GRADIENT))
+    gradient = activation(GRADIENT, block.bytes(GRADIENT))
     again = block.recompute == "full"
-    recomputed = {name: Temporary("activations", name, size) for name, size in saved.items()} if again else {}
+    recomputed = {name: activation(name, size) for name, size in saved.items()} if again else {}
     if again:
         held = _forward(at, layer)
         found.append((".forward again", KernelMemory(held.name, held.buffers, 0, (*held.inside, gradient))))
@@ -174,7 +171,7 @@ def _queuing_backward(at: MicroBatch, layer: int, state: Backward) -> Snapshots:
     if GRADIENT in state.arrived or GRADIENT in stays:
         left.append(gradient)
     if state.at_once and at.narrow:  # of wide types the products add their weight gradients to the sums themselves
-        left.append(Temporary("workspace", "weight gradient", _weight_gradients(block)))
+        left.append(workspace("weight gradient", _weight_gradients(block)))
     found.append((COLLECTED, KernelMemory(COLLECTED, made, gone + given.get(INPUT, 0), tuple(left))))
     return found
 

@@ -280,7 +280,7 @@ class _Step:
             else:
                 alive.pop(key, None)
 
-        under_way: tuple[Reduction, ...] = ()
+        in_flight: tuple[Reduction, ...] = ()
         for at, kind, stage, replica, micro_batch in self._steps():
             if kind not in _COMPUTING:
                 value = compute_carried_value(kind, stage, replica, micro_batch)
@@ -300,15 +300,15 @@ class _Step:
             kept = FOLLOWED if followed else WAITING
             if kind in (_BACKWARD, _INPUT_GRADIENT):
                 left[stage] -= 1
-                change("activations", kept, stage, -part.kept)
+                change("activations", kept, stage, -part.saved_bytes)
             later, over = self.passes[stage] - left[stage] > 1, left[stage] == 0
-            highest = self._highest(part, kind, later, over, under_way)
+            highest = self._highest(part, kind, later, over, in_flight)
             yield highest, now
             if kind == _FORWARD:
-                change("activations", kept, stage, part.kept)
+                change("activations", kept, stage, part.saved_bytes)
             elif kind != _BACKWARD:
                 change("activations", QUEUE, stage, part.queue if kind == _INPUT_GRADIENT else -part.queue)
-            under_way = highest.leaves
+            in_flight = highest.leaves
             makes = kind == _FORWARD and stage < last
             if makes or (kind in (_BACKWARD, _INPUT_GRADIENT) and stage > 0):
                 change("communication", _SENT, stage, stream)
@@ -330,7 +330,7 @@ class _Step:
             moment = max(moments, key=lambda moment: moment.bytes)
             leaves = before
             if kind == _FORWARD:
-                moment = moment.beside(part.under_way(before))
+                moment = moment.with_more(part.in_flight(before))
             else:
                 half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
                 leaves = (*before, *part.reduced(state, half))[-REDUCTIONS_IN_FLIGHT:]
@@ -384,7 +384,7 @@ class _Step:
         for (category, name, of), size in others.items():
             if name in (WAITING, FOLLOWED):
                 part = self.stage(of, name == FOLLOWED)
-                count = size // part.kept
+                count = size // part.saved_bytes
                 for each in part.saved:
                     title = each.name if count == 1 else f"{each.name} x {count}"
                     yield Item(category, title, each.shape, each.dtype, each.bytes * count, of, "forward", "backward")

@@ -18,7 +18,7 @@ from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least
 from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory import compiled_blocks, compiled_peaks
-from meshwright.planner.memory.tensors import Saved
+from meshwright.planner.memory.snapshot import Saved
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage

@@ -15,11 +15,27 @@ from meshwright.planner.memory.compiled_peaks import (
     forward_extras,
     mixture_backward_extras,
 )
-from meshwright.planner.memory.end_temporaries import loss_backward, loss_snapshots, table_backward
-from meshwright.planner.memory.snapshot import FIRST_AND_LAST, BackwardState, Buffers, Reduction, Snapshot
+from meshwright.planner.memory.snapshot import (
+    FIRST_AND_LAST,
+    BackwardState,
+    Buffers,
+    NamedSnapshot,
+    Reduction,
+    Saved,
+    Snapshot,
+    Temporary,
+    activation,
+    message,
+    workspace,
+)
 from meshwright.planner.memory.states import Flat
-from meshwright.planner.memory.temporaries import attention_backward, mixture_backward
-from meshwright.planner.memory.tensors import Saved, Temporary
+from meshwright.planner.memory.temporaries import (
+    attention_backward,
+    loss_backward,
+    loss_snapshots,
+    mixture_backward,
+    table_backward,
+)
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL
 from meshwright.spec.stages import LOOKED_UP, Stage
@@ -28,12 +44,12 @@ OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "
 """How the names of what the head's unit keeps begin."""
 
 
-def queued_bytes(at: MicroBatch, whole: Sequence[Saved], layer: int, x: int, attention: bool = True) -> Number:
+def queued_bytes(at: MicroBatch, whole: Sequence[Saved], layer: int, attention: bool = True) -> Number:
     """Return the bytes that a layer's queued weight gradients keep: its products' inputs and output gradients.
 
-    at: sizes; whole: saved activations without recompute; x: bytes of an element; attention: include its products.
+    whole: saved activations without recompute; attention: include its products.
     """
-    config = at.config
+    config, x = at.config, at.itemsize
     names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
     found: Number = 0
     for each in whole:
@@ -72,7 +88,7 @@ class StageSnapshots:
     ) -> None:
         self.compiled, self.queued, self.tapped = compiled, queued, compiled and queued
         self.at, self.stage, self.saved, self.whole = at, stage, saved, whole
-        self.units, self.flats, self.pooled, self.tied = buffers
+        self.units, self.flats, self.reused, self.tied = buffers
         units = buffers.units
         self.x, self.master = at.itemsize, ITEM_BYTES[at.sum_dtype]
         self.wide = max(4, self.x)
@@ -81,7 +97,7 @@ class StageSnapshots:
         self._unit = {unit: number for number, unit in enumerate(units)}
         self.of_unit, self.of_whole = self._by_unit(saved), self._by_unit(whole)
         self.of_loss = sum(each.bytes for each in saved if _of_loss(each))
-        self.kept = sum(each.bytes for each in saved)
+        self.saved_bytes = sum(each.bytes for each in saved)
         self.stream = at.rows * at.slice * at.config.hidden * self.x
         self.tokens = at.rows * at.tokens
         layers = [unit for unit in units if unit.startswith("layers.")] if queued else []
@@ -112,45 +128,35 @@ class StageSnapshots:
         before = self.of_unit[-1]
         for place, unit in enumerate(self.units):
             gathered = self._gathered(place, +1)
-            loss = unit == "head"
-            found = (
-                loss_snapshots(self.at, self.saved, self.compiled, False)
-                if loss
-                else [("", list(self._layer_forward(place)))]
-            )
+            if unit == "head":
+                found = loss_snapshots(self.at, self.saved, self.compiled, False)
+            else:
+                found = [("", list(self._layer_forward(place)))]
             for what, extras in found:
-                yield Snapshot(
-                    f"{unit}{what}: forward",
-                    before,
-                    (*gathered, *extras),
-                    self.stage.index,
-                    partial(self.saved_at, place, False),
-                )
+                yield self._snapshot(f"{unit}{what}: forward", before, (*gathered, *extras), place, False)
             before += self.of_unit[place]
         if not self.stage.last:
-            out = (Temporary("communication", "output", self.stream),)
-            yield Snapshot(
-                "end of forward", before, out, self.stage.index, partial(self.saved_at, len(self.units), False)
-            )
+            out = (message("output", self.stream),)
+            yield self._snapshot("end of forward", before, out, len(self.units), False)
 
     def _layer_forward(self, place: int) -> Iterator[Temporary]:
         """Yield the tensors in memory during the forward of the unit with index `place`, a layer or an embedding."""
         unit = self.units[place]
         if not unit.startswith("layers."):
-            yield Temporary("workspace", f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
+            yield workspace(f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
             return
         if self._known(unit) and not self._spread(unit):
             yield from forward_extras(self.at, int(unit.split(".")[1]))
             return
-        yield Temporary("activations", f"{unit} being computed", max(self.of_whole[place], self.of_unit[place]))
-        yield Temporary("workspace", f"{unit} product and sums", 2 * self.stream)
+        yield activation(f"{unit} being computed", max(self.of_whole[place], self.of_unit[place]))
+        yield workspace(f"{unit} product and sums", 2 * self.stream)
         if self.at.config.has_experts(int(unit.split(".")[1])):  # what is sent, what comes back, and that times weights
             copies = self.at.routed_tokens * self.at.config.experts_per_token * self.at.config.hidden * self.x
-            yield Temporary("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
+            yield activation(f"{unit} copies of tokens", (2 + self.at.spread) * copies)
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
         """Yield the snapshots of a backward that begins in state `state`. split: it computes only input gradients."""
-        left = self.kept
+        left = self.saved_bytes
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
@@ -165,37 +171,31 @@ class StageSnapshots:
                 weight = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
                 around.append(Temporary("gradients", "head weight gradient, held", weight * self.x))
             if queue:
-                around.append(Temporary("activations", "queue of weight gradients", queue))
+                around.append(activation("queue of weight gradients", queue))
             if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
-                around.append(Temporary("communication", "gradient from the next stage", self.stream))
+                around.append(message("gradient from the next stage", self.stream))
             for name, extras in self._unit_backward(place, split):
                 more = opened if name == COLLECTED else []
-                yield Snapshot(
-                    f"{unit}{name}: backward",
-                    left,
-                    (*around, *more, *extras),
-                    self.stage.index,
-                    partial(self.saved_at, place, True),
-                )
+                yield self._snapshot(f"{unit}{name}: backward", left, (*around, *more, *extras), place, True)
             if split and unit.startswith("layers."):
                 queue += self._queue_of(unit)
             left -= self.of_unit[place] - (self.of_loss if unit == "head" else 0)
         if split:  # units without products are complete: until now their gradients were held beside the sums
             ends = [each for place in range(len(self.units)) if not self._waits(place) for each in self._opened(place)]
-            waiting = Temporary("activations", "queue of weight gradients", queue)
-            yield Snapshot(
-                "input gradients",
-                left,
-                (waiting, *ends, *self.under_way(state.before)),
-                self.stage.index,
-                partial(self.saved_at, -1, True),
-            )
+            waiting = activation("queue of weight gradients", queue)
+            tensors = waiting, *ends, *self.in_flight(state.before)
+            yield self._snapshot("input gradients", left, tensors, -1, True)
+
+    def _snapshot(self, name: str, saved: int, temporaries: Sequence[Temporary], place: int, back: bool) -> Snapshot:
+        """Return a snapshot of the forward (`back`: the backward) at unit `place`. saved: bytes of the saved
+        activations in memory."""
+        return Snapshot(name, saved, tuple(temporaries), self.stage.index, partial(self.saved_at, place, back))
 
     def weight_gradients(self, state: BackwardState) -> Iterator[Snapshot]:
         """Yield the snapshots of the pass that computes queued weight gradients, which begins in state `state`."""
         widest = max(self._weight_bytes(), default=0)
-        extras = () if self.fused else (Temporary("workspace", "weight gradient", widest),)
-        around = [*self.under_way([*state.before, *self.reduced(state, True)]), *self._opened(0)]
+        extras = () if self.fused else (workspace("weight gradient", widest),)
+        around = [*self.in_flight([*state.before, *self.reduced(state, True)]), *self._opened(0)]
         yield Snapshot("weight gradients", 0, (*extras, *around))
 
     def _weight_bytes(self) -> Iterator[int]:
@@ -204,12 +204,12 @@ class StageSnapshots:
         yield (self.at.heads + 2 * self.at.kv_heads) * config.head_dim * config.hidden * self.x
         yield config.intermediate // tp * (2 if config.gated else 1) * config.hidden * self.x
 
-    def _unit_backward(self, place: int, split: bool) -> Iterator[tuple[str, list[Temporary]]]:
+    def _unit_backward(self, place: int, split: bool) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, tensors) of the backward of unit `place` (index); split: input gradients only."""
         unit = self.units[place]
         if unit == "head":
             if self.at.config.encoder:
-                yield ".rows", [Temporary("activations", "gradient of the last layer's output", self.stream)]
+                yield ".rows", [activation("gradient of the last layer's output", self.stream)]
             if self.at.config.head not in ("next", "masked"):
                 return
             yield "", [*loss_backward(self.at, self.saved)]
@@ -227,7 +227,7 @@ class StageSnapshots:
                 yield from backward_extras(self.at, layer, state)
         elif unit.startswith("layers."):
             again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
-            more = [Temporary("activations", "recomputed", again)] if again > 0 else []
+            more = [activation("recomputed", again)] if again > 0 else []
             for name, extras in self._layer_backward(unit, split):
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP:
@@ -246,33 +246,33 @@ class StageSnapshots:
                 names.append(f"{unit}.mlp.down.product")  # of a larger weight it is read: its own function makes it
         return sum(each.bytes for each in self.saved if each.name in names)
 
-    def _layer_backward(self, unit: str, split: bool) -> Iterator[tuple[str, list[Temporary]]]:
+    def _layer_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, tensors) of an uncompiled layer's backward. unit: "layers.N"; split: no weight
         gradients."""
         at, config, layout, x = self.at, self.at.config, self.at.layout, self.x
-        gradient = Temporary("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
+        gradient = activation("gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
         weights, number = not (self.fused or split), int(unit.split(".")[1])
         after = config.encoder  # norms follow the residual additions: their backward comes first
         gone = [f"{unit}.mlp_norm."] if after else []
         around = [gradient, *self._used(gone)]
         if config.has_experts(number):
-            for name, extras in mixture_backward(at, f"{unit}.mlp", self.whole, x, split):
+            for name, extras in mixture_backward(at, f"{unit}.mlp", self.whole, split):
                 yield f".mlp{name}", [gradient, *extras]
         else:
             width = config.intermediate // layout.tp
             columns = self.tokens * width * x
             product = width * config.hidden * x if weights else 0
             if config.gated:
-                both = Temporary("activations", "gradients of gate and up", (2 + split) * columns)
+                both = activation("gradients of gate and up", (2 + split) * columns)
                 yield ".mlp", [gradient, both]
                 if product > columns:
-                    grads = Temporary("activations", "gradient of down's input", columns)
-                    yield ".mlp.down", [gradient, grads, Temporary("workspace", "weight gradient of down", product)]
+                    grads = activation("gradient of down's input", columns)
+                    yield ".mlp.down", [gradient, grads, workspace("weight gradient of down", product)]
             else:
-                extra = Temporary("activations", "gradient of up's output", columns + (columns if split else 0))
-                yield ".mlp", [*around, extra, Temporary("workspace", "weight gradient", product)]
+                extra = activation("gradient of up's output", columns + (columns if split else 0))
+                yield ".mlp", [*around, extra, workspace("weight gradient", product)]
         if config.norm == "rmsnorm" and not (split or after):
-            sums = Temporary("workspace", "gradients inside a norm", 4 * (self.stream // x) * self.wide)
+            sums = workspace("gradients inside a norm", 4 * (self.stream // x) * self.wide)
             yield (
                 ".mlp_norm",
                 [gradient._replace(bytes=self.stream), *self._used([f"{unit}.mlp.", f"{unit}.mlp_post_norm."]), sums],
@@ -282,11 +282,11 @@ class StageSnapshots:
         gone += [] if at.ring or split else [f"{unit}.attention.output."]
         around = [gradient, *self._used([*gone, *([f"{unit}.attention_norm."] if after else [])])]
         if split:
-            of_products = queued_bytes(at, self._of(unit), number, x, attention=False)
-            around.append(Temporary("activations", "queue of the MLP's weight gradients", of_products))
+            of_products = queued_bytes(at, self._of(unit), number, attention=False)
+            around.append(activation("queue of the MLP's weight gradients", of_products))
         elif unit == self.units[-1]:  # of a stage that is not the last one
-            around.append(Temporary("communication", "gradient from the next stage", self.stream))
-        for name, extras in attention_backward(at, layer_kind(config, number), x):
+            around.append(message("gradient from the next stage", self.stream))
+        for name, extras in attention_backward(at, layer_kind(config, number)):
             yield f".attention{name}", [*around, *extras]
 
     def _of(self, unit: str) -> list[Saved]:
@@ -302,14 +302,14 @@ class StageSnapshots:
         units = {".".join(name.split(".")[:2]) for name in begin}
         freed = sum(each.bytes for unit in units for each in self._of(unit) if each.name.startswith(begin))
         if freed:
-            yield Temporary("activations", "freed", -freed)
+            yield activation("freed", -freed)
 
     def _queue_of(self, unit: str) -> int:
         """Return the bytes that a layer's queued weight gradients keep allocated. unit: such as "layers.3"."""
         layer = int(unit.split(".")[1])
         if self._known(unit):
             return compiled_peaks.queued_bytes(self.at, layer)
-        return int(queued_bytes(self.at, self._of(unit), layer, self.x))
+        return int(queued_bytes(self.at, self._of(unit), layer))
 
     def _gathered(self, place: int, step: int) -> list[Temporary]:
         """Return ZeRO-3's gathered parameters of units `place` and `place + step` (1 in forward, -1 in backward)."""
@@ -320,7 +320,7 @@ class StageSnapshots:
         if self.tied and ("head" in names or (step > 0 and self.stage.first and self.stage.last)):
             names.add("embedding")
         return [
-            Temporary("communication", f"{flat.name} gathered", flat.padded * self.x)
+            message(f"{flat.name} gathered", flat.padded * self.x)
             for name in sorted(names)
             for flat in self.flats.get(name, ())
             if flat.zero == 3
@@ -330,9 +330,9 @@ class StageSnapshots:
         """Return the tensors of gradient reductions in flight, and unsharded gradient buffers, in the backward of unit
         `place` (index). split: input gradients only; later: the unit allocates its gradient buffers at its end."""
         if split:
-            return self.under_way(state.before)
+            return self.in_flight(state.before)
         posted = [*state.before, *self._reduced(range(place + 1, len(self.units)), state)]
-        return [*self.under_way(posted), *([] if later else self._opened(place))]
+        return [*self.in_flight(posted), *([] if later else self._opened(place))]
 
     def _opened(self, place: int) -> list[Temporary]:
         """Return the unsharded gradient buffers of unit `place` (index), and of an embedding tied to the head."""
@@ -359,21 +359,21 @@ class StageSnapshots:
         flats = [flat for place in sorted(places, reverse=True) for flat in self.flats.get(self.units[place], ())]
         return [Reduction(flat, state.later) for flat in flats if flat.zero >= 2 or state.last]
 
-    def under_way(self, posted: Sequence[Reduction]) -> list[Temporary]:
+    def in_flight(self, posted: Sequence[Reduction]) -> list[Temporary]:
         """Return the tensors that reductions in flight hold: the last of `posted`, all reductions started."""
         found = []
         for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
             shard = flat.padded // flat.shards * self.master
             if flat.zero >= 2 and later:
-                found.append(Temporary("communication", f"{flat.name} shard of a later micro-batch", shard))
+                found.append(message(f"{flat.name} shard of a later micro-batch", shard))
             if self.at.device == "cpu":  # gloo sends to each rank alone
-                found.append(Temporary("communication", f"{flat.name} parts of other ranks", shard * (flat.shards - 1)))
+                found.append(message(f"{flat.name} parts of other ranks", shard * (flat.shards - 1)))
             found += self._whole(flat)
         return found
 
     def _whole(self, flat: Flat) -> list[Temporary]:
         """Return the unsharded gradient of a flat buffer under ZeRO-2 and 3, unless it is one of the reused buffers."""
-        if flat.zero < 2 or flat.padded in self.pooled:
+        if flat.zero < 2 or flat.padded in self.reused:
             return []
         return [Temporary("gradients", f"{flat.name} unsharded gradient", flat.padded * self.master)]
 
