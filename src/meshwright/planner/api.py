@@ -18,7 +18,7 @@ from meshwright.planner.models import is_recipe, layout_of_recipe, recipe_of, va
 from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.planner.search.estimate import Estimate, ProblemOptions, priced, problem_of, recipe_layout
 from meshwright.planner.search.nearest import Nearest, nearest
-from meshwright.planner.search.search import Found, search
+from meshwright.planner.search.search import SearchResult, search
 from meshwright.planner.show.answers import MOST_TOP, document, ledgers, nothing_fits
 from meshwright.planner.show.explain import Row, busiest, explain
 from meshwright.spec.config import ModelConfig
@@ -60,7 +60,7 @@ class Plan:
 
     problem: Problem
     estimates: tuple[Estimate, ...]
-    search: Found | None = None
+    search: SearchResult | None = None
     recipe_estimate: Estimate | str | None = None
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from meshwright.planner.api import plan
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.search.decided import on_device
 from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.nearest import nearest, of_devices
 from meshwright.planner.search.screen import screen
 from meshwright.planner.search.search import search
+from meshwright.planner.search.shortlist import on_device
 from meshwright.planner.show.text import found_text, nearest_text
 
 WANTED = {"sequence": 2048, "batch": 64}

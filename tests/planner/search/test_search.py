@@ -17,12 +17,11 @@ from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.rank_memory import fullest
 from meshwright.planner.problem import Problem, parse_reserve
-from meshwright.planner.search import decided as decided_room
 from meshwright.planner.search import search as search_room
+from meshwright.planner.search import shortlist as shortlist_module
 from meshwright.planner.search.estimate import Estimate, priced
-from meshwright.planner.search.screen import Priced, screen
-from meshwright.planner.search.search import FINAL, Found, search
-from meshwright.planner.search.selection import layout_kinds
+from meshwright.planner.search.screen import ScreenedLayouts, screen
+from meshwright.planner.search.search import FINAL, SearchResult, layout_kinds, search
 from meshwright.planner.search.space import layout_of
 from meshwright.planner.show.answers import document, nothing_fits
 from meshwright.planner.show.page import page
@@ -43,12 +42,12 @@ PROBLEMS = {
 
 
 @cache
-def screened(name: str) -> Priced:
+def screened(name: str) -> ScreenedLayouts:
     return screen(PROBLEMS[name])
 
 
 @cache
-def searched(name: str) -> Found:
+def searched(name: str) -> SearchResult:
     return search(PROBLEMS[name], 8)
 
 
@@ -272,7 +271,7 @@ def test_layout_that_fits_by_ledger_alone_is_found():
     )}  # fmt: skip
     for one in found.best:
         exact = max(one.memory.device_bytes, search_room.device_bytes(problem, one.layout))
-        if exact * 1.03 < closed[one.layout] < exact * decided_room.DOUBT_ABOVE:
+        if exact * 1.03 < closed[one.layout] < exact * shortlist_module.DOUBT_ABOVE:
             break
     else:
         pytest.fail("no closed form asks for more than the ledger")
@@ -292,7 +291,7 @@ def test_stopped_search_reports_undecided_layouts(monkeypatch: pytest.MonkeyPatc
     assert whole.undecided == 0 and "stopped" not in found_text(whole)
     assert document(problem, whole.best, whole)["undecided"] == 0
     longer = search(problem, 20)
-    monkeypatch.setattr(decided_room, "MOST_PRICED", 6)  # some of them do not fit
+    monkeypatch.setattr(shortlist_module, "MOST_PRICED", 6)  # some of them do not fit
     some = search(problem, 4)
     shown, slowest = {one.layout for one in some.best}, some.best[-1].time.seconds
     better = [one for one in longer.best if one.layout not in shown and one.time.seconds < slowest]
@@ -301,7 +300,7 @@ def test_stopped_search_reports_undecided_layouts(monkeypatch: pytest.MonkeyPatc
     assert f"{some.undecided:,} more layouts may be better than the last one listed" in found_text(some)
     assert f"{some.undecided:,} more layouts" in page(problem, "gpt3-175b", some.best, some)
     assert document(problem, some.best, some)["undecided"] == some.undecided
-    monkeypatch.setattr(decided_room, "MOST_PRICED", 0)
+    monkeypatch.setattr(shortlist_module, "MOST_PRICED", 0)
     none = search(problem, 3)
     assert not none.best and none.undecided > 1000
     assert "more layouts may be small enough" in found_text(none)

@@ -138,9 +138,9 @@ class _Loop:
     """Replay of the allocations of tiled attention's backward, tile by tile, to find the memory peak.
 
     heads: sizes; strides: memory layout of the inputs; window: most tokens that a query attends to, None for all; x,
-    wide: bytes of an element of inputs and sums; starts: where documents begin in each sequence; unknown: they may begin
-    anywhere. Attributes: `names` maps each live variable to its bytes, `now` is their sum, `most` the peak so far in
-    bytes, `then` the variables at the peak.
+    wide: bytes of an element of inputs and sums; starts: where documents begin in each sequence; unknown: they may
+    begin anywhere. Attributes: `names` maps each live variable to its bytes, `now` is their sum, `most` the peak so far
+    in bytes, `then` the variables at the peak.
     """
 
     def __init__(

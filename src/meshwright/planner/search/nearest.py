@@ -14,10 +14,10 @@ from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.devices import find_device
 from meshwright.planner.memory.rank_memory import fullest
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.decided import DOUBT_ABOVE, on_device
 from meshwright.planner.search.estimate import Estimate, priced
-from meshwright.planner.search.screen import Priced, screen
-from meshwright.planner.search.search import Found
+from meshwright.planner.search.screen import ScreenedLayouts, screen
+from meshwright.planner.search.search import SearchResult
+from meshwright.planner.search.shortlist import DOUBT_ABOVE, on_device
 from meshwright.spec.refuse import refuse
 
 MOST_ASKED = 8
@@ -52,15 +52,15 @@ class Nearest:
         }
 
 
-def nearest(found: Found) -> Nearest | None:
+def nearest(found: SearchResult) -> Nearest | None:
     """Return the layouts that are closest to fitting. found: result of a search in which none fits. None if training
     refuses the layouts with the lowest memory too."""
-    assert found.priced is not None and not found.best
-    least = _least(found.problem, found.priced)
+    assert found.screened is not None and not found.best
+    least = _least(found.problem, found.screened)
     return None if least is None else Nearest(least, _enough(least))
 
 
-def _least(problem: Problem, every: Priced) -> Estimate | None:
+def _least(problem: Problem, every: ScreenedLayouts) -> Estimate | None:
     """Return the estimate of the layout with the lowest peak by the memory ledger; if several fit, the fastest; None if
     training refuses all tried. every: closed-form time and memory of all layouts, of which the ones with the lowest
     memory are tried."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.layout import LEAST_MICRO_BATCHES, Layout
-from meshwright.names import BIDIRECTIONAL_SCHEDULES
+from meshwright.names import BIDIRECTIONAL_SCHEDULES, RECOMPUTE
 from meshwright.planner.cost.bubbles import closed_makespan, in_flight, places_of
 from meshwright.planner.cost.data_time import passes_beside
 from meshwright.planner.cost.piece_times import PieceTimes
@@ -22,9 +22,20 @@ from meshwright.planner.problem import Candidate, Problem
 from meshwright.planner.search.space import Pipe, candidates, layout_of, pipes
 from meshwright.program.durations import Floats
 
+CANDIDATE_PROPERTIES: dict[str, Callable[[Candidate], Any]] = {
+    "tp": lambda one: one.layout.tp, "cp": lambda one: one.layout.cp, "rows": lambda one: one.rows,
+    "recompute": lambda one: RECOMPUTE.index(one.layout.recompute),
+    "sequence": lambda one: one.layout.tensor_sequence_parallel * 2 + (one.layout.cp_method == "ring"),
+    "experts": lambda one: (one.layout.ep, one.layout.etp), "ep": lambda one: one.layout.ep,
+}  # fmt: skip
+PIPELINE_PROPERTIES: dict[str, Callable[[Pipe], Any]] = {
+    "pp": lambda pipe: pipe.ranks, "schedule": lambda pipe: (pipe.schedule, pipe.chunks),
+    "schedule name": lambda pipe: pipe.schedule,
+}  # fmt: skip
+
 
 @dataclass(slots=True)
-class Priced:
+class ScreenedLayouts:
     """Closed-form predictions as columns, one entry per layout.
 
     Attributes:
@@ -48,6 +59,19 @@ class Priced:
     seconds: Floats
     bytes: Floats
 
+    def column(self, name: str) -> Array:
+        """Return a property of every layout, one of `CANDIDATE_PROPERTIES` or `PIPELINE_PROPERTIES`, as an array; of
+        schedules and of experts as numbers that are equal for equal ones."""
+        get, owners, index = (
+            (CANDIDATE_PROPERTIES[name], self.candidates, self.candidate)
+            if name in CANDIDATE_PROPERTIES
+            else (PIPELINE_PROPERTIES[name], self.pipes, self.pipe)
+        )
+        numbers: dict[object, int] = {}
+        values = [get(one) for one in owners]  # type: ignore[attr-defined]
+        plain = [each if isinstance(each, int) else numbers.setdefault(each, len(numbers)) for each in values]
+        return np.array(plain)[index]
+
     def layout(self, at: int) -> Layout:
         """Return the layout with index `at`."""
         return layout_of(
@@ -56,7 +80,7 @@ class Priced:
         )  # fmt: skip
 
 
-def screen(problem: Problem) -> Priced:
+def screen(problem: Problem) -> ScreenedLayouts:
     """Return the closed-form seconds and bytes of every layout of the search space of a planning problem."""
     every = candidates(problem)
     factors = in_place(problem.cluster, problem.precision, problem.engine)
@@ -82,7 +106,7 @@ def screen(problem: Problem) -> Priced:
     )
     factor, once = waits(problem.cluster)
     seconds = (factor * seconds + once) * problem.cluster.time_factor
-    return Priced(every, pieces, found, candidate, pipe_column, zero, hybrid, seconds, size)
+    return ScreenedLayouts(every, pieces, found, candidate, pipe_column, zero, hybrid, seconds, size)
 
 
 class _Sharding(NamedTuple):

@@ -8,15 +8,15 @@ from typing import Any
 from meshwright.collectives.quantities import GIB
 from meshwright.planner.memory.rank_memory import memory_of, unlike_ranks
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.decided import MOST_PRICED
 from meshwright.planner.search.estimate import Estimate, model_document
-from meshwright.planner.search.search import Found
+from meshwright.planner.search.search import SearchResult
+from meshwright.planner.search.shortlist import MOST_PRICED
 
 MOST_TOP = 100
 """Layouts that a search can be asked for: it prices somewhat more exactly."""
 
 
-def document(problem: Problem, best: Sequence[Estimate], found: Found | None = None) -> dict[str, Any]:
+def document(problem: Problem, best: Sequence[Estimate], found: SearchResult | None = None) -> dict[str, Any]:
     """Return the JSON document of a plan, as `meshwright plan --json` prints it.
 
     problem: model, cluster, batch and engine of the plan. best: estimates to list, fastest first. found: result of the
@@ -67,7 +67,7 @@ def ledgers(one: Estimate) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def nothing_fits(found: Found) -> str:
+def nothing_fits(found: SearchResult) -> str:
     """Return the error line for a search in which no layout fits: number of devices, GiB of each, and what to change.
     found: the search's result."""
     problem, count = found.problem, found.problem.cluster.devices

@@ -17,7 +17,7 @@ from meshwright.planner.memory.rank_memory import RankMemory, by_layers, memory_
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.nearest import Nearest
-from meshwright.planner.search.search import Found
+from meshwright.planner.search.search import SearchResult
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
 from meshwright.planner.show.pictures import cloud, memory_bars, time_bar
 from meshwright.planner.show.text import (
@@ -45,7 +45,11 @@ MOST_DRAWN = 60_000
 
 
 def page(
-    problem: Problem, model: str, best: Sequence[Estimate], found: Found | None = None, least: Nearest | None = None
+    problem: Problem,
+    model: str,
+    best: Sequence[Estimate],
+    found: SearchResult | None = None,
+    least: Nearest | None = None,
 ) -> str:
     """Return a plan as an HTML page.
 
@@ -63,7 +67,7 @@ def page(
     return draw.page(f"plan of {model}", *parts)
 
 
-def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
+def _search(found: SearchResult, least: Nearest | None) -> Iterator[Markup]:
     """Yield the page's sections on a search: best layouts, faster ones that do not fit, memory against time. least:
     layouts closest to fitting, where none fits."""
     if found.best:
@@ -92,7 +96,7 @@ def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
     yield cloud(found, found.best or ([least.least] if least else []))
 
 
-def _best(found: Found) -> Markup:
+def _best(found: SearchResult) -> Markup:
     """Return the HTML table of the best layouts of a search."""
     unit = Unit.of(max(one.memory.device_bytes for one in found.best))
     head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")

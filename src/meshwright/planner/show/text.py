@@ -13,10 +13,10 @@ from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.memory.ledger import Item
 from meshwright.planner.memory.rank_memory import RankMemory, by_layers
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.decided import MOST_PRICED
 from meshwright.planner.search.estimate import Estimate, model_document
 from meshwright.planner.search.nearest import Nearest
-from meshwright.planner.search.search import Advice, Found
+from meshwright.planner.search.search import Advice, SearchResult
+from meshwright.planner.search.shortlist import MOST_PRICED
 from meshwright.planner.show.explain import Row
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
 
@@ -48,7 +48,7 @@ def headline(problem: Problem, model: str) -> str:
     )
 
 
-def found_text(found: Found, width: int = WIDE) -> str:
+def found_text(found: SearchResult, width: int = WIDE) -> str:
     """Format the result of a search as text. width: characters of a line, which long words may exceed."""
     lines = [f"searched {found.searched:,} layouts in {found.seconds:.2f} s"]
     if not found.best:
@@ -64,7 +64,7 @@ def found_text(found: Found, width: int = WIDE) -> str:
     return "\n".join(lines)
 
 
-def _best(found: Found, width: int) -> Iterator[str]:
+def _best(found: SearchResult, width: int) -> Iterator[str]:
     """Yield the lines of the table of a search's best layouts. width: characters of a line, which long words may
     exceed."""
     unit = Unit.of(max(one.memory.device_bytes for one in found.best))
@@ -83,13 +83,13 @@ def _best(found: Found, width: int) -> Iterator[str]:
         yield from wrapped(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
 
 
-def marked_reasons(found: Found) -> list[str]:
+def marked_reasons(found: SearchResult) -> list[str]:
     """Return, for each of a search's best layouts, why it is slower than the first, with the mark "tight" if little
     memory stays free."""
     return [f"{why}; tight" if one.tight else why for one, why in zip(found.best, found.reasons, strict=True)]
 
 
-def advice_text(found: Found, one: Advice) -> str:
+def advice_text(found: SearchResult, one: Advice) -> str:
     """Format a faster layout that does not fit (`one`), with the change that makes it fit. found: the search's
     result."""
     problem = found.problem
@@ -127,7 +127,7 @@ def nearest_line(found: Nearest) -> str:
     )
 
 
-def undecided_text(found: Found) -> str:
+def undecided_text(found: SearchResult) -> str:
     """Format a note on the layouts that a search left undecided, as it stopped at its limit."""
     what = "better than the last one listed" if found.best else "small enough"
     return f"stopped after {MOST_PRICED} exact prices: {found.undecided:,} more layouts may be {what}"

@@ -15,7 +15,7 @@ from meshwright.planner.cost.step_time import Step
 from meshwright.planner.memory.rank_memory import context_bytes, memory_of, slack, unlike_ranks
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, priced
-from meshwright.planner.search.screen import Priced
+from meshwright.planner.search.screen import ScreenedLayouts
 from meshwright.program.makespan import MakespanCache
 from meshwright.spec.refuse import refuse
 
@@ -32,18 +32,20 @@ def on_device(problem: Problem, peak: Array) -> Array:
     return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem)
 
 
-class Decided:
+class Shortlist:
     """The best candidate layouts of a search with exact predictions: seconds by the simulator, memory by the ledger if
     the closed form is near the limit. every: closed-form predictions of all candidates; wanted: number of layouts to
     decide."""
 
-    def __init__(self, problem: Problem, every: Priced, wanted: int) -> None:
+    def __init__(self, problem: Problem, every: ScreenedLayouts, wanted: int) -> None:
         self.problem, self.every = problem, every
         self.room = problem.room
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
         self.makespans = MakespanCache()
-        self.kinds, self._memory = self._kinds(), self._memory_kinds()
+        self.kinds = self._kinds()
+        # Their closed-form memory has similar errors.
+        self._memory = every.column("schedule name") * len(RECOMPUTE) + every.column("recompute")
         self.factors: dict[int, float] = {}
         self.stopped = False
         self._wanted, self.budget, self.asked = wanted, MOST_PRICED, 0
@@ -114,22 +116,11 @@ class Decided:
     def _kinds(self) -> Array:
         """Return an integer for each candidate, equal for equal pipelines and micro-batches per pipeline rank (rounded
         to a power of two): their closed-form times have similar errors."""
-        every = self.every
-        inner = np.array([one.layout.tp * one.layout.cp * 1.0 / one.rows for one in every.candidates])[every.candidate]
-        ranks = np.array([pipe.ranks for pipe in every.pipes])[every.pipe]
+        every, ranks = self.every, self.every.column("pp")
+        inner = every.column("tp") * every.column("cp") / every.column("rows")
         micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
         rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)
         return np.asarray(every.pipe * 64 + rounds)
-
-    def _memory_kinds(self) -> Array:
-        """Return an integer for each candidate, equal for equal schedules and recompute: their closed-form memory has
-        similar errors."""
-        schedules = list(dict.fromkeys(pipe.schedule for pipe in self.every.pipes))
-        of_pipe = np.array([schedules.index(pipe.schedule) for pipe in self.every.pipes])[self.every.pipe]
-        of_way = np.array([RECOMPUTE.index(one.layout.recompute) for one in self.every.candidates])[
-            self.every.candidate
-        ]
-        return np.asarray(of_pipe * len(RECOMPUTE) + of_way)
 
     def takes(self, layout: Layout) -> bool:
         """Return True if training accepts the layout (or, for models and engines that can only be planned, if it is
