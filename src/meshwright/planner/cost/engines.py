@@ -6,7 +6,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.errors import UserError
 from meshwright.names import unknown
@@ -117,10 +117,11 @@ _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read
 def _engines() -> dict[str, Engine]:
     """Return the engines of engines.toml by name."""
     text = resources.files("meshwright.planner.cost").joinpath("engines.toml").read_text(encoding="utf-8")
-    return {
-        name: Engine(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()})
+    tables: dict[str, dict[str, Any]] = {
+        name: {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
         for name, table in tomllib.loads(text).items()
     }
+    return {name: Engine(name, **table) for name, table in tables.items()}
 
 
 ENGINES = _engines()

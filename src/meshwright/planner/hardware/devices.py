@@ -123,7 +123,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
     links = entry["links"]
     sources = {figure: words[source] for figure, source in entry.get("sources", {}).items()}
     sources["latency"] = words[latencies[links["kind"]]["source"]]
-    bandwidths = {key: _times(links.get(key), _GIGA) for key in ("scaleup", "pair", "host", "across")}
+    bandwidths: dict[str, Any] = {key: _times(links.get(key), _GIGA) for key in ("scaleup", "pair", "host", "across")}
     delays = {"latency": links["kind"], "host_latency": "pcie", "across_latency": "network"}
     plain = {key: links[key] for key in ("kind", "name", "domain", "node")}
     return Device(

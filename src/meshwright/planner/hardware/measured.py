@@ -267,7 +267,7 @@ def read(table: Any, where: str) -> Measured:
     try:
         if not isinstance(table, Mapping):
             raise TypeError(f"it should be a table, not {table!r}")
-        single = {key: _time(table[key]) for key in _SINGLE if key in table}
+        single: dict[str, Any] = {key: _time(table[key]) for key in _SINGLE if key in table}
         if "disturbed" in single:
             single["disturbed"] = min(single["disturbed"], 0.9)
         records: dict[str, Any] = {
@@ -295,7 +295,7 @@ def _record(kind: Any, table: Mapping[str, Any]) -> Any:
     parsers = {"str": _text, "int": _count, "float": _time, "tuple[float, ...]": _times, "Shapes": _shapes}
     found = kind(
         **{
-            field.name: _curve(table) if field.type == "Curve" else parsers[field.type](table[field.name])
+            field.name: _curve(table) if field.type == "Curve" else parsers[str(field.type)](table[field.name])
             for field in fields(kind)
         }
     )

@@ -154,4 +154,4 @@ def bytes_each(problem: Problem) -> StateBytes:
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:
     """Return the total bytes of parameters, gradients and optimizer state on a rank. numel: number of parameters,
     unsharded; zero: ZeRO stage; shards: number of ranks over which ZeRO shards."""
-    return sum(numel * size for size in bytes_each(problem).sharded(zero, shards))
+    return np.asarray(sum(numel * size for size in bytes_each(problem).sharded(zero, shards)))

@@ -355,7 +355,7 @@ class _Step:
         )
         flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
         buffers = Buffers(self.partition.units(stage), flats, gradient_buffers(self.flats), self.table.tied)
-        return StageSnapshots(at, stage, buffers, kept, whole, compiled=self.compiled, queued=self.split)
+        return StageSnapshots(at, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split)
 
     def _stream(self) -> int:
         """Return the bytes of the hidden states that pass from stage to stage."""

@@ -62,13 +62,11 @@ class ScreenedLayouts:
     def column(self, name: str) -> Array:
         """Return a property of every layout, one of `CANDIDATE_PROPERTIES` or `PIPELINE_PROPERTIES`, as an array; of
         schedules and of experts as numbers that are equal for equal ones."""
-        get, owners, index = (
-            (CANDIDATE_PROPERTIES[name], self.candidates, self.candidate)
-            if name in CANDIDATE_PROPERTIES
-            else (PIPELINE_PROPERTIES[name], self.pipes, self.pipe)
-        )
+        if name in CANDIDATE_PROPERTIES:
+            values, index = [CANDIDATE_PROPERTIES[name](one) for one in self.candidates], self.candidate
+        else:
+            values, index = [PIPELINE_PROPERTIES[name](pipe) for pipe in self.pipes], self.pipe
         numbers: dict[object, int] = {}
-        values = [get(one) for one in owners]  # type: ignore[attr-defined]
         plain = [each if isinstance(each, int) else numbers.setdefault(each, len(numbers)) for each in values]
         return np.array(plain)[index]
 
