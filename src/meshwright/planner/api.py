@@ -16,11 +16,11 @@ from meshwright.names import check_options
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
 from meshwright.planner.problem import Problem, parse_reserve
-from meshwright.planner.search.estimate import Estimate, ProblemOptions, priced, problem_of, recipe_layout
+from meshwright.planner.search.estimate import Estimate, ProblemOptions, estimate_layout, problem_of, recipe_layout
 from meshwright.planner.search.nearest import Nearest, nearest
 from meshwright.planner.search.search import SearchResult, search
-from meshwright.planner.show.answers import MOST_TOP, document, ledgers, nothing_fits
-from meshwright.planner.show.explain import Row, busiest, explain
+from meshwright.planner.show.answers import MOST_TOP, document, ledgers, no_fit_error
+from meshwright.planner.show.explain import OperationTime, busiest, explain
 from meshwright.spec.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Plan:
         fits."""
         if not self.estimates:
             assert self.search is not None
-            raise UserError(nothing_fits(self.search))
+            raise UserError(no_fit_error(self.search))
         return self.estimates[0]
 
     @cached_property
@@ -91,7 +91,7 @@ class Plan:
         return busiest(self.problem, self.best.layout)
 
     @cached_property
-    def operations(self) -> list[Row]:
+    def operations(self) -> list[OperationTime]:
         """Operations of one micro-batch on the busiest pipeline rank of the best layout, longest first."""
         return explain(self.problem, self.best.layout, self.busiest_rank)
 
@@ -171,7 +171,7 @@ def plan(
     )  # fmt: skip
     problem = replace(problem, reserve=parse_reserve(options.get("reserve", 0), problem.cluster.device.memory_bytes))
     if parsed is not None:
-        return Plan(problem, (priced(problem, parsed),))
+        return Plan(problem, (estimate_layout(problem, parsed),))
     found = search(problem, top)
     return Plan(problem, found.best, found, None if own is None else recipe_layout(problem, own))
 

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.planner.cost.measured_rates import HEAD_SIZES, SCORE_BYTES, Chosen, attention_name, attention_scores
+from meshwright.planner.cost.measured_rates import (
+    HEAD_SIZES,
+    SCORE_BYTES,
+    CostByLayout,
+    attention_name,
+    attention_scores,
+)
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.cost.rates import Collectives, Group, Rates
 from meshwright.planner.hardware.cluster import Cluster, Link
@@ -151,7 +157,7 @@ def test_cpus_do_not_overlap_communication():
 def test_vectorized_collective_costs_match_single_ones():
     collectives, which = Collectives(here(devices=4)), np.array([0, 1, 0])
     groups = [Group(2, 2), Group(4, 4)]
-    chosen = Chosen([collectives.cost("all-reduce", group) for group in groups], which)
+    chosen = CostByLayout([collectives.cost("all-reduce", group) for group in groups], which)
     sizes = np.array([[1e4, 1e4, 1e6], [0.0, 1e6, 2e7]])
     expected = [[collectives.seconds("all-reduce", groups[at], size) for at, size in zip(which, row)] for row in sizes]  # noqa: B905
     assert chosen.at(sizes) == pytest.approx(np.array(expected))

@@ -16,7 +16,7 @@ from meshwright.planner.cost.flops import forward_flops_per_token, training_flop
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import operations, total_flops
 from meshwright.planner.cost.operators import FLASH_BACKWARD
-from meshwright.planner.memory.rank_memory import fullest
+from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.screen import screen
 from meshwright.planner.search.search import search
@@ -165,7 +165,7 @@ def test_closed_form_memory_is_near_ledger(head: str) -> None:
     seen = 0
     for at in range(0, len(every.candidate), 3):
         layout = every.layout(at)
-        peak = fullest(problem, layout).peak_bytes
+        peak = fullest_rank(problem, layout).peak_bytes
         if peak > 4 * 2**30:
             assert every.bytes[at] == pytest.approx(peak, rel=0.1), layout
             seen += 1

@@ -16,7 +16,7 @@ from meshwright.planner.api import plan
 from meshwright.planner.cost.flops import training_flops_per_token
 from meshwright.planner.jobs import answer
 from meshwright.planner.memory.ledger import ledger
-from meshwright.planner.memory.rank_memory import CONTRACT, memory_of
+from meshwright.planner.memory.rank_memory import MEMORY_PARTS, memory_of
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.show.explain import explain
 from meshwright.spec.config_json import config_to_huggingface
@@ -33,7 +33,7 @@ def test_document_has_its_keys_and_adds_up():
     found = one.document()
     assert found["layout"] == "dp4 zero1 tp4 pp4 mb8 ac:selective bf16" and found["fits"] is True
     memory = found["memory_gib"]
-    assert sum(memory[part] for part in CONTRACT) == pytest.approx(memory["peak"])
+    assert sum(memory[part] for part in MEMORY_PARTS) == pytest.approx(memory["peak"])
     assert sum(found["breakdown_seconds"].values()) == pytest.approx(found["step_seconds"])
     assert found["step_seconds_low"] < found["step_seconds"] < found["step_seconds_high"]
     assert found["tokens_per_second_per_device"] == pytest.approx(128 * 4096 / found["step_seconds"] / 64)

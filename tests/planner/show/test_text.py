@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from meshwright.cli.main import meshwright
 from meshwright.planner.api import plan
 from meshwright.planner.show.explain import busiest, explain
-from meshwright.planner.show.text import Unit, around, explain_text, wrapped
+from meshwright.planner.show.text import Unit, explain_text, seconds_text, wrapped
 
 REQUEST = ("plan", "llama-3.1-405b", "--cluster", "1024xh100-sxm", "--sequence", "8192", "--batch", "512")
 SEARCH = ("plan", "llama-3-8b", "--cluster", "8xh100-sxm", "--sequence", "8192", "--batch", "64")
@@ -80,4 +80,5 @@ def test_operations_add_up_to_computation_of_a_step(layout: str):
 def test_times_are_printed_with_bounds():
     one = plan("llama-3-8b", "16xh100-sxm", "dp2 tp8 mb16", sequence=4096, batch=64).best
     time = one.time
-    assert around(one.problem, one.layout, time.seconds) == f"{time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g})"
+    bounds = seconds_text(one.problem, one.layout, time.seconds)
+    assert bounds == f"{time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g})"

@@ -24,20 +24,20 @@ SHARES = (("data", "shard", "replica"), ("expert_data", "expert_shard", "expert_
 and whose ranks hold the same shard."""
 
 
-def level_in_time(zero: int, ranks: int, engine: Engine) -> int:
+def communicated_level(zero: int, ranks: int, engine: Engine) -> int:
     """Return the ZeRO stage whose communication a step makes: `zero`, the layout's stage, except 1 instead of 2 or 3 if
     the engine gathers parameters and reduces gradients only once a step under a pipeline. ranks: pipeline ranks."""
     return 1 if zero >= 2 and ranks > 1 and engine.holds_in_pipelines else zero
 
 
-def passes_beside(schedule: str, ranks: int, micro_batches: Floats | int) -> Floats:
+def overlapping_passes(schedule: str, ranks: int, micro_batches: Floats | int) -> Floats:
     """Return the number of micro-batches whose computation a rank's gradient reductions or parameter gathers can
     overlap: 1, or, under "interleaved", as many as pipeline ranks (at most all micro-batches). ranks: pipeline
     ranks."""
     return np.minimum(ranks, micro_batches) if schedule == "interleaved" else np.ones(())
 
 
-def zero_waits(
+def exposed_zero_seconds(
     gather: Floats | float,
     scatter: Floats | float,
     layers: Floats | int,
@@ -59,7 +59,7 @@ def zero_waits(
     return waited + taken[0], waited_back + taken[1]
 
 
-def exposed(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
+def exposed_seconds(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
     """Return the exposed seconds of communication that overlaps a forward or backward pass, layer by layer.
 
     calls: seconds of the communication; work: seconds of the pass; layers: number of layers in it; share: seconds by
@@ -70,11 +70,13 @@ def exposed(calls: Floats, work: Floats, layers: Floats | int, share: Floats | f
     return waited + share * (calls - np.minimum(calls, waited))
 
 
-def updated(zero: int, dense: Floats, spread: Floats, shards: Floats | int, spread_shards: Floats | int) -> Floats:
-    """Return the number of parameters that a rank's optimizer updates. zero: ZeRO stage; dense, spread: number of dense
-    and of expert-parallel parameters of the rank, unsharded; shards, spread_shards: ranks over which ZeRO shards these
+def updated_parameters(
+    zero: int, dense: Floats, expert: Floats, shards: Floats | int, expert_shards: Floats | int
+) -> Floats:
+    """Return the number of parameters that a rank's optimizer updates. zero: ZeRO stage; dense, expert: number of dense
+    and of expert-parallel parameters of the rank, unsharded; shards, expert_shards: ranks over which ZeRO shards these
     (from stage 1 on)."""
-    return dense / shards + spread / spread_shards if zero else dense + spread
+    return dense / shards + expert / expert_shards if zero else dense + expert
 
 
 def update_bytes(optimizer: str, engine: Engine, itemsize: int) -> float:

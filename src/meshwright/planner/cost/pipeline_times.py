@@ -8,7 +8,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.planner.cost.data_time import SHARES, exposed, level_in_time, update_bytes, updated, zero_waits
+from meshwright.planner.cost.data_time import (
+    SHARES,
+    communicated_level,
+    exposed_seconds,
+    exposed_zero_seconds,
+    update_bytes,
+    updated_parameters,
+)
 from meshwright.planner.cost.operators import Collective
 from meshwright.planner.cost.piece_times import PieceTimes, layer_kinds
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
@@ -96,7 +103,8 @@ class PipelineTimes:
         found = self.times(at_once, 0, groups).copy()
         gather, scatter = self.zero_calls(zero, groups, self.dense / self.layers, self.spread / self.layers)
         forward, *back = np.moveaxis(add_parts(found), -1, 0)
-        waits = zero_waits(gather, scatter, self.layers, forward, back[0] + back[1], groups.gradient_tax(True)[:, None])
+        slowdown = groups.gradient_tax(True)[:, None]
+        waits = exposed_zero_seconds(gather, scatter, self.layers, forward, back[0] + back[1], slowdown)
         found[:, :, 0, -1] += waits[0]
         found[:, :, 1, -1] += waits[1]
         return found
@@ -155,18 +163,18 @@ class PipelineTimes:
         busy = add_parts(ranks)
         forward, backward = (passes * each.max(axis=1) for each in (busy[..., 0], busy[..., 1] + busy[..., 2]))
         tax = groups.gradient_tax(zero > 0)
-        waits = exposed(sums, backward, layers, tax)
-        return waits + (exposed(gathers, forward, layers, tax) if engine.overlaps_gathers else gathers)
+        waits = exposed_seconds(sums, backward, layers, tax)
+        return waits + (exposed_seconds(gathers, forward, layers, tax) if engine.overlaps_gathers else gathers)
 
     def update(self, zero: int, groups: ProcessGroups) -> Floats:
         """Return the seconds of the optimizer step on the rank that updates most parameters [n]."""
         pieces, problem = self.pieces, self.pieces.problem
-        most = updated(zero, self.rank_dense.T, self.rank_spread.T, *groups.shards).max(axis=0)
+        most = updated_parameters(zero, self.rank_dense.T, self.rank_spread.T, *groups.shards).max(axis=0)
         return np.asarray(most * update_bytes(problem.optimizer, problem.engine, pieces.itemsize) / pieces.rates.memory)
 
     def level(self, zero: int) -> int:
         """Return the ZeRO stage whose communication a step makes. zero: of the layout."""
-        return level_in_time(zero, self.ranks, self.pieces.problem.engine)
+        return communicated_level(zero, self.ranks, self.pieces.problem.engine)
 
 
 def add_parts(times: Floats) -> Floats:

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.communication import group_of
-from meshwright.planner.cost.measured_rates import Chosen
+from meshwright.planner.cost.measured_rates import CostByLayout
 from meshwright.planner.cost.operators import Collective
 from meshwright.planner.cost.rates import Collectives, Cost, Group
 from meshwright.program.durations import Floats
@@ -28,7 +28,7 @@ class ProcessGroups:
     def __init__(self, collectives: Collectives, layouts: Sequence[Layout], which: Array | None = None) -> None:
         self.collectives, self.layouts = collectives, layouts
         self.which = np.arange(len(layouts)) if which is None else which
-        self._costs: dict[tuple[str, str], Cost | Chosen] = {}
+        self._costs: dict[tuple[str, str], Cost | CostByLayout] = {}
         self._groups: dict[str, list[Group]] = {}
         self._slowdown: dict[bool, Floats] = {}
 
@@ -50,7 +50,7 @@ class ProcessGroups:
                 parts = (np.array([getattr(each, name) for each in costs]) for name in ("start", "byte", "root"))
                 self._costs[operation, axis] = Cost(*(part[self.which] for part in parts))
             else:
-                self._costs[operation, axis] = Chosen(costs, self.which)
+                self._costs[operation, axis] = CostByLayout(costs, self.which)
         return self._costs[operation, axis].at(size)
 
     def distinct_places(self, axis: str, chosen: int) -> Floats:

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number
-from meshwright.planner.cost.piece_times import alike, layer_examples, micro_batch_of
+from meshwright.planner.cost.piece_times import group_by_structure, layer_examples, micro_batch_of
 from meshwright.planner.memory import compiled_peaks
-from meshwright.planner.memory.compiled_blocks import known
+from meshwright.planner.memory.compiled_blocks import has_tables
 from meshwright.planner.memory.published import StateBytes, published_layer
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.stage_snapshots import queued_bytes
@@ -52,7 +52,7 @@ class ActivationBytes:
         rows = np.array([one.rows for one in candidates])
         one = np.zeros((len(layouts), 2 * len(kinds) + 3))
         as_arrays = not (self.ours and problem.compile)
-        for group in alike(problem.config, layouts) if as_arrays else np.arange(len(layouts))[:, None]:
+        for group in group_by_structure(problem.config, layouts) if as_arrays else np.arange(len(layouts))[:, None]:
             one[group] = self._one_sequence([layouts[at] for at in group.tolist()])
         found = one[which] * rows[:, None]
         self.layer, self.queued_layer = found[:, : len(kinds)], found[:, len(kinds) : -3]
@@ -106,7 +106,7 @@ class ActivationBytes:
             mixed = at.config.has_experts(layer)
             every = saved_activations(whole, stage, compiled=compiled)
             unrecomputed = sum(each.bytes for each in every) - empty
-            if compiled and known(at):
+            if compiled and has_tables(at):
                 own = saved(at, stage) - empty + stream
                 temporaries = compiled_peaks.peak_temporaries(at, layer) - 4 * stream
                 if at.spread and mixed:  # its mixture is not compiled

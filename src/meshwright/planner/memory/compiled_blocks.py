@@ -25,7 +25,7 @@ RANDOM_STATE = 632
 _FILE = re.compile(r"compiled_blocks\.torch-(\d+)\.(\d+)\.toml")
 
 
-def known(at: MicroBatch) -> bool:
+def has_tables(at: MicroBatch) -> bool:
     """Return True if the memory of the model's blocks, compiled, is predicted: false for norms after sublayers."""
     return not at.config.post_norms
 

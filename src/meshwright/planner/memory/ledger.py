@@ -14,7 +14,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import check_options, unknown
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed, Starts
-from meshwright.planner.memory.compiled_blocks import known
+from meshwright.planner.memory.compiled_blocks import has_tables
 from meshwright.planner.memory.saved import position_tables, saved_activations
 from meshwright.planner.memory.snapshot import BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
@@ -45,7 +45,7 @@ DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "flo
 STORED = {"fp8": "bf16"}
 """What a precision of products keeps parameters and activations in, where it is another."""
 
-OF_STATE = {
+CATEGORY_OF_STATE = {
     "parameters": "parameters", "masters": "optimizer", "gradients": "gradients", "gradient_buffers": "gradients",
     "optimizer": "optimizer", "buffers": "buffers",
 }  # fmt: skip
@@ -237,12 +237,13 @@ class _Step:
         items.append(Item("framework", "CUDA context", (), "", framework[1], None, "start", "end"))
         items.append(Item("unexplained", "not itemised", (), "", 0, None, "start", "end"))
         assert sum(item.bytes for item in items) == total + framework[1]
-        return Ledger(tuple(items), total, moment_found.name, base, framework, self.compiled and known(self.at))
+        return Ledger(tuple(items), total, moment_found.name, base, framework, self.compiled and has_tables(self.at))
 
     def _staying(self) -> Iterator[Item]:
         """Yield the tensors that are allocated for the whole step: model states, position tables, batch ..."""
         for state in self.states:
-            yield Item(OF_STATE[state.kind], state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
+            category = CATEGORY_OF_STATE[state.kind]
+            yield Item(category, state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
             for table in position_tables(self.config, self.at.whole, self.at.dtype):
                 yield Item("workspace", table.name, table.shape, table.dtype, table.bytes, None, "start", "end")

@@ -15,9 +15,9 @@ from functools import lru_cache
 from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.names import SCHEDULE_CHUNKS
-from meshwright.planner.cost.bubbles import in_flight, places_of
+from meshwright.planner.cost.bubbles import in_flight, stages_by_rank
 from meshwright.planner.cost.communication import count_parameters, group_of
-from meshwright.planner.cost.data_time import level_in_time
+from meshwright.planner.cost.data_time import communicated_level
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
 from meshwright.planner.cost.rates import attention_kernel
 from meshwright.planner.hardware.cluster import Cluster
@@ -29,7 +29,7 @@ from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
 from meshwright.spec.work import count_predictions
 
-CONTRACT = ("parameters", "gradients", "optimizer", "activations", "workspace")
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
 """The parts of the peak in an answer; communication and logits are part of the workspace there."""
 
 SLACK = 0.05
@@ -93,13 +93,13 @@ class RankMemory:
         """Return the GiB of each category, of their sum "peak", and of "framework" and "unexplained", which are not
         part of the peak; "workspace" includes communication and logits."""
         found = self.by_category()
-        parts = {name: found[name] / GIB for name in CONTRACT}
+        parts = {name: found[name] / GIB for name in MEMORY_PARTS}
         parts["workspace"] += (found["communication"] + found["logits"]) / GIB
         parts["peak"] = self.peak_bytes / GIB
         return parts | {"framework": self.framework_bytes / GIB, "unexplained": self.slack_bytes / GIB}
 
 
-def by_layers(items: Iterable[Item]) -> list[Item]:
+def merge_layers(items: Iterable[Item]) -> list[Item]:
     """Merge ledger items that differ only in the layer's number, such as `layers.0.mlp.up.input`, and add up their
     bytes; return the items, largest first."""
     found: dict[tuple[str, ...], list[Item]] = {}
@@ -143,7 +143,7 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
     )  # fmt: skip
 
 
-def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:
+def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
     """Return the pipeline ranks whose memory is to be computed: of each set of ranks with equal stages, the first and
     the last.
 
@@ -160,7 +160,7 @@ def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
     """Return the pipeline stages of each pipeline rank, one list per rank; under a bidirectional schedule, those of
     both replicas."""
     if layout.schedule in SCHEDULE_CHUNKS and layout.schedule != "auto":
-        places = places_of(layout.schedule, layout.pp, layout.chunks)
+        places = stages_by_rank(layout.schedule, layout.pp, layout.chunks)
     else:  # a program of one's own puts them where it likes
         places = program_for(layout, problem.config, problem.sequence).stages_by_rank
     count = 1 + max(max(place) for place in places)
@@ -183,7 +183,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     each = bytes_each(problem)
     for kind, numel, axis in (("dense", dense, "shard"), ("experts", experts, "expert_shard")):
         ranks = group_of(layout, axis, problem.cluster).ranks
-        for category, size in zip(CONTRACT, each.sharded(layout.zero, ranks), strict=False) if numel else ():
+        for category, size in zip(MEMORY_PARTS, each.sharded(layout.zero, ranks), strict=False) if numel else ():
             yield _line(category, f"{kind} {category}", numel * size)
     waiting, _ = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     flying = float(waiting[:, pp_rank].max())
@@ -203,7 +203,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
         yield _line("activations", "a recomputed layer", again * x / 2)
     elif logits:
         yield _line("logits", "logits", logits)
-    if level_in_time(layout.zero, layout.pp, engine) < layout.zero:
+    if communicated_level(layout.zero, layout.pp, engine) < layout.zero:
         if layout.zero == 3:
             yield _line("communication", "gathered parameters", (dense + experts) * x)
         yield _line("gradients", "unsharded gradients", (dense + experts) * each.gradients)
@@ -218,9 +218,9 @@ def _line(category: str, name: str, size: float) -> Item:
 
 
 @lru_cache(maxsize=64)
-def fullest(problem: Problem, layout: Layout) -> RankMemory:
+def fullest_rank(problem: Problem, layout: Layout) -> RankMemory:
     """Return the memory of the pipeline rank with the highest peak."""
-    return max((memory_of(problem, layout, rank) for rank in unlike_ranks(problem, layout)), key=_size)
+    return max((memory_of(problem, layout, rank) for rank in distinct_ranks(problem, layout)), key=_size)
 
 
 def _size(rank: RankMemory) -> int:

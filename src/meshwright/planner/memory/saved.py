@@ -71,7 +71,7 @@ def _tensors(at: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled
     layers: dict[object, list[SavedTensor]] = {}
     for layer in stage.layers:
         begins = layer == stage.layers[0] and not stage.first  # its input is the stage's
-        whole = compiled and compiled_blocks.known(at)
+        whole = compiled and compiled_blocks.has_tables(at)
         if not begins and (whole or recompute != "none"):
             yield SavedTensor(f"layers.{layer}.input", stream, "x")
         key = layer if layer in at.routed else layer_kind(config, layer)

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.memory import compiled_peaks, temporaries
-from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, known
+from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, has_tables
 from meshwright.planner.memory.compiled_peaks import COLLECTED, Backward
 from meshwright.planner.memory.snapshot import (
     FIRST_AND_LAST,
@@ -277,7 +277,7 @@ class StageSnapshots:
 
     def _compiled(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a compiled layer whose kernels are known."""
-        return self.compiled and unit in self._layer and known(self.at)
+        return self.compiled and unit in self._layer and has_tables(self.at)
 
     def _expert_parallel(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""

@@ -15,12 +15,12 @@ from meshwright.names import check_options
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.flops import FLOPS_CONVENTION, training_flops_per_token
-from meshwright.planner.cost.reference_step import in_place
-from meshwright.planner.cost.step_time import Step, StepTime, default_precision
+from meshwright.planner.cost.reference_step import measured_step_factors
+from meshwright.planner.cost.step_time import StepPredictor, StepTime, default_precision
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.process_constants import find_process_items
 from meshwright.planner.memory.compiled_blocks import version_warning
-from meshwright.planner.memory.rank_memory import RankMemory, fullest
+from meshwright.planner.memory.rank_memory import RankMemory, fullest_rank
 from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.models import config_of, is_recipe, model_of, model_substitution_note, recipe_of
 from meshwright.planner.problem import Problem
@@ -199,29 +199,29 @@ def problem_of(
     )  # fmt: skip
 
 
-def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estimate:
-    """Predict time and memory of a layout for a planning problem. step: an existing `Step` of this layout, whose
-    results are reused. Raises `UserError` with the reason if the layout cannot run."""
+def estimate_layout(problem: Problem, layout: Layout, step: StepPredictor | None = None) -> Estimate:
+    """Predict time and memory of a layout for a planning problem. step: an existing predictor of this
+    layout, whose results are reused. Raises `UserError` with the reason if the layout cannot run."""
     layout = layout.with_(precision=problem.precision)
     refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
     if layout.offload is not None:
         raise UserError(f'layout "{layout}": offloading is not priced yet; remove offload:{layout.offload}')
     time = (step or _step(problem, layout)).price()
-    memory = fullest(problem, layout)
+    memory = fullest_rank(problem, layout)
     warnings = [*_warnings(problem, layout, memory), *(f"bounds are wider: {line}" for line in time.bounds.outside)]
     return Estimate(problem, layout, time, memory, tuple(warnings))
 
 
-def _step(problem: Problem, layout: Layout) -> Step:
-    """Return the `Step` (predictor of step time) of a layout for a planning problem."""
-    return Step(problem, layout, in_place(problem.cluster, problem.precision, problem.engine))
+def _step(problem: Problem, layout: Layout) -> StepPredictor:
+    """Return the predictor of the step time of a layout for a planning problem."""
+    return StepPredictor(problem, layout, measured_step_factors(problem.cluster, problem.precision, problem.engine))
 
 
 def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
     """Return the estimate of a recipe's own layout in its own precision, or the reason why it cannot run on the
     problem's cluster as text."""
     try:
-        return priced(replace(problem, precision=layout.precision or problem.precision), layout)
+        return estimate_layout(replace(problem, precision=layout.precision or problem.precision), layout)
     except UserError as error:
         return str(error)
 

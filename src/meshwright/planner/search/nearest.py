@@ -12,9 +12,9 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.devices import find_device
-from meshwright.planner.memory.rank_memory import fullest
+from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.estimate import Estimate, priced
+from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts, screen
 from meshwright.planner.search.search import SearchResult
 from meshwright.planner.search.shortlist import DOUBT_ABOVE, on_device
@@ -71,7 +71,7 @@ def _least(problem: Problem, every: ScreenedLayouts) -> Estimate | None:
         layout = every.layout(at)
         try:
             refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
-            size = fullest(problem, layout).device_bytes
+            size = fullest_rank(problem, layout).device_bytes
         except UserError:
             continue
         this = max(float(size), room), float(every.seconds[at]), layout
@@ -80,7 +80,7 @@ def _least(problem: Problem, every: ScreenedLayouts) -> Estimate | None:
         asked += 1
         if asked == MOST_ASKED:
             break
-    return None if best is None else priced(problem, best[2])
+    return None if best is None else estimate_layout(problem, best[2])
 
 
 def _enough(least: Estimate) -> Estimate | None:

@@ -10,16 +10,16 @@ import numpy as np
 
 from meshwright.layout import LEAST_MICRO_BATCHES, Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, RECOMPUTE
-from meshwright.planner.cost.bubbles import closed_makespan, in_flight, places_of
-from meshwright.planner.cost.data_time import passes_beside
+from meshwright.planner.cost.bubbles import closed_makespan, in_flight, stages_by_rank
+from meshwright.planner.cost.data_time import overlapping_passes
 from meshwright.planner.cost.piece_times import PieceTimes
 from meshwright.planner.cost.pipeline_times import PipelineTimes
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
-from meshwright.planner.cost.rates import waits
-from meshwright.planner.cost.reference_step import in_place
+from meshwright.planner.cost.rates import straggler_terms
+from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.memory.activation_bytes import ActivationBytes, bytes_each, state_sizes
 from meshwright.planner.problem import Candidate, Problem
-from meshwright.planner.search.space import Pipe, candidates, layout_of, pipes
+from meshwright.planner.search.space import PipelineCandidate, candidates, layout_of, pipeline_candidates
 from meshwright.program.durations import Floats
 
 CANDIDATE_PROPERTIES: dict[str, Callable[[Candidate], Any]] = {
@@ -28,7 +28,7 @@ CANDIDATE_PROPERTIES: dict[str, Callable[[Candidate], Any]] = {
     "sequence": lambda one: one.layout.tensor_sequence_parallel * 2 + (one.layout.cp_method == "ring"),
     "experts": lambda one: (one.layout.ep, one.layout.etp), "ep": lambda one: one.layout.ep,
 }  # fmt: skip
-PIPELINE_PROPERTIES: dict[str, Callable[[Pipe], Any]] = {
+PIPELINE_PROPERTIES: dict[str, Callable[[PipelineCandidate], Any]] = {
     "pp": lambda pipe: pipe.ranks, "schedule": lambda pipe: (pipe.schedule, pipe.chunks),
     "schedule name": lambda pipe: pipe.schedule,
 }  # fmt: skip
@@ -41,8 +41,8 @@ class ScreenedLayouts:
     Attributes:
         candidates: Candidates for the work of a stage.
         pieces: Times of each candidate's pieces.
-        pipes: Candidate pipelines.
-        candidate, pipe: Index into `candidates` and into `pipes`.
+        pipelines: Candidate pipelines.
+        candidate, pipe: Index into `candidates` and into `pipelines`.
         zero: ZeRO stage.
         hybrid: Ranks of a ZeRO sharding group; 0: all.
         seconds: Of a step.
@@ -51,7 +51,7 @@ class ScreenedLayouts:
 
     candidates: list[Candidate]
     pieces: PieceTimes
-    pipes: list[Pipe]
+    pipelines: list[PipelineCandidate]
     candidate: Array
     pipe: Array
     zero: Array
@@ -65,7 +65,7 @@ class ScreenedLayouts:
         if name in CANDIDATE_PROPERTIES:
             values, index = [CANDIDATE_PROPERTIES[name](one) for one in self.candidates], self.candidate
         else:
-            values, index = [PIPELINE_PROPERTIES[name](pipe) for pipe in self.pipes], self.pipe
+            values, index = [PIPELINE_PROPERTIES[name](pipe) for pipe in self.pipelines], self.pipe
         numbers: dict[object, int] = {}
         plain = [each if isinstance(each, int) else numbers.setdefault(each, len(numbers)) for each in values]
         return np.array(plain)[index]
@@ -73,7 +73,7 @@ class ScreenedLayouts:
     def layout(self, at: int) -> Layout:
         """Return the layout with index `at`."""
         return layout_of(
-            self.pieces.problem, self.candidates[self.candidate[at]], self.pipes[self.pipe[at]], int(self.zero[at]),
+            self.pieces.problem, self.candidates[self.candidate[at]], self.pipelines[self.pipe[at]], int(self.zero[at]),
             int(self.hybrid[at]),
         )  # fmt: skip
 
@@ -81,17 +81,17 @@ class ScreenedLayouts:
 def screen(problem: Problem) -> ScreenedLayouts:
     """Return the closed-form seconds and bytes of every layout of the search space of a planning problem."""
     every = candidates(problem)
-    factors = in_place(problem.cluster, problem.precision, problem.engine)
+    factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
     pieces = PieceTimes(problem, every, factors)
     summed, memory = pieces.summed(), ActivationBytes(problem, every, pieces.kinds)
     blocks: list[tuple[Array, ...]] = []
-    found = list(pipes(problem))
+    found = list(pipeline_candidates(problem))
     numbers = {pipe: number for number, pipe in enumerate(found)}
     for ranks in dict.fromkeys(pipe.ranks for pipe in found):
         grid = _Grid(summed, ranks)
         pipelines: dict[tuple[Any, ...], _Pipeline] = {}
         for pipe in (pipe for pipe in found if pipe.ranks == ranks):
-            places = places_of(pipe.schedule, ranks, pipe.chunks)
+            places = stages_by_rank(pipe.schedule, ranks, pipe.chunks)
             key = pipe.chunks, tuple(map(tuple, places))
             if key not in pipelines:
                 pipelines[key] = _Pipeline(grid, memory, pipe, places)
@@ -102,7 +102,7 @@ def screen(problem: Problem) -> ScreenedLayouts:
     candidate, zero, hybrid, seconds, size, pipe_column = (
         np.concatenate(column) for column in zip(*blocks, strict=True)
     )
-    factor, once = waits(problem.cluster)
+    factor, once = straggler_terms(problem.cluster)
     seconds = (factor * seconds + once) * problem.cluster.time_factor
     return ScreenedLayouts(every, pieces, found, candidate, pipe_column, zero, hybrid, seconds, size)
 
@@ -164,7 +164,7 @@ class _Grid:
 class _Pipeline:
     """A pipeline under all candidates of a grid: times of its ranks, and their memory."""
 
-    def __init__(self, grid: _Grid, memory: ActivationBytes, pipe: Pipe, places: list[list[int]]) -> None:
+    def __init__(self, grid: _Grid, memory: ActivationBytes, pipe: PipelineCandidate, places: list[list[int]]) -> None:
         self.grid, self.memory, problem = grid, memory, grid.pieces.problem
         stages = problem.engine.stages(problem.config, pipe.ranks * pipe.chunks, problem.sequence)
         self.of = of = PipelineTimes(grid.pieces, grid.index, stages, places)
@@ -176,14 +176,14 @@ class _Pipeline:
         self._seconds: dict[tuple[bool, int, bool, bool], tuple[Floats, Floats]] = {}
         self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
 
-    def seconds(self, pipe: Pipe, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
+    def seconds(self, pipe: PipelineCandidate, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
         """Return, of distinct ranks, (seconds of a micro-batch [phases, candidates, ranks], seconds once a step).
         at_once: backwards directly follow forwards; zero: ZeRO stage; inside: it shards only inside nodes."""
         key = at_once, zero, inside, pipe.schedule == "interleaved"
         if key not in self._seconds:
             of, groups = self.of, self.grid.sharding[inside].groups
             ranks = of.of_ranks(of.times(at_once, zero, groups))
-            passes = passes_beside(pipe.schedule, pipe.ranks, self.grid.micro)
+            passes = overlapping_passes(pipe.schedule, pipe.ranks, self.grid.micro)
             once = of.gradients(zero, groups, ranks, passes).max(axis=0) + of.update(zero, groups)
             self._seconds[key] = np.moveaxis(ranks[..., 0], -1, 0), once
         return self._seconds[key]
@@ -210,7 +210,7 @@ class _Pipeline:
             self._states[zero, inside] = stay, layer
         return self._states[zero, inside]
 
-    def activations(self, pipe: Pipe, at_once: bool) -> Floats:
+    def activations(self, pipe: PipelineCandidate, at_once: bool) -> Floats:
         """Return the bytes of activations of all micro-batches in flight, at the peak of each distinct rank
         [candidates, ranks]. at_once: backwards directly follow forwards."""
         of, grid = self.of, self.grid
@@ -226,7 +226,7 @@ class _Pipeline:
         return found / of.replicas
 
 
-def _priced(of: _Pipeline, pipe: Pipe) -> Iterator[tuple[Array, ...]]:
+def _priced(of: _Pipeline, pipe: PipelineCandidate) -> Iterator[tuple[Array, ...]]:
     """Yield columns for each ZeRO stage: candidate indices, stage, ranks of a sharding group, seconds, bytes."""
     grid = of.grid
     fits = grid.micro >= LEAST_MICRO_BATCHES.get(pipe.schedule, 0) * pipe.ranks

@@ -41,7 +41,7 @@ MOST_KINDS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class TooLargeLayout:
     """A fast layout that does not fit into device memory, and a change that makes it fit.
 
     layout, seconds, bytes: the layout, its step time, its device memory; change: such as "ac:full", None if none is
@@ -72,7 +72,7 @@ class SearchResult:
     searched: int
     seconds: float
     differences: tuple[float, ...] = ()
-    advice: tuple[Advice, ...] = ()
+    advice: tuple[TooLargeLayout, ...] = ()
     screened: ScreenedLayouts | None = field(default=None, repr=False)
     undecided: int = 0
 
@@ -105,7 +105,7 @@ def _nothing(problem: Problem) -> str:
     )
 
 
-def _advice(shortlist: Shortlist, first: float) -> Iterator[Advice]:
+def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
     """Yield advice on the fastest layouts that do not fit, if faster than `first` seconds, each with another tp, cp, pp
     or recompute."""
     problem, every, room = shortlist.problem, shortlist.every, shortlist.room
@@ -134,12 +134,12 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[Advice]:
         found += 1
         chosen = _find_change(shortlist, columns, at, fit, expected)
         if chosen is None:
-            yield Advice(layout, seconds, size, None, None, None)
+            yield TooLargeLayout(layout, seconds, size, None, None, None)
         else:
             instead = shortlist.layout(chosen)
             changes = [_CHANGES[name](instead) for name in columns if columns[name][chosen] != columns[name][at]]
             change = " and ".join(dict.fromkeys(changes))
-            yield Advice(layout, seconds, size, change, instead, shortlist.seconds(chosen, instead))
+            yield TooLargeLayout(layout, seconds, size, change, instead, shortlist.seconds(chosen, instead))
 
 
 def _find_change(

@@ -11,10 +11,10 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE
 from meshwright.planner.cost.process_groups import Array
-from meshwright.planner.cost.step_time import Step
-from meshwright.planner.memory.rank_memory import context_bytes, memory_of, slack, unlike_ranks
+from meshwright.planner.cost.step_time import StepPredictor
+from meshwright.planner.memory.rank_memory import context_bytes, distinct_ranks, memory_of, slack
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.estimate import Estimate, priced
+from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts
 from meshwright.program.makespan import MakespanCache
 from meshwright.spec.refuse import refuse
@@ -146,11 +146,11 @@ class Shortlist:
         factor[list(self.factors)] = list(self.factors.values())
         return np.asarray(self.every.seconds * factor[self.kinds])
 
-    def _step(self, at: int, layout: Layout) -> Step:
+    def _step(self, at: int, layout: Layout) -> StepPredictor:
         """Return the step-time predictor of one candidate, which reuses results of earlier candidates. at: index of the
         candidate. layout: its layout."""
         pieces = self.every.pieces.take(int(self.every.candidate[at]))
-        return Step(self.problem, layout, pieces=pieces, makespans=self.makespans)
+        return StepPredictor(self.problem, layout, pieces=pieces, makespans=self.makespans)
 
     def layout(self, at: int) -> Layout:
         """Return the layout of the candidate with index `at`."""
@@ -175,7 +175,7 @@ class Shortlist:
                     too_large[at] = size
                     continue
                 if at not in found:
-                    found[at] = priced(self.problem, layout, self._step(at, layout))
+                    found[at] = estimate_layout(self.problem, layout, self._step(at, layout))
                 fit.append(found[at])
                 if len(fit) == top:
                     break
@@ -190,7 +190,7 @@ class Shortlist:
         """Return the device bytes of the first pipeline rank that needs more than a device may use; None if none
         does."""
         layout = layout.with_(precision=self.problem.precision)
-        sizes = (memory_of(self.problem, layout, rank).device_bytes for rank in unlike_ranks(self.problem, layout))
+        sizes = (memory_of(self.problem, layout, rank).device_bytes for rank in distinct_ranks(self.problem, layout))
         return next((size for size in sizes if size > self.room), None)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.collectives.quantities import GIB
-from meshwright.planner.memory.rank_memory import memory_of, unlike_ranks
+from meshwright.planner.memory.rank_memory import distinct_ranks, memory_of
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, model_document
 from meshwright.planner.search.search import SearchResult
@@ -50,7 +50,7 @@ def ledgers(one: Estimate) -> list[dict[str, Any]]:
     Keys of an item: name, category, shape, dtype; bytes: of all equal tensors together; stage: pipeline stage, null if
     it belongs to none; first, last: events between which it is allocated.
     """
-    ranks = (memory_of(one.problem, one.layout, rank) for rank in unlike_ranks(one.problem, one.layout))
+    ranks = (memory_of(one.problem, one.layout, rank) for rank in distinct_ranks(one.problem, one.layout))
     return [
         {
             "pp": rank.pp_rank, "when": rank.moment, "peak_bytes": rank.peak_bytes,
@@ -67,7 +67,7 @@ def ledgers(one: Estimate) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def nothing_fits(found: SearchResult) -> str:
+def no_fit_error(found: SearchResult) -> str:
     """Return the error line for a search in which no layout fits: number of devices, GiB of each, and what to change.
     found: the search's result."""
     problem, count = found.problem, found.problem.cluster.devices

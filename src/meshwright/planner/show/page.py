@@ -11,26 +11,26 @@ from meshwright.draw.markup import Content, Markup, element
 from meshwright.draw.page import paragraph, table
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.reference_step import in_place
+from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import PARTS, pipeline_durations
-from meshwright.planner.memory.rank_memory import RankMemory, by_layers, memory_of, unlike_ranks
+from meshwright.planner.memory.rank_memory import RankMemory, distinct_ranks, memory_of, merge_layers
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.nearest import Nearest
 from meshwright.planner.search.search import SearchResult
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
-from meshwright.planner.show.pictures import cloud, memory_bars, time_bar
+from meshwright.planner.show.pictures import memory_bars, memory_time_scatter, time_bar
 from meshwright.planner.show.text import (
     LEAST_PART,
     Unit,
-    around,
     communication_text,
     headline,
+    lifetime_text,
     marked_reasons,
     memory_text,
     nearest_line,
+    seconds_text,
     shape_text,
-    there,
     undecided_text,
 )
 from meshwright.program.simulate_pipeline import simulate_pipeline
@@ -85,15 +85,16 @@ def _search(found: SearchResult, least: Nearest | None) -> Iterator[Markup]:
         yield element("h2", "Faster layouts that do not fit")
         larger = [
             (
-                str(one.layout), around(found.problem, one.layout, one.seconds), Unit.of(one.bytes).say(one.bytes),
+                str(one.layout), seconds_text(found.problem, one.layout, one.seconds),
+                Unit.of(one.bytes).say(one.bytes),
                 "no combination of three changes" if one.instead is None or one.instead_seconds is None
-                else f"{one.change}: {around(found.problem, one.instead, one.instead_seconds)}",
+                else f"{one.change}: {seconds_text(found.problem, one.instead, one.instead_seconds)}",
             )
             for one in found.advice
         ]  # fmt: skip
         yield table(("layout", "step", "memory", "fits with"), larger)
     yield element("h2", "Memory against time")
-    yield cloud(found, found.best or ([least.least] if least else []))
+    yield memory_time_scatter(found, found.best or ([least.least] if least else []))
 
 
 def _best(found: SearchResult) -> Markup:
@@ -133,7 +134,7 @@ def _layout(one: Estimate) -> Iterator[Markup]:
             muted=True,
         )
     yield element("h2", "Memory of each stage")
-    places = range(one.layout.pp) if one.layout.pp <= MOST_RANKS else unlike_ranks(problem, one.layout)
+    places = range(one.layout.pp) if one.layout.pp <= MOST_RANKS else distinct_ranks(problem, one.layout)
     ranks = [memory_of(problem, one.layout, rank) for rank in places]
     yield memory_bars(
         [(f"pp {rank.pp_rank}", {k: float(v) for k, v in rank.by_category().items()}) for rank in ranks], room
@@ -174,11 +175,11 @@ def _bill(memory: RankMemory) -> Iterator[Markup]:
     """Yield the page's section with the table of a pipeline rank's tensors at its memory peak."""
     yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.moment})")
     unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
-    items = by_layers(memory.items)
+    items = merge_layers(memory.items)
     rows = [
         (
             item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
-            "-" if item.stage is None else str(item.stage), there(item),
+            "-" if item.stage is None else str(item.stage), lifetime_text(item),
         )
         for item in items
         if abs(item.bytes) >= smallest
@@ -193,7 +194,7 @@ def _pipeline(one: Estimate) -> Iterator[Markup]:
     problem, layout = one.problem, one.layout
     short = _shortened(one)
     part = replace(problem, batch=problem.batch // layout.micro_batches * short.micro_batches)
-    factors = in_place(problem.cluster, problem.precision, problem.engine)
+    factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
     program, durations = pipeline_durations(part, short, factors)
     many = f", with {short.micro_batches} of its {layout.micro_batches} micro-batches" if short != layout else ""
     timeline = build_pipeline_timeline(program, simulate_pipeline(program, durations))

@@ -27,7 +27,7 @@ SLOWEST, LARGEST = 6, 32
 """Layouts that a picture shows take so many times the fastest one's time, and a device's memory, at most."""
 
 
-def cloud(found: SearchResult, marked: Sequence[Estimate]) -> Markup:
+def memory_time_scatter(found: SearchResult, marked: Sequence[Estimate]) -> Markup:
     """Return a log-log scatter plot of memory against step time for a sample of the layouts of a search. marked:
     estimates to highlight."""
     every = found.screened
