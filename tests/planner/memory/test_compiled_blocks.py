@@ -128,7 +128,7 @@ SMALL_MIXTURE = dataclasses.replace(
 def test_peak_of_compiled_mixture_matches_allocator() -> None:
     found = measure(Step(SMALL_MIXTURE, "dp1", 4, 128, dtype="bfloat16", compiled=True))
     passing, predicted = found.peak - found.before, found.predicted.peak_bytes - found.predicted.between_steps
-    assert predicted == pytest.approx(passing, rel=0.01), (found.where, found.predicted.moment)
+    assert predicted == pytest.approx(passing, rel=0.01), (found.where, found.predicted.peak_snapshot)
     assert found.predicted.compiled
 
 
@@ -138,7 +138,7 @@ def test_peak_of_compiled_step_matches_allocator() -> None:
     step = Step(SMALL_HEAD, "dp1", 4, 128, dtype="bfloat16", compiled=True)
     found = measure(step)
     passing, predicted = found.peak - found.before, found.predicted.peak_bytes - found.predicted.between_steps
-    assert predicted == pytest.approx(passing, rel=0.01), (found.where, found.predicted.moment)
+    assert predicted == pytest.approx(passing, rel=0.01), (found.where, found.predicted.peak_snapshot)
     assert found.predicted.compiled
 
 

@@ -129,7 +129,8 @@ LARGE_HEAD = dataclasses.replace(small(), vocabulary=8192)
 def test_peak_of_step_matches_allocator(step: EncoderStep, near: float) -> None:
     found = measure(step)
     check_states(found)
-    assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=near), (found.where, found.predicted.moment)
+    at = found.where, found.predicted.peak_snapshot
+    assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=near), at
 
 
 def test_warnings_name_masked_share_and_unsupported_training() -> None:

@@ -48,7 +48,8 @@ SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4
 def test_peak_of_step_matches_allocator(step: Step) -> None:
     found = measure(step)
     check_states(found)
-    assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), (found.where, found.predicted.moment)
+    at = found.where, found.predicted.peak_snapshot
+    assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), at
 
 
 def test_unknown_documents_need_at_most_predicted_memory() -> None:

@@ -143,8 +143,8 @@ def test_reserved_memory_counts_as_taken():
         for reserve in (0, 0.9)
     )
     assert free.fits and not kept.fits and free.memory == kept.memory
-    assert kept.problem.room == pytest.approx(0.1 * free.problem.room)
-    room = free.problem.room
+    assert kept.problem.usable_bytes == pytest.approx(0.1 * free.problem.usable_bytes)
+    room = free.problem.usable_bytes
     just = dataclasses.replace(
         free, problem=dataclasses.replace(free.problem, reserve=room - 1.01 * free.memory.device_bytes)
     )

@@ -54,17 +54,18 @@ def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
     shared expert. layer: index of the layer, whose load may be known."""
     config, layout, fusion = at.config, at.layout, at.engine.activation_fusion
     load, held = at.load(layer), config.experts // at.ep
-    arriving = at.copies * (at.etp if at.spread else 1)  # of equal load, by which times are predicted
+    arriving = at.copies * (at.etp if at.expert_parallel else 1)  # of equal load, by which times are predicted
     width, hidden = at.expert_width, config.hidden
-    meets = layout.tp > 1 and (not at.spread or config.shared_intermediate > 0)  # else only dispatch and combine
+    # Else there is only dispatch and combine.
+    meets = layout.tp > 1 and (not at.expert_parallel or config.shared_intermediate > 0)
     if meets:
         yield Operator("mlp.input", collectives=tuple(enter(at, "mlp.input")))
     yield from _router(at)
     yield Operator("mlp.copies", pointwise(at, "mlp.copies", at.copies * hidden, "token_copies"))
-    if at.spread:
+    if at.expert_parallel:
         yield from _dispatch(at, load, arriving)
     matrices = Linear(arriving / held, 2 * width, hidden, held), Linear(arriving / held, hidden, width, held)
-    owned = "expert_parameters" if at.spread else "parameters"
+    owned = "expert_parameters" if at.expert_parallel else "parameters"
     computed = load.computed
     x_up = SavedTensor("mlp.experts.up.output", (computed, 2 * width), "x")
     x_input = SavedTensor("mlp.experts.up.input", (computed, hidden), "x")
@@ -97,7 +98,7 @@ def _router(at: MicroBatch) -> Iterator[Operator]:
     config, routed = at.config, at.routed_tokens
     chosen, experts = config.experts_per_token, config.experts
     wide = config.router == "sigmoid" and at.narrow  # it multiplies copies in the type of sums
-    apart = at.spread and at.layout.tp > 1  # the shared expert reads all tokens, the router a slice of them
+    apart = at.expert_parallel and at.layout.tp > 1  # the shared expert reads all tokens, the router a slice of them
     saved = []
     if not wide or (config.shared_intermediate and not apart):
         saved.append(SavedTensor("mlp.input", (routed, config.hidden), "x"))
@@ -129,7 +130,7 @@ def _balance(at: MicroBatch) -> Operator:
     shape = at.rows, config.experts
     if config.router_loss:
         saved.append(SavedTensor("mlp.router.load", shape, "wide"))
-        axes = ["cp"] * (layout.cp > 1) + ["tp"] * (at.spread and layout.tp > 1)
+        axes = ["cp"] * (layout.cp > 1) + ["tp"] * (at.expert_parallel and layout.tp > 1)
         kept = [SavedTensor(f"mlp.router.load.{number}", shape, "wide") for number in range(len(axes))]
         again, load = layout.recompute == "full", 4 * at.rows * config.experts
         calls = [
@@ -183,7 +184,7 @@ def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
         kept.append(SavedTensor("mlp.experts.combined", (at.copies, hidden), "x"))
     if layout.etp > 1:
         kept.append(SavedTensor("mlp.experts.sum", (load.arrived, hidden), "x"))
-    if at.spread:
+    if at.expert_parallel:
         calls += _both("etp", "reduce-scatter", "experts.sum", rows * at.etp, full)
         calls += _both("ep", "all-to-all", "experts.combine", rows, full)
         if not layout.tensor_sequence_parallel and layout.tp > 1:
@@ -215,7 +216,7 @@ def _shared_expert(at: MicroBatch) -> Iterator[Operator]:
     config, tokens = at.config, (at.rows, at.tokens)
     name, width = "mlp.shared", config.shared_intermediate // at.tp
     down = SavedTensor(f"{name}.down.output", (*tokens, config.hidden), "x")
-    apart = at.spread and at.layout.tp > 1
+    apart = at.expert_parallel and at.layout.tp > 1
     yield from _perceptron(at, name, width, (down,), input_saved=not apart)
     if config.shared_gate:
         gate = SavedTensor(f"{name}.gate", (*tokens, 1), "x")

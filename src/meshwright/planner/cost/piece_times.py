@@ -231,14 +231,14 @@ class _Pricing(NamedTuple):
             # In as many slices as ranks: the first that is gathered, or the last that is reduced, is exposed.
             slices = self.at.tp
             exposed = np.maximum(taken / slices, taken - products[name] * (slices - 1) / slices)
-            found[_PHASE[name], _PART[part]] += exposed + self.groups.tax("tp") * (taken - exposed)
+            found[_PHASE[name], _PART[part]] += exposed + self.groups.overlap_slowdown("tp") * (taken - exposed)
         for (cover, part), taken in hidden.items():
             # In a ring all but the last KV block's attention have a message beside them.
             covered = covers[cover] * ((self.at.cp - 1) / self.at.cp if part == "context" else 1)
             exposed = np.maximum(0.0, taken - covered)
             name = "input" if cover == "weight" else cover
-            tax = self.groups.tax("cp" if part == "context" else "tp")
-            found[_PHASE[name], _PART[part]] += exposed + tax * (taken - exposed)
+            slowdown = self.groups.overlap_slowdown("cp" if part == "context" else "tp")
+            found[_PHASE[name], _PART[part]] += exposed + slowdown * (taken - exposed)
         if self.groups.collectives.cluster.kind != "cpu":
             for phases in (slice(0, 1), slice(1, None)):
                 waited = host * issued[phases].sum(axis=0) - found[phases].sum(axis=(0, 1))

@@ -36,7 +36,7 @@ class PipelineTimes:
         of_rank: Number of each distinct stage on a distinct rank [r, s].
         members: Pipeline ranks of each distinct rank.
         replicas: Copies of the model that the ranks together hold: 2 under bidirectional schedules.
-        dense, spread: Numbers of dense and expert-parallel parameters of a stage [n, s].
+        dense, expert: Numbers of dense and expert-parallel parameters of a stage [n, s].
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class PipelineTimes:
         self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
         counts = pieces.counts(index)
         sizes = [counts.of_stage(config, stage) for stage in self.examples]
-        self.dense, self.spread = (
+        self.dense, self.expert = (
             np.stack([np.broadcast_to(each[part], len(index)) for each in sizes], axis=1) for part in (0, 1)
         )
-        self.rank_dense, self.rank_spread = self.dense @ self.of_rank.T, self.spread @ self.of_rank.T
+        self.rank_dense, self.rank_expert = self.dense @ self.of_rank.T, self.expert @ self.of_rank.T
         self._times: dict[tuple[bool, int, int], Floats] = {}
 
     def times(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
@@ -101,19 +101,19 @@ class PipelineTimes:
     def _sharded(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
         """Return `times` with communication of ZeRO-2 and 3, which counts as the last part."""
         found = self.times(at_once, 0, groups).copy()
-        gather, scatter = self.zero_calls(zero, groups, self.dense / self.layers, self.spread / self.layers)
+        gather, scatter = self.zero_calls(zero, groups, self.dense / self.layers, self.expert / self.layers)
         forward, *back = np.moveaxis(add_parts(found), -1, 0)
-        slowdown = groups.gradient_tax(True)[:, None]
+        slowdown = groups.gradient_slowdown(True)[:, None]
         waits = exposed_zero_seconds(gather, scatter, self.layers, forward, back[0] + back[1], slowdown)
         found[:, :, 0, -1] += waits[0]
         found[:, :, 1, -1] += waits[1]
         return found
 
-    def zero_calls(self, zero: int, groups: ProcessGroups, dense: Floats, spread: Floats) -> tuple[Floats, Floats]:
+    def zero_calls(self, zero: int, groups: ProcessGroups, dense: Floats, expert: Floats) -> tuple[Floats, Floats]:
         """Return the seconds of the (all-gathers, reduce-scatters) of a micro-batch under ZeRO-2 and 3 for parameters
-        dense, spread [n, ...]."""
+        dense, expert [n, ...]."""
         gather, scatter = np.zeros(dense.T.shape), np.zeros(dense.T.shape)
-        for numel, (_, axis, _) in zip((dense.T, spread.T), SHARES, strict=True):
+        for numel, (_, axis, _) in zip((dense.T, expert.T), SHARES, strict=True):
             if numel.any():
                 scatter = scatter + groups.seconds("reduce-scatter", axis, numel * self.pieces.gradient_bytes)
                 if zero == 3:
@@ -137,7 +137,7 @@ class PipelineTimes:
         """
         pieces, engine = self.pieces, self.pieces.problem.engine
         sums = gathers = np.zeros((1, 1))
-        numbers = (self.rank_dense.T, groups.shards[0]), (self.rank_spread.T, groups.shards[1])
+        numbers = (self.rank_dense.T, groups.shards[0]), (self.rank_expert.T, groups.shards[1])
         layers = (self.of_rank @ self.layers)[:, None]
 
         def spend(operation: Collective, axis: str, size: Floats) -> Floats:
@@ -162,14 +162,14 @@ class PipelineTimes:
             return sums + gathers
         busy = add_parts(ranks)
         forward, backward = (passes * each.max(axis=1) for each in (busy[..., 0], busy[..., 1] + busy[..., 2]))
-        tax = groups.gradient_tax(zero > 0)
-        waits = exposed_seconds(sums, backward, layers, tax)
-        return waits + (exposed_seconds(gathers, forward, layers, tax) if engine.overlaps_gathers else gathers)
+        slowdown = groups.gradient_slowdown(zero > 0)
+        waits = exposed_seconds(sums, backward, layers, slowdown)
+        return waits + (exposed_seconds(gathers, forward, layers, slowdown) if engine.overlaps_gathers else gathers)
 
     def update(self, zero: int, groups: ProcessGroups) -> Floats:
         """Return the seconds of the optimizer step on the rank that updates most parameters [n]."""
         pieces, problem = self.pieces, self.pieces.problem
-        most = updated_parameters(zero, self.rank_dense.T, self.rank_spread.T, *groups.shards).max(axis=0)
+        most = updated_parameters(zero, self.rank_dense.T, self.rank_expert.T, *groups.shards).max(axis=0)
         return np.asarray(most * update_bytes(problem.optimizer, problem.engine, pieces.itemsize) / pieces.rates.memory)
 
     def level(self, zero: int) -> int:

@@ -59,20 +59,21 @@ class ProcessGroups:
         places = np.array([group.nodes if group.nodes > 1 else group.ranks for group in self.groups(axis)])[self.which]
         return np.asarray(places / chosen * (1 - (1 - 1 / places) ** chosen))
 
-    def tax(self, axis: str) -> Floats:
+    def overlap_slowdown(self, axis: str) -> Floats:
         """Return the seconds by which computation slows for each second of communication over an axis beside it."""
-        return np.array([self.collectives.tax(group) for group in self.groups(axis)])[self.which]
+        return np.array([self.collectives.overlap_slowdown(group) for group in self.groups(axis)])[self.which]
 
     @cached_property
     def shards(self) -> tuple[Floats, Floats]:
         """Number of ranks over which ZeRO shards (dense, expert-parallel) parameters."""
         return self.ranks("shard"), self.ranks("expert_shard")
 
-    def gradient_tax(self, sharded: bool) -> Floats:
+    def gradient_slowdown(self, sharded: bool) -> Floats:
         """Return the seconds by which computation slows for each second of gradient communication beside it. sharded:
         ZeRO shards gradients, so that only the ranks of a shard communicate."""
         if sharded not in self._slowdown:
             dense, experts = ("shard", "expert_shard") if sharded else ("data", "expert_data")
-            spread = np.array([layout.expert_parallel for layout in self.layouts])[self.which]
-            self._slowdown[sharded] = np.maximum(self.tax(dense), np.where(spread, self.tax(experts), 0.0))
+            mixed = np.array([layout.expert_parallel for layout in self.layouts])[self.which]
+            of_experts = np.where(mixed, self.overlap_slowdown(experts), 0.0)
+            self._slowdown[sharded] = np.maximum(self.overlap_slowdown(dense), of_experts)
         return self._slowdown[sharded]

@@ -236,7 +236,7 @@ class Collectives:
             self._costs[operation, group] = _cost(self.cluster, operation, group) if found is None else found
         return self._costs[operation, group]
 
-    def tax(self, group: Group) -> float:
+    def overlap_slowdown(self, group: Group) -> float:
         """Return the seconds by which overlapped computation slows for each second of communication in a group: 0 for
         one rank, 1 on CPUs, whose cores do both."""
         if group.ranks == 1:

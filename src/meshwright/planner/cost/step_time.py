@@ -190,7 +190,7 @@ class StepPredictor:
         once = of.gradients(zero, self.groups, ranks, np.zeros(()), overlaps=False)[:, 0]
         if zero < 2:
             return float(once.max())
-        gather, scatter = of.zero_calls(zero, self.groups, of.rank_dense, of.rank_spread)
+        gather, scatter = of.zero_calls(zero, self.groups, of.rank_dense, of.rank_expert)
         return float((once + layout.micro_batches / of.replicas * (2 * gather + scatter)[0]).max())
 
 

@@ -109,7 +109,7 @@ class ActivationBytes:
             if compiled and has_tables(at):
                 own = saved(at, stage) - empty + stream
                 temporaries = compiled_peaks.peak_temporaries(at, layer) - 4 * stream
-                if at.spread and mixed:  # its mixture is not compiled
+                if at.expert_parallel and mixed:  # its mixture is not compiled
                     temporaries = max(temporaries, unrecomputed + stream - own)
                 in_queue = queued_bytes(at, every, layer) if mixed else None
                 queue = compiled_peaks.queued_bytes(at, layer) if in_queue is None else in_queue

@@ -158,7 +158,7 @@ class CompiledBlock:
         if at.config.encoder:
             self.name = "encoder"
         elif self.kind.mixed:
-            self.name = "front" if at.spread else "mixture"
+            self.name = "front" if at.expert_parallel else "mixture"
         self.cuda = at.device == "cuda" and not at.ring  # PyTorch's CUDA kernels compute attention
         self.repeated = at.repeats(self.kind.window)
         self.recompute = at.layout.recompute

@@ -95,13 +95,13 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """All tensors of one rank at its memory peak. items: the tensors. peak_bytes: their sum at the memory snapshot
-    `moment`, without "framework", which torch's allocator does not count. between_steps: persistent bytes. framework:
-    (least, most) bytes. compiled: every layer is predicted as compiled."""
+    """All tensors of one rank at its memory peak. items: the tensors. peak_bytes: their sum, without "framework", which
+    torch's allocator does not count. peak_snapshot: name of the memory snapshot at the peak. between_steps: persistent
+    bytes. framework: (least, most) bytes. compiled: every layer is predicted as compiled."""
 
     items: tuple[Item, ...]
     peak_bytes: int
-    moment: str
+    peak_snapshot: str
     between_steps: int
     framework: tuple[int, int] = (0, 0)
     compiled: bool = False

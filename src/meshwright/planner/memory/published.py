@@ -32,7 +32,7 @@ def _mlp(at: MicroBatch, mixture: bool) -> tuple[Number, Number]:
     config = at.config
     if not mixture:
         return 1.0, config.intermediate / at.tp
-    expert = config.experts_per_token * config.expert_intermediate / (at.etp if at.spread else at.tp)
+    expert = config.experts_per_token * config.expert_intermediate / (at.etp if at.expert_parallel else at.tp)
     return config.experts_per_token + (config.shared_intermediate > 0), expert + config.shared_intermediate / at.tp
 
 

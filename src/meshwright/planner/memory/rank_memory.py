@@ -59,7 +59,7 @@ class RankMemory:
         pp_rank: Pipeline rank.
         items: Tensors at the peak.
         peak_bytes: Sum of the items, as PyTorch's allocator counts.
-        moment: Name of the memory snapshot, such as "layers.3.mlp: backward".
+        peak_snapshot: Name of the memory snapshot, such as "layers.3.mlp: backward".
         framework_bytes: KernelMemory in addition by the CUDA context; on a CPU by interpreter and libraries.
         slack_bytes: KernelMemory in addition and unexplained, such as by fragmentation.
         exact: True if counted tensor by tensor, not in closed form.
@@ -69,7 +69,7 @@ class RankMemory:
     pp_rank: int
     items: tuple[Item, ...]
     peak_bytes: int
-    moment: str
+    peak_snapshot: str
     framework_bytes: int
     slack_bytes: int
     exact: bool
@@ -132,7 +132,7 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
             architecture=problem.cluster.device.architecture,
         )  # fmt: skip
         items = tuple(item for item in found.items if item.category not in ("framework", "unexplained"))
-        peak, moment, compiled = found.peak_bytes, found.moment, found.compiled
+        peak, moment, compiled = found.peak_bytes, found.peak_snapshot, found.compiled
     else:
         items = tuple(_published(problem, layout, pp_rank))
         peak, moment = sum(item.bytes for item in items), "most micro-batches under way"

@@ -102,7 +102,8 @@ def layer_tensors(at: MicroBatch, layer: int) -> Iterator[SavedTensor]:
     recompute = at.layout.recompute
     for operator in block(at, layer) if recompute != "full" else ():
         yield from operator.saved if recompute == "none" else operator.kept
-    if recompute != "none" and at.spread and at.config.has_experts(layer):  # recompute uses the routes of forward
+    # The recomputed forward uses the routes of the first.
+    if recompute != "none" and at.expert_parallel and at.config.has_experts(layer):
         yield SavedTensor("mlp.experts.counts", (at.etp, at.config.experts), "index")
 
 
@@ -110,7 +111,7 @@ def _compiled_layer(at: MicroBatch, layer: int) -> Iterator[SavedTensor]:
     """Yield the tensors that a compiled layer saves in addition to its input. An expert-parallel mixture is not
     compiled: it saves what eager ones save."""
     yield from compiled_peaks.saved_tensors(at, layer)
-    if not (at.spread and at.config.has_experts(layer)):
+    if not (at.expert_parallel and at.config.has_experts(layer)):
         return
     if at.layout.recompute == "selective":
         yield SavedTensor("mlp.input", (at.rows, at.slice, at.config.hidden), "x")

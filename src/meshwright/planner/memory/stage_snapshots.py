@@ -44,7 +44,7 @@ def queued_bytes(at: MicroBatch, whole: Sequence[Saved], layer: int, attention: 
             found = found + each.bytes
     gradients = tokens * (config.hidden + at.qkv_width) if attention else 0
     if config.has_experts(layer):
-        computed = at.copies * (at.etp if at.spread else 1)
+        computed = at.copies * (at.etp if at.expert_parallel else 1)
         gradients = gradients + computed * (config.hidden + 2 * at.expert_width)
         if config.shared_intermediate:
             gradients = gradients + tokens * (config.hidden + 2 * config.shared_intermediate // at.tp)
@@ -132,7 +132,7 @@ class StageSnapshots:
             yield workspace(f"{unit} product and sums", 2 * self.stream)
             if at.config.has_experts(self._layer[unit]):  # what is sent, what comes back, and that times weights
                 copies = at.copies * at.config.hidden * at.itemsize
-                yield activation(f"{unit} copies of tokens", (2 + at.spread) * copies)
+                yield activation(f"{unit} copies of tokens", (2 + at.expert_parallel) * copies)
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
         """Yield the snapshots of a backward that begins in state `state`. split: it computes only input gradients."""
@@ -281,7 +281,7 @@ class StageSnapshots:
 
     def _expert_parallel(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""
-        return self.at.spread and unit in self._layer and self.at.config.has_experts(self._layer[unit])
+        return self.at.expert_parallel and unit in self._layer and self.at.config.has_experts(self._layer[unit])
 
     def _waits(self, place: int) -> bool:
         """Return True if unit `place` is a layer: its gradients are complete only after the weight-gradient pass."""

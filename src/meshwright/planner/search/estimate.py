@@ -61,13 +61,13 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """True if the layout fits into device memory, less the reserve that is to stay free."""
-        return self.memory.device_bytes <= self.problem.room
+        return self.memory.device_bytes <= self.problem.usable_bytes
 
     @property
     def tight(self) -> bool:
         """True if the layout fits, but leaves free less than the fraction `TIGHT` (5%) of the memory that it may
         take."""
-        return self.fits and self.memory.device_bytes > (1 - TIGHT) * self.problem.room
+        return self.fits and self.memory.device_bytes > (1 - TIGHT) * self.problem.usable_bytes
 
     @property
     def exposed_seconds(self) -> float:
@@ -118,7 +118,7 @@ class Estimate:
                 "flops_convention": FLOPS_CONVENTION,
                 "breakdown_seconds": dict(self.time.breakdown),
                 "communication_seconds": {"exposed": self.exposed_seconds, "total": self.communication_seconds},
-                "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.moment},
+                "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.peak_snapshot},
             }
             | self.time.bounds.document()
             | self._calibration()

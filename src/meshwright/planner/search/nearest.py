@@ -64,7 +64,7 @@ def _least(problem: Problem, every: ScreenedLayouts) -> Estimate | None:
     """Return the estimate of the layout with the lowest peak by the memory ledger; if several fit, the fastest; None if
     training refuses all tried. every: closed-form time and memory of all layouts, of which the ones with the lowest
     memory are tried."""
-    room = problem.room
+    room = problem.usable_bytes
     best: tuple[float, float, Layout] | None = None
     asked = 0
     for at in np.argsort(every.bytes, kind="stable"):
@@ -86,7 +86,7 @@ def _least(problem: Problem, every: ScreenedLayouts) -> Estimate | None:
 def _enough(least: Estimate) -> Estimate | None:
     """Return the estimate of a layout that fits on 2, 4, ... times the devices of `least`, the layout with the lowest
     memory peak; None if none fits or the links are unknown."""
-    problem, room = least.problem, least.problem.room
+    problem, room = least.problem, least.problem.usable_bytes
     # What more ranks can share is at most all of it.
     factor = max(2, 2 ** math.floor(math.log2(least.memory.device_bytes / room)))
     for _ in range(MOST_DOUBLINGS):

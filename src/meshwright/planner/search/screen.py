@@ -193,19 +193,19 @@ class _Pipeline:
         [candidates])."""
         if (zero, inside) not in self._states:
             of, problem = self.of, self.grid.pieces.problem
-            shards, spread_shards = (each[:, None] for each in self.grid.sharding[inside].groups.shards)
-            dense, spread = of.rank_dense, of.rank_spread
+            shards, expert_shards = (each[:, None] for each in self.grid.sharding[inside].groups.shards)
+            dense, expert = of.rank_dense, of.rank_expert
             if problem.config.tied_head and of.count > 1:  # a rank with both ends has their matrix once
                 both = (of.of_rank @ of.first) * (of.of_rank @ of.last)
                 matrix = problem.config.vocabulary * problem.config.hidden / self.grid.pieces.tp[self.grid.index]
                 dense = dense - np.outer(matrix, both / of.replicas**2)
-            stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, spread, spread_shards)
+            stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, expert, expert_shards)
             layer, itemsize = np.zeros(len(stay)), self.grid.pieces.itemsize
             if of.level(zero) < zero:  # held until the pipeline is through
                 gathered = itemsize if zero == 3 else 0
-                stay = stay + (dense + spread) * (gathered + bytes_each(problem).gradients)
+                stay = stay + (dense + expert) * (gathered + bytes_each(problem).gradients)
             elif zero >= 2:
-                largest = ((of.dense + of.spread) / of.layers).max(axis=1)
+                largest = ((of.dense + of.expert) / of.layers).max(axis=1)
                 layer = largest * (3 * self.grid.pieces.gradient_bytes + (2 * itemsize if zero == 3 else 0))
             self._states[zero, inside] = stay, layer
         return self._states[zero, inside]

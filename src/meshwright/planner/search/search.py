@@ -184,7 +184,7 @@ def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
 
     Layouts of one kind differ only in the sizes of the axes, and their times mostly by less than the error bounds.
     """
-    kinds, told, stopped = layout_kinds(shortlist.every), shortlist.told.copy(), shortlist.stopped
+    kinds, told, stopped = layout_kinds(shortlist.every), shortlist.pending.copy(), shortlist.stopped
     found: list[Estimate] = []
     others: list[tuple[float, int, Layout]] = []
     budget = shortlist.budget // 3
@@ -198,7 +198,7 @@ def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
         if len(found) < top:
             budget -= shortlist.leave_out(alike, budget)
     told[list(shortlist.difference)] = np.inf  # decided by now
-    shortlist.told, shortlist.stopped = told, stopped
+    shortlist.pending, shortlist.stopped = told, stopped
     if len(found) < top:
         shortlist.best = sorted(others)[: top + len(found)]
         found += shortlist.estimates(top - len(found))

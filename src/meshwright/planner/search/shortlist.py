@@ -39,7 +39,7 @@ class Shortlist:
 
     def __init__(self, problem: Problem, every: ScreenedLayouts, wanted: int) -> None:
         self.problem, self.every = problem, every
-        self.room = problem.room
+        self.room = problem.usable_bytes
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
         self.makespans = MakespanCache()
@@ -52,7 +52,7 @@ class Shortlist:
         self._needed = on_device(problem, every.bytes)
         self._left = self._needed <= self.room * DOUBT_ABOVE
         # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
-        self.told = np.where(self._left, every.seconds, np.inf)
+        self.pending = np.where(self._left, every.seconds, np.inf)
         self._decide()
 
     @property
@@ -64,15 +64,15 @@ class Shortlist:
         """Predict candidates exactly, fastest by closed form first, until as many as wanted are decided or the budget
         is used."""
         every, problem, wanted = self.every, self.problem, self._wanted
-        needed, left, told = self._needed, self._left, self.told
+        needed, left, pending = self._needed, self._left, self.pending
         kinds, factors = self.kinds, self.factors
         for _ in range(self.budget):
             self.asked += 1
-            at = int(told.argmin())
-            if told[at] == np.inf or (len(self.best) >= wanted and told[at] > self.best[wanted - 1][0]):
+            at = int(pending.argmin())
+            if pending[at] == np.inf or (len(self.best) >= wanted and pending[at] > self.best[wanted - 1][0]):
                 break
-            closed = told[at]
-            told[at], left[at] = np.inf, False
+            closed = pending[at]
+            pending[at], left[at] = np.inf, False
             layout = self.layout(at)
             if not self.takes(layout):
                 continue
@@ -85,7 +85,7 @@ class Shortlist:
             kind, ratio = int(kinds[at]), seconds / float(every.seconds[at])
             if kind not in factors or abs(ratio / factors[kind] - 1) > 0.002:
                 alike = (kinds == kind) & left
-                told[alike] = every.seconds[alike] * ratio
+                pending[alike] = every.seconds[alike] * ratio
                 if (
                     kind not in factors and abs(ratio - 1) > 0.002
                 ):  # what it is to be compared with is the corrected one
@@ -100,7 +100,7 @@ class Shortlist:
         """Exclude the candidates of a mask (`alike`), and decide the best of the others. budget: most exact predictions
         to make; return how many were made."""
         before, self.budget = self.asked, budget
-        self.told[alike], self._left[alike], self._wanted = np.inf, False, 1
+        self.pending[alike], self._left[alike], self._wanted = np.inf, False, 1
         self.best = [entry for entry in self.best if not alike[entry[1]]]
         self._decide()
         return self.asked - before
@@ -111,7 +111,7 @@ class Shortlist:
         alike = self._memory == self._memory[at]
         self._needed[alike] *= exact / self._needed[at]
         too_large = alike & self._left & (self._needed > self.room * DOUBT_ABOVE)
-        self.told[too_large], self._left[too_large] = np.inf, False
+        self.pending[too_large], self._left[too_large] = np.inf, False
 
     def _kinds(self) -> Array:
         """Return an integer for each candidate, equal for equal pipelines and micro-batches per pipeline rank (rounded
@@ -161,7 +161,7 @@ class Shortlist:
         stopped. top: number of layouts asked for."""
         if not self.stopped:
             return 0
-        return int((self.told < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
+        return int((self.pending < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
 
     def estimates(self, top: int) -> list[Estimate]:
         """Return the full estimates of the `top` best layouts; those that turn out not to fit are replaced by the next

@@ -53,7 +53,7 @@ def ledgers(one: Estimate) -> list[dict[str, Any]]:
     ranks = (memory_of(one.problem, one.layout, rank) for rank in distinct_ranks(one.problem, one.layout))
     return [
         {
-            "pp": rank.pp_rank, "when": rank.moment, "peak_bytes": rank.peak_bytes,
+            "pp": rank.pp_rank, "when": rank.peak_snapshot, "peak_bytes": rank.peak_bytes,
             "framework_bytes": rank.framework_bytes, "unexplained_bytes": rank.slack_bytes,
             "items": [
                 {
@@ -74,6 +74,6 @@ def no_fit_error(found: SearchResult) -> str:
     reserved = f", with {problem.reserve / GIB:.1f} GiB more reserved" if problem.reserve else ""
     none = f"none of the {MOST_PRICED} fastest layouts" if found.undecided else "no layout"
     return (
-        f"{none} of {count:,} device{'s' * (count > 1)} fits into {problem.room / GIB:.1f} GiB each{reserved}; "
+        f"{none} of {count:,} device{'s' * (count > 1)} fits into {problem.usable_bytes / GIB:.1f} GiB each{reserved}; "
         "use more devices, a smaller batch or shorter sequences"
     )

@@ -113,7 +113,7 @@ def _best(found: SearchResult) -> Markup:
 
 def _layout(one: Estimate) -> Iterator[Markup]:
     """Yield the page's sections on one layout: time by part, memory of each stage, largest tensors, pipeline."""
-    time, problem, room = one.time, one.problem, one.problem.room
+    time, problem, room = one.time, one.problem, one.problem.usable_bytes
     yield element("h2", str(one.layout))
     yield paragraph(
         f"{time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
@@ -163,7 +163,7 @@ def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
     rows = [(part, *(unit.number(rank.by_category()[part]) for rank in shown)) for part in named]
     rows.append(("total", *(unit.number(rank.device_bytes) for rank in shown)))
     yield table((f"{unit.name} of rank", *(f"pp {rank.pp_rank}" for rank in shown)), rows)
-    yield paragraph("Peak at: " + "; ".join(f"pp {rank.pp_rank} {rank.moment}" for rank in shown), muted=True)
+    yield paragraph("Peak at: " + "; ".join(f"pp {rank.pp_rank} {rank.peak_snapshot}" for rank in shown), muted=True)
 
 
 def _device(rank: RankMemory) -> int:
@@ -173,7 +173,7 @@ def _device(rank: RankMemory) -> int:
 
 def _bill(memory: RankMemory) -> Iterator[Markup]:
     """Yield the page's section with the table of a pipeline rank's tensors at its memory peak."""
-    yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.moment})")
+    yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.peak_snapshot})")
     unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
     items = merge_layers(memory.items)
     rows = [

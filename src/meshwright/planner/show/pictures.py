@@ -32,7 +32,7 @@ def memory_time_scatter(found: SearchResult, marked: Sequence[Estimate]) -> Mark
     estimates to highlight."""
     every = found.screened
     assert every is not None
-    room = found.problem.room
+    room = found.problem.usable_bytes
     size = on_device(found.problem, every.bytes)
     near = np.flatnonzero((every.seconds < SLOWEST * every.seconds.min()) & (size < LARGEST * room))
     chosen = near[:: max(1, len(near) // MOST_DOTS)]

@@ -93,7 +93,7 @@ def advice_text(found: SearchResult, one: TooLargeLayout) -> str:
     """Format a faster layout that does not fit (`one`), with the change that makes it fit. found: the search's
     result."""
     problem = found.problem
-    room = problem.room
+    room = problem.usable_bytes
     more = one.bytes - room
     wants = f"{one.layout}: {seconds_text(problem, one.layout, one.seconds)}, but {Unit.of(more).say(more)} too much"
     if one.instead is None or one.instead_seconds is None:
@@ -186,12 +186,12 @@ def estimate_text(one: Estimate, width: int = WIDE) -> str:
 
 def memory_text(one: Estimate) -> str:
     """Format an estimate's bytes per device and the limit, whether it fits, and the memory snapshot of the peak."""
-    memory, room = one.memory, one.problem.room
+    memory, room = one.memory, one.problem.usable_bytes
     over = memory.device_bytes - room
     verdict = f"fits{', tight' * one.tight}" if one.fits else f"does not fit: {Unit.of(over).say(over)} too much"
     where = f" on pipeline rank {memory.pp_rank}" if one.layout.pp > 1 else ""
     used = Unit.of(memory.device_bytes).say(memory.device_bytes)
-    return f"{used} of {Unit.of(room).say(room)}, {verdict}; peak{where} at {memory.moment}"
+    return f"{used} of {Unit.of(room).say(room)}, {verdict}; peak{where} at {memory.peak_snapshot}"
 
 
 def communication_text(one: Estimate) -> str:
@@ -243,7 +243,7 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
         )
         for item in merge_layers(memory.items)
     ]  # fmt: skip
-    title = f"pipeline rank {memory.pp_rank} at {memory.moment}: {unit.say(memory.peak_bytes)} of tensors"
+    title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.say(memory.peak_bytes)} of tensors"
     return "\n".join([title, *narrowed([head, *rows], width, ("category", "stage", "lifetime", "dtype", "shape"))])
 
 
