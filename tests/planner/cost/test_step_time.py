@@ -17,10 +17,10 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import block
 from meshwright.planner.cost.communication import count_parameters, group_of, timed_calls
-from meshwright.planner.cost.data_time import exposed_seconds
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import operations
+from meshwright.planner.cost.pipeline_times import exposed_seconds
 from meshwright.planner.cost.rates import Collectives, Group, Rates, straggler_terms
 from meshwright.planner.cost.step_time import PARTS, StepTime, step_time
 from meshwright.planner.memory.rank_memory import memory_of

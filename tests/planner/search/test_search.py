@@ -127,7 +127,7 @@ def test_search_lists_the_fastest_of_each_kind():
         *(column.tolist() for column in (every.candidate, every.pipe, every.zero, every.hybrid, kinds)), strict=True
     )
     of_layout = {
-        str(layout_of(problem, every.candidates[way], every.pipes[pipe], zero, hybrid).with_(precision="fp16")): kind
+        str(layout_of(problem, every.candidates[way], every.pipelines[pipe], zero, hybrid).with_(precision="fp16")): kind
         for way, pipe, zero, hybrid, kind in entries
     }
     shown = {of_layout[str(one.layout)]: one.time.seconds for one in found.best}
@@ -188,7 +188,7 @@ def test_no_candidate_beats_the_best(name: str):
 
 def test_search_covers_schedules_of_training():
     """Except `looped-bfs`, which keeps all micro-batches of several chunks, and `auto`, which is itself a search."""
-    looked_at = {pipe.schedule for pipe in screened("dense").pipes}
+    looked_at = {pipe.schedule for pipe in screened("dense").pipelines}
     assert looked_at == {*SCHEDULES} - {*ASYNCHRONOUS_SCHEDULES, "looped-bfs", "auto"}
 
 
@@ -248,7 +248,7 @@ def test_layouts_that_do_not_fit_are_faster_and_not_listed(erring: float, monkey
     problem = Problem(preset("gpt2-xl"), cluster("8xv100"), 1024, 256, precision="fp16")
     every = screen(problem)
     too_large = search_room.on_device(problem, every.bytes) > problem.cluster.device.memory_bytes
-    every.seconds[too_large & np.array([pipe.ranks == 8 for pipe in every.pipes])[every.pipe]] *= erring
+    every.seconds[too_large & np.array([pipe.ranks == 8 for pipe in every.pipelines])[every.pipe]] *= erring
     monkeypatch.setattr(search_room, "screen", lambda problem: every)
     found = search(problem, 20)
     assert found.advice or erring < 1
@@ -266,7 +266,7 @@ def test_layout_that_fits_by_ledger_alone_is_found():
     problem, found = PROBLEMS["one node"], search(PROBLEMS["one node"], 20)
     every = screened("one node")
     needed = search_room.on_device(problem, every.bytes)
-    closed = {layout_of(problem, every.candidates[w], every.pipes[p], z, h): n for w, p, z, h, n in zip(
+    closed = {layout_of(problem, every.candidates[w], every.pipelines[p], z, h): n for w, p, z, h, n in zip(
         *(column.tolist() for column in (every.candidate, every.pipe, every.zero, every.hybrid, needed)), strict=True
     )}  # fmt: skip
     for one in found.best:
@@ -316,9 +316,9 @@ def test_layouts_of_engine_that_keeps_gathered_parameters_are_found():
     """torchtitan keeps ZeRO-3 parameters all-gathered from the first micro-batch to the last."""
     problem = Problem(preset("llama-2-70b"), cluster("64xa100-80"), 4096, 512, engine=engine("torchtitan"))
     every = screen(problem)
-    long = np.array([pipe.ranks > 1 for pipe in every.pipes])[every.pipe] & (every.zero == 3)
+    long = np.array([pipe.ranks > 1 for pipe in every.pipelines])[every.pipe] & (every.zero == 3)
     for at in np.flatnonzero(long)[:: int(long.sum()) // 12]:
-        way, pipe = every.candidates[every.candidate[at]], every.pipes[every.pipe[at]]
+        way, pipe = every.candidates[every.candidate[at]], every.pipelines[every.pipe[at]]
         layout = layout_of(problem, way, pipe, 3, int(every.hybrid[at]))
         assert every.bytes[at] > 0.7 * fullest_rank(problem, layout).peak_bytes, str(layout)
     found = search(problem, 3)

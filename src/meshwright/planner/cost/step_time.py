@@ -14,9 +14,8 @@ from meshwright.layout import Layout
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.bounds import Bounds, Request, with_bounds
 from meshwright.planner.cost.bubbles import closed_makespan, stages_by_rank
-from meshwright.planner.cost.data_time import OPTIMIZER_BYTES, overlapping_passes
 from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS, UNCORRECTED, PieceTimes
-from meshwright.planner.cost.pipeline_times import PipelineTimes
+from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes, overlapping_passes
 from meshwright.planner.cost.process_groups import ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.hardware.cluster import Cluster

@@ -17,8 +17,8 @@ from meshwright.layout import Layout
 from meshwright.names import SCHEDULE_CHUNKS
 from meshwright.planner.cost.bubbles import in_flight, stages_by_rank
 from meshwright.planner.cost.communication import count_parameters, group_of
-from meshwright.planner.cost.data_time import communicated_level
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
+from meshwright.planner.cost.pipeline_times import communicated_level
 from meshwright.planner.cost.rates import attention_kernel
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import bytes_each

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,9 +11,8 @@ import numpy as np
 from meshwright.layout import LEAST_MICRO_BATCHES, Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, RECOMPUTE
 from meshwright.planner.cost.bubbles import closed_makespan, in_flight, stages_by_rank
-from meshwright.planner.cost.data_time import overlapping_passes
 from meshwright.planner.cost.piece_times import PieceTimes
-from meshwright.planner.cost.pipeline_times import PipelineTimes
+from meshwright.planner.cost.pipeline_times import PipelineTimes, overlapping_passes
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.cost.reference_step import measured_step_factors
@@ -63,12 +62,16 @@ class ScreenedLayouts:
         """Return a property of every layout, one of `CANDIDATE_PROPERTIES` or `PIPELINE_PROPERTIES`, as an array; of
         schedules and of experts as numbers that are equal for equal ones."""
         if name in CANDIDATE_PROPERTIES:
-            values, index = [CANDIDATE_PROPERTIES[name](one) for one in self.candidates], self.candidate
-        else:
-            values, index = [PIPELINE_PROPERTIES[name](pipe) for pipe in self.pipelines], self.pipe
-        numbers: dict[object, int] = {}
-        plain = [each if isinstance(each, int) else numbers.setdefault(each, len(numbers)) for each in values]
-        return np.array(plain)[index]
+            return self.by_candidate(CANDIDATE_PROPERTIES[name])
+        return self.by_pipeline(PIPELINE_PROPERTIES[name])
+
+    def by_candidate(self, get: Callable[[Candidate], Any]) -> Array:
+        """Return a property of every layout's stage as an array. get: function that returns it."""
+        return _as_numbers(map(get, self.candidates))[self.candidate]
+
+    def by_pipeline(self, get: Callable[[PipelineCandidate], Any]) -> Array:
+        """Return a property of every layout's pipeline as an array. get: function that returns it."""
+        return _as_numbers(map(get, self.pipelines))[self.pipe]
 
     def layout(self, at: int) -> Layout:
         """Return the layout with index `at`."""
@@ -76,6 +79,14 @@ class ScreenedLayouts:
             self.pieces.problem, self.candidates[self.candidate[at]], self.pipelines[self.pipe[at]], int(self.zero[at]),
             int(self.hybrid[at]),
         )  # fmt: skip
+
+
+def _as_numbers(values: Iterable[Any]) -> Array:
+    """Return numbers as an array, and other values as numbers that are equal for equal ones."""
+    numbers: dict[object, int] = {}
+    return np.array(
+        [each if isinstance(each, int | float) else numbers.setdefault(each, len(numbers)) for each in values]
+    )
 
 
 def screen(problem: Problem) -> ScreenedLayouts:

@@ -15,9 +15,10 @@ import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.names import RECOMPUTE
 from meshwright.planner.cost.process_groups import Array
 from meshwright.planner.cost.step_time import PARTS
-from meshwright.planner.problem import Problem
+from meshwright.planner.problem import Candidate, Problem
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.screen import ScreenedLayouts, screen
 from meshwright.planner.search.shortlist import Shortlist, device_bytes, on_device
@@ -209,9 +210,15 @@ def layout_kinds(every: ScreenedLayouts) -> Array:
     """Return an integer for each candidate layout that is equal for layouts of one kind: the same axes are larger than
     1, recompute is the same, and ZeRO shards the same of nothing, optimizer states or parameters. every: the
     candidates."""
-    axes = sum(power * (every.column(axis) > 1) for power, axis in ((1, "tp"), (2, "cp"), (4, "ep")))
-    level = np.array([0, 1, 1, 2])[every.zero]
-    return np.asarray(((axes + 8 * every.column("recompute")) * 2 + (every.column("pp") > 1)) * 3 + level)
+
+    def of_stage(one: Candidate) -> int:
+        """Return an integer that is equal for stages of one kind."""
+        layout = one.layout
+        axes = (layout.tp > 1) + 2 * (layout.cp > 1) + 4 * (layout.ep > 1)
+        return axes + 8 * RECOMPUTE.index(layout.recompute)
+
+    pipelined, level = every.by_pipeline(lambda pipe: pipe.ranks > 1), np.array([0, 1, 1, 2])[every.zero]
+    return np.asarray((every.by_candidate(of_stage) * 2 + pipelined) * 3 + level)
 
 
 def describe_losses(best: Sequence[Estimate]) -> Iterator[str]:

@@ -117,7 +117,7 @@ class Shortlist:
         """Return an integer for each candidate, equal for equal pipelines and micro-batches per pipeline rank (rounded
         to a power of two): their closed-form times have similar errors."""
         every, ranks = self.every, self.every.column("pp")
-        inner = every.column("tp") * every.column("cp") / every.column("rows")
+        inner = every.by_candidate(lambda one: one.layout.tp * one.layout.cp / one.rows)
         micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
         rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)
         return np.asarray(every.pipe * 64 + rounds)

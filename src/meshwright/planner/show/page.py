@@ -25,12 +25,11 @@ from meshwright.planner.show.text import (
     Unit,
     communication_text,
     headline,
-    lifetime_text,
     marked_reasons,
     memory_text,
     nearest_line,
     seconds_text,
-    shape_text,
+    tensor_rows,
     undecided_text,
 )
 from meshwright.program.simulate_pipeline import simulate_pipeline
@@ -176,14 +175,7 @@ def _bill(memory: RankMemory) -> Iterator[Markup]:
     yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.peak_snapshot})")
     unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
     items = merge_layers(memory.items)
-    rows = [
-        (
-            item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
-            "-" if item.stage is None else str(item.stage), lifetime_text(item),
-        )
-        for item in items
-        if abs(item.bytes) >= smallest
-    ]  # fmt: skip
+    rows = tensor_rows([item for item in items if abs(item.bytes) >= smallest], unit)
     rest = sum(item.bytes for item in items if abs(item.bytes) < smallest)
     rows.append((f"{len(items) - len(rows)} smaller tensors", "", "", "", unit.number(rest), "", ""))
     yield table(("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime"), rows)

@@ -236,15 +236,20 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
     is wider than `width` characters."""
     unit = Unit.of(memory.peak_bytes)
     head = ("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")
-    rows = [
+    rows = tensor_rows(merge_layers(memory.items), unit)
+    title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.say(memory.peak_bytes)} of tensors"
+    return "\n".join([title, *narrowed([head, *rows], width, ("category", "stage", "lifetime", "dtype", "shape"))])
+
+
+def tensor_rows(items: Sequence[Item], unit: Unit) -> list[tuple[str, ...]]:
+    """Return the cells of a table of tensors: name, category, shape, dtype, size in `unit`, stage, lifetime."""
+    return [
         (
             item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
             "-" if item.stage is None else str(item.stage), lifetime_text(item),
         )
-        for item in merge_layers(memory.items)
+        for item in items
     ]  # fmt: skip
-    title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.say(memory.peak_bytes)} of tensors"
-    return "\n".join([title, *narrowed([head, *rows], width, ("category", "stage", "lifetime", "dtype", "shape"))])
 
 
 def lifetime_text(item: Item) -> str:
