@@ -127,7 +127,9 @@ def test_search_lists_the_fastest_of_each_kind():
         *(column.tolist() for column in (every.candidate, every.pipe, every.zero, every.hybrid, kinds)), strict=True
     )
     of_layout = {
-        str(layout_of(problem, every.candidates[way], every.pipelines[pipe], zero, hybrid).with_(precision="fp16")): kind
+        str(
+            layout_of(problem, every.candidates[way], every.pipelines[pipe], zero, hybrid).with_(precision="fp16")
+        ): kind
         for way, pipe, zero, hybrid, kind in entries
     }
     shown = {of_layout[str(one.layout)]: one.time.seconds for one in found.best}
