@@ -267,7 +267,7 @@ def read(table: Any, where: str) -> Measured:
     try:
         if not isinstance(table, Mapping):
             raise TypeError(f"it should be a table, not {table!r}")
-        first = _text(table["backend"]), _count(table["ranks"]), _count(table["threads"])
+        backend, ranks, threads = _text(table["backend"]), _count(table["ranks"]), _count(table["threads"])
         single: dict[str, Any] = {key: _time(table[key]) for key in _SINGLE if key in table}
         if "disturbed" in single:
             single["disturbed"] = min(single["disturbed"], 0.9)
@@ -276,7 +276,7 @@ def read(table: Any, where: str) -> Measured:
             for name, kind in _RECORDS.items()
         }
         return Measured(
-            *first, **records, **single,
+            backend, ranks, threads, **records, **single,
             copies=tuple((_text(each["name"]), _curve(each)) for each in table.get("copies", ())),
             starts=tuple((name, _time(value)) for name, value in table.get("starts", {}).items()),
         )  # fmt: skip
