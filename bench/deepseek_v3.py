@@ -6,7 +6,7 @@ The model with its module of multi-token prediction, the layout of section 3.2 (
 ranks of experts on 8 nodes, ZeRO-1, fp8), 14.8 trillion tokens in sequences of 4,096, and the batch of section 4.2:
 3,072 sequences growing to 15,360 over the first 469 billion tokens, priced at five sizes from 4,096 on, the smallest
 that fills DualPipe. No constant of the planner is fitted to this run; what the engine `hai-llm` assumes beyond the
-report, `planner/cost/engines.py` says. Context extension and post-training (124 thousand GPU hours) have no published
+report, `planner/cost/engines.toml` says. Context extension and post-training (124 thousand GPU hours) have no published
 layout: they are added as published.
 """
 
@@ -23,7 +23,7 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.engines import ENGINES, Engine
 from meshwright.planner.cost.step_time import StepTime, step_time
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.memory.rank_memory import fullest
+from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.problem import Problem
 from meshwright.spec.presets import preset
 
@@ -73,7 +73,7 @@ def memory(engine: Engine) -> float:
     """Return the predicted GiB of the fullest device, CUDA context and fragmentation included."""
     layout = Layout.parse(LAYOUT.format(BATCH // 128))
     problem = Problem(CONFIG, cluster(f"{DEVICES}xh800"), SEQUENCE, BATCH, engine, False, "adamw", "fp8", 1.0, False)
-    return fullest(problem, layout).device_bytes / 2**30
+    return fullest_rank(problem, layout).device_bytes / 2**30
 
 
 def measure() -> dict[str, Any]:

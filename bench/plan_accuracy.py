@@ -28,7 +28,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.bounds import Bounds, published
 from meshwright.planner.cost.step_time import StepTime, default_precision, step_time
-from meshwright.planner.memory.rank_memory import fullest, slack
+from meshwright.planner.memory.rank_memory import fullest_rank, slack
 from meshwright.planner.problem import Problem
 from meshwright.spec.refuse import refuse
 
@@ -253,7 +253,7 @@ def memory(path: Path) -> dict[str, Any]:
             one.config, one.cluster, one.sequence, one.batch, one.engine, one.engine.fusion == "compiled", "adamw",
             str(layout.precision), 1.0, False,
         )  # fmt: skip
-        peak = fullest(problem, layout).peak_bytes * (1 + slack(one.cluster))
+        peak = fullest_rank(problem, layout).peak_bytes * (1 + slack(one.cluster))
         errors[one.source].append(peak / GIB / one.memory - 1)
     return {
         source: {

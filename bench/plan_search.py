@@ -20,7 +20,7 @@ from common import write_result
 from meshwright.layout import Layout
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.estimate import priced
+from meshwright.planner.search.estimate import estimate_layout
 from meshwright.planner.search.screen import screen
 from meshwright.planner.search.search import search
 from meshwright.spec.presets import preset
@@ -75,7 +75,7 @@ def main() -> None:
     long = {}
     for text in LONG_LAYOUTS:
         layout = Layout.parse(text)
-        alone, _ = seconds(lambda layout=layout: priced(LONG, layout), turns)
+        alone, _ = seconds(lambda layout=layout: estimate_layout(LONG, layout), turns)
         long[text] = round(alone, 3)
     print(long, file=sys.stderr)
     command = [sys.executable, "-m", "meshwright", *COMMAND, "dp8 zero1 tp8", "--json"]

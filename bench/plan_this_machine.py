@@ -34,8 +34,9 @@ from meshwright.data import PreparedData
 from meshwright.data.preparation import prepare
 from meshwright.layout import Layout
 from meshwright.monitoring.memory import keep_freed_memory
+from meshwright.planner.api import plan
 from meshwright.planner.hardware.cluster import Cluster, cluster
-from meshwright.planner.search.estimate import Estimate, evaluate
+from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.show.explain import explain
 from meshwright.probe.points import ReferenceKernel
 from meshwright.recipe import Recipe, load_recipe
@@ -96,10 +97,10 @@ def documents_in_a_row(data: PreparedData, rows: int = 256) -> float:
 def predict(text: str, where: Cluster) -> Estimate:
     """The planner's word on a layout of the demo."""
     recipe, config, data = demo()
-    return evaluate(
+    return plan(
         config, where, text, sequence=recipe.data.sequence, batch=recipe.train.batch, compile=recipe.train.compile,
         optimizer=recipe.train.optimizer, documents=documents_in_a_row(data),
-    )  # fmt: skip
+    ).best  # fmt: skip
 
 
 def probed(path: Path) -> Cluster:

@@ -28,7 +28,7 @@ from meshwright.limits import LIMITS, limit_error, limit_of, shorten_repr
 from meshwright.monitoring.report import write_report
 from meshwright.monitoring.trackers import check_trackers, load_tracker_class
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.models import tokens_of
+from meshwright.planner.models import tokenizer_vocabulary
 from meshwright.program.load import load_program
 from meshwright.recipe import SCHEMA, load_recipe, load_recipe_text
 from meshwright.spec.config_json import config_from_huggingface, config_from_path
@@ -202,7 +202,7 @@ def test_checkpoint_index_entries_are_checked(tmp_path: Path, entries: list, sai
 def test_token_ids_are_bounded_whole_numbers(tmp_path: Path, content: str):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=r"data\.tokenizer: .*(not a tokenizer\.json|too large: at most 16,777,216)"):
-        tokens_of(str(tmp_path))
+        tokenizer_vocabulary(str(tmp_path))
 
 
 # --- JSON and TOML

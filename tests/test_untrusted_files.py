@@ -16,7 +16,7 @@ from meshwright.errors import UserError
 from meshwright.inspection.files import TensorFiles
 from meshwright.monitoring.report_inputs import read_recipe, read_result, read_steps
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.models import tokens_of
+from meshwright.planner.models import tokenizer_vocabulary
 from meshwright.program.load import load_program
 from meshwright.recipe import load_recipe
 from meshwright.schedules.library import load_schedule as load_pipeline
@@ -31,7 +31,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "schedule.csv": lambda path: load_pipeline(str(path)),
     "words.txt": lambda path: BlockedWords(str(path)),
     "hashed.txt": lambda path: hash_word_list(str(path)),
-    "tokenizer.json": lambda path: tokens_of(str(path)),
+    "tokenizer.json": lambda path: tokenizer_vocabulary(str(path)),
     "config.json": config_from_path,
     "metrics.jsonl": read_steps,
     "result.json": read_result,

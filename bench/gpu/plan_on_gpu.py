@@ -26,9 +26,9 @@ from cases import Cases, step_seconds
 
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
+from meshwright.planner.api import plan
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.devices import find_device
-from meshwright.planner.search.estimate import evaluate
 from meshwright.probe.ranks import probe
 from meshwright.probe.report import format_cluster_file, make_cluster_tables
 from synthetic import synthetic_trainer
@@ -67,9 +67,9 @@ def run(layout: str, compiled: bool, shape: dict[str, int], device: str, where: 
     peak = torch.cuda.max_memory_allocated() if cuda else None
     line: dict[str, Any] = {"layout": layout, "compiled": compiled, "seconds": round(took, 5), "peak_bytes": peak}
     for name, each in where.items():
-        estimate = evaluate(
+        estimate = plan(
             trainer.task.config, each, layout, sequence=shape["sequence"], batch=shape["batch"], compile=compiled
-        )
+        ).best
         line[f"seconds_by_{name}"] = round(estimate.time.seconds, 5)
         line[f"time_error_by_{name}"] = round(estimate.time.seconds / took - 1, 4)
         line["predicted_peak_bytes"] = estimate.memory.peak_bytes

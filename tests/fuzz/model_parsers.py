@@ -337,9 +337,9 @@ def read_generation_config(data: bytes, directory: Path) -> None:
 
 
 def read_token_count(data: bytes, directory: Path) -> None:
-    from meshwright.planner.models import tokens_of
+    from meshwright.planner.models import tokenizer_vocabulary
 
-    assert 0 < tokens_of(str(write_input(directory, "tokenizer.json", data))) <= limit_of("vocabulary")
+    assert 0 < tokenizer_vocabulary(str(write_input(directory, "tokenizer.json", data))) <= limit_of("vocabulary")
 
 
 def read_blocked_words(data: bytes, directory: Path) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.monitoring import run_directory
+from meshwright.planner.api import plan
 from meshwright.planner.calibrate import METRICS, RESULT, calibration_of, cluster_file_with, read_run
 from meshwright.planner.cost.rates import constants
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.search.estimate import evaluate, problem_of
+from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.search import search
 from meshwright.toml import format_toml, parse_toml
 from tests.planner.calibration_cases import DEVICE, MIB, cluster_file, made_up_run
@@ -101,8 +102,8 @@ def test_calibration_multiplies_times_and_memory(tmp_path):
         "max_position_embeddings": 128,
     }  # fmt: skip
     layout = "pp2 mb4 fp32"
-    before = evaluate(model, plain, layout, **wanted)
-    after = evaluate(model, replace(plain, calibration=found), layout, **wanted)
+    before = plan(model, plain, layout, **wanted).best
+    after = plan(model, replace(plain, calibration=found), layout, **wanted).best
     assert after.time.seconds == pytest.approx(1.5 * before.time.seconds)
     assert sum(after.time.breakdown.values()) == pytest.approx(after.time.seconds)
     band = constants()["band"]

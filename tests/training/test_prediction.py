@@ -17,11 +17,11 @@ from meshwright.layout import Layout
 from meshwright.monitoring.comparison import Prediction, StepTimes, collect_measured_memory, format_comparison
 from meshwright.monitoring.metrics import peak_memory_bytes
 from meshwright.monitoring.step_memory import StepMemory
+from meshwright.planner.api import plan
 from meshwright.planner.cost.bounds import Bounds
 from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.hardware.machine_profile import PROBE_VARIABLE, profile_directory
 from meshwright.planner.hardware.measured import ReferenceStep
-from meshwright.planner.search.estimate import evaluate
 from meshwright.spec.presets import preset
 from meshwright.training import prediction
 from meshwright.training.objective import NextToken
@@ -85,7 +85,7 @@ def test_step_prediction_includes_measured_reference_step_factor():
         ),
     )  # fmt: skip
     calibrated, without = (prediction._predict_step_time(trainer, each).seconds for each in (slow, plain))  # type: ignore[arg-type]
-    assert calibrated == pytest.approx(evaluate("gpt2", slow, layout, sequence=512, batch=8).time.seconds)
+    assert calibrated == pytest.approx(plan("gpt2", slow, layout, sequence=512, batch=8).best.time.seconds)
     assert abs(calibrated / without - 1) > 0.1
 
 

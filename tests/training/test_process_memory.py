@@ -11,12 +11,13 @@ import torch
 
 from meshwright.layout import Layout
 from meshwright.monitoring.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD
+from meshwright.planner.api import plan
 from meshwright.planner.hardware import process_constants
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.hardware.machine_profile import VERSION
 from meshwright.planner.hardware.process_constants import ProcessConstants, ProcessKey
 from meshwright.planner.memory.ledger import Item, Ledger
-from meshwright.planner.search.estimate import evaluate, problem_of
+from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.search import search
 from meshwright.planner.show.text import estimate_text
 from meshwright.training import process_memory
@@ -173,18 +174,18 @@ def test_plan_for_this_cpu_adds_the_process_to_tensors(tmp_path, monkeypatch):
     machine = cluster(str(cluster_file(tmp_path)))
     assert machine.measured is not None
     size = {"sequence": 64, "batch": 2}
-    tensors = evaluate("gpt2", machine, "dp2 fp32", **size)
+    tensors = plan("gpt2", machine, "dp2 fp32", **size).best
     assert tensors.memory.framework_bytes == 0 and any("tensors alone" in line for line in tensors.warnings)
     ProcessKey("fp32", machine.measured.threads, True).write(CONSTANTS)
     ProcessKey("fp32", machine.measured.threads, False).write(CONSTANTS)
-    whole = evaluate("gpt2", machine, "dp2 fp32", **size)
+    whole = plan("gpt2", machine, "dp2 fp32", **size).best
     assert whole.memory.device_bytes - tensors.memory.device_bytes == 266 * MIB and whole.warnings == ()
     assert "interpreter and libraries 0.24, library workspaces 0.02" in " ".join(estimate_text(whole).split())
-    compiled = evaluate("gpt2", machine, "dp2 fp32", compile=True, **size)
+    compiled = plan("gpt2", machine, "dp2 fp32", compile=True, **size).best
     assert compiled.memory.framework_bytes == 316 * MIB
     small = replace(machine, device=replace(machine.device, memory_bytes=tensors.memory.device_bytes + 200 * MIB))
-    assert not evaluate("gpt2", small, "dp2 fp32", **size).fits
+    assert not plan("gpt2", small, "dp2 fp32", **size).best.fits
     found = search(problem_of("gpt2", small, precision="fp32", **size), 4)
     assert all(each.memory.device_bytes <= small.device.memory_bytes for each in found.best)
     other = replace(machine, device=replace(machine.device, name="another CPU"))
-    assert evaluate("gpt2", other, "dp2 fp32", **size).memory.framework_bytes == 0
+    assert plan("gpt2", other, "dp2 fp32", **size).best.memory.framework_bytes == 0

@@ -122,7 +122,7 @@ def command(
         raise UserError("MODEL is missing: a preset such as llama-3-8b, a directory, a config.json or a recipe")
     from meshwright.planner.api import plan
     from meshwright.planner.models import is_recipe, model_of, recipe_of
-    from meshwright.planner.show.answers import nothing_fits
+    from meshwright.planner.show.answers import no_fit_error
     from meshwright.planner.show.text import WIDE
 
     recipe = recipe_of(model, overrides) if is_recipe(model) else None
@@ -150,7 +150,7 @@ def command(
             lines.append(f"page: {html}")
         answer(document, "\n\n".join(lines))
     if found.search is not None and not found.estimates:
-        raise UserError(nothing_fits(found.search))
+        raise UserError(no_fit_error(found.search))
 
 
 def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explained: bool) -> list[str]:
@@ -159,18 +159,18 @@ def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explai
     from meshwright.planner.show.text import (
         estimate_text,
         explain_text,
-        found_text,
         headline,
         ledger_text,
         nearest_text,
         recipe_text,
+        search_text,
         usage_text,
     )
 
     best = found.best if found.estimates else None
     lines = [headline(found.problem, model)]
     if found.search is not None:
-        lines.append(found_text(found.search, width))
+        lines.append(search_text(found.search, width))
     if found.recipe_estimate is not None:
         lines.append(recipe_text(found.recipe_estimate, best))
     if found.nearest is not None:

@@ -7,8 +7,10 @@ from math import ceil
 from meshwright.gallery.charts import compute_zero_bytes, draw_zero_memory
 from meshwright.gallery.explanation import ExampleWriter, format_size
 from meshwright.layout import Layout
+from meshwright.planner.cost.engines import ENGINES
+from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory.ledger import Ledger, ledger
-from meshwright.planner.memory.published import LayerShape, published_layer, state_bytes
+from meshwright.planner.memory.published import published_layer, state_bytes
 from meshwright.planner.serving.ledger import ServingSizes, serving_ledger
 from meshwright.spec.block_tables import BLOCK_TOKENS
 from meshwright.spec.config import ModelConfig
@@ -23,8 +25,8 @@ def explain_activation_memory(writer: ExampleWriter) -> None:
     Megatron-LM's published formula and, for Meshwright's layer, by the planner."""
     config, rows, s = preset("gpt3-175b"), 1, 2048
     h, a = config.hidden, config.heads
-    shape = LayerShape(rows, s, config, Layout(), flash=False, dropout=True)
-    parts = published_layer("megatron", shape)
+    engine = ENGINES["megatron"]
+    parts = published_layer(MicroBatch.of(config, Layout(), rows, s, engine=engine, kernel="scores"))
     unit = s * rows * h
     writer.text(f"b = {rows}, s = {s:,}, h = {h:,}, a = {a}: s b h = {unit:,}.")
     lines = [(name, f"{size / unit:g} sbh", round(size)) for name, size in parts.items()]
@@ -44,9 +46,8 @@ def explain_activation_memory(writer: ExampleWriter) -> None:
         ("and selective recomputation", "tp8 ac:selective", "34 sbh/t"),
         ("full recomputation, tp8", "tp8 ac:full", "2 sbh/t; 2 sbh in the paper"),
     ):
-        size = sum(
-            published_layer("megatron", LayerShape(rows, s, config, Layout.parse(notation), False, True)).values()
-        )
+        at = MicroBatch.of(config, Layout.parse(notation), rows, s, engine=engine, kernel="scores")
+        size = sum(published_layer(at).values())
         shared.append((words, form, format_size(size)))
         writer.result(notation, size)
     writer.table("With t = 8 (Table 2 of the paper):", ("", "formula", "bytes a layer"), shared)

@@ -15,7 +15,7 @@ from meshwright.collectives.quantities import format_bytes
 from meshwright.monitoring.step_memory import StepMemory
 from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.memory.ledger import OF_STATE
+from meshwright.planner.memory.ledger import CATEGORY_OF_STATE
 
 WARM_UP = 2
 """Number of first steps that are left out: they compile, and touch memory for the first time."""
@@ -204,7 +204,7 @@ def collect_measured_memory(
     """
     found: dict[str, Any] = {}
     for kind, size in states.items():
-        found[OF_STATE[kind]] = found.get(OF_STATE[kind], 0) + size
+        found[CATEGORY_OF_STATE[kind]] = found.get(CATEGORY_OF_STATE[kind], 0) + size
     predicted = prediction.get("memory_bytes") or {}
     found |= {"peak": memory.growth_in_first_steps, **memory.peaks_to_json()}
     if memory.device.type == "cpu":

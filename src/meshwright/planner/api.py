@@ -6,34 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import shorten_repr
 from meshwright.names import check_options
-from meshwright.planner.cost.engines import Engine
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.models import adapted_model, is_recipe, layout_of_recipe, recipe_of, values_from_recipe
 from meshwright.planner.problem import Problem, parse_reserve
-from meshwright.planner.search.estimate import Estimate, priced, problem_of, recipe_layout
+from meshwright.planner.search.estimate import Estimate, ProblemOptions, estimate_layout, problem_of, recipe_layout
 from meshwright.planner.search.nearest import Nearest, nearest
-from meshwright.planner.search.search import Found, search
-from meshwright.planner.show.answers import MOST_TOP, document, ledgers, nothing_fits
-from meshwright.planner.show.explain import Row, busiest, explain
+from meshwright.planner.search.search import SearchResult, search
+from meshwright.planner.show.answers import MOST_TOP, document, ledgers, no_fit_error
+from meshwright.planner.show.explain import OperationTime, busiest, explain
 from meshwright.spec.config import ModelConfig
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
 
-_EXAMPLES = {
-    "sequence": "sequence length in tokens, such as 4096",
-    "batch": "global batch in sequences, such as 512",
-}
+_EXAMPLES = {"sequence": "sequence length in tokens, such as 4096", "batch": "global batch in sequences, such as 512"}
 
 
-class PlanOptions(TypedDict, total=False):
+class PlanOptions(ProblemOptions, total=False):
     """Keyword options of `plan`.
 
     Attributes:
@@ -48,11 +44,6 @@ class PlanOptions(TypedDict, total=False):
             overrides such as `["adapter.kind=lora"]`.
     """
 
-    engine: str | Engine
-    compile: bool | None
-    optimizer: str | None
-    precision: str | None
-    documents: float
     top: int
     reserve: str | float
     adapter: Mapping[str, Any] | Sequence[str]
@@ -72,7 +63,7 @@ class Plan:
 
     problem: Problem
     estimates: tuple[Estimate, ...]
-    search: Found | None = None
+    search: SearchResult | None = None
     recipe_estimate: Estimate | str | None = None
 
     @property
@@ -88,7 +79,7 @@ class Plan:
         fits."""
         if not self.estimates:
             assert self.search is not None
-            raise UserError(nothing_fits(self.search))
+            raise UserError(no_fit_error(self.search))
         return self.estimates[0]
 
     @cached_property
@@ -103,7 +94,7 @@ class Plan:
         return busiest(self.problem, self.best.layout)
 
     @cached_property
-    def operations(self) -> list[Row]:
+    def operations(self) -> list[OperationTime]:
         """Operations of one micro-batch on the busiest pipeline rank of the best layout, longest first."""
         return explain(self.problem, self.best.layout, self.busiest_rank)
 
@@ -182,14 +173,12 @@ def plan(
     precision = (parsed.precision if parsed else None) or options.get("precision")
     problem = problem_of(
         model if recipe is None else recipe, cluster, sequence=given["sequence"], batch=given["batch"],
-        engine=options.get("engine", "meshwright"), compile=bool(given["compile"]),
-        optimizer=given["optimizer"] or "adamw",
-        precision=precision or (own.precision if own else None),
-        documents=options.get("documents", 1.0),
+        engine=options.get("engine", "meshwright"), compile=given["compile"], optimizer=given["optimizer"],
+        precision=precision or (own.precision if own else None), documents=options.get("documents", 1.0),
     )  # fmt: skip
     problem = replace(problem, reserve=parse_reserve(options.get("reserve", 0), problem.cluster.device.memory_bytes))
     if parsed is not None:
-        return Plan(problem, (priced(problem, parsed),))
+        return Plan(problem, (estimate_layout(problem, parsed),))
     found = search(problem, top)
     return Plan(problem, found.best, found, None if own is None else recipe_layout(problem, own))
 

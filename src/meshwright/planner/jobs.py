@@ -12,7 +12,7 @@ from meshwright.limits import shorten
 from meshwright.names import unknown
 from meshwright.planner.api import plan
 from meshwright.planner.models import is_recipe
-from meshwright.planner.show.answers import nothing_fits
+from meshwright.planner.show.answers import no_fit_error
 from meshwright.untrusted import parse_json
 
 FIELDS = {
@@ -83,5 +83,5 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     layout fits."""
     found = plan(**request)
     if found.search is not None and not found.estimates:
-        raise UserError(nothing_fits(found.search))
+        raise UserError(no_fit_error(found.search))
     return found.to_json_dict()

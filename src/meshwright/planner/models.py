@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshwright.recipe import Recipe
 
 
-OF_BYTES = 257
+BYTE_VOCABULARY = 257
 """Tokens of a tokenizer of bytes: with the end of a text."""
 
 
@@ -115,7 +115,7 @@ def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
     if model.vocabulary is not None:
         vocabulary = model.vocabulary
     elif data.tokenizer == "bytes":
-        vocabulary = OF_BYTES
+        vocabulary = BYTE_VOCABULARY
     elif data.tokenizer in TOKENIZERS:
         vocabulary = data.vocabulary
         if model.from_path is None:
@@ -131,7 +131,7 @@ def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]
     """Return (vocabulary size, assumption as text or None) for a tokenizer's path; the size of the preset if the path
     cannot be read. Raises `UserError` if there is no preset either."""
     try:
-        return tokens_of(tokenizer), None
+        return tokenizer_vocabulary(tokenizer), None
     except UserError as error:
         if preset_name is None:
             raise UserError(f"{error}; or set model.vocabulary") from None
@@ -139,7 +139,7 @@ def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]
         return own, f"assumed vocabulary {own:,}, that of {preset_name}: {error}"
 
 
-def tokens_of(tokenizer: str) -> int:
+def tokenizer_vocabulary(tokenizer: str) -> int:
     """Return the vocabulary size (highest token id + 1) of a tokenizer. tokenizer: path of a tokenizer.json or its
     directory. Raises `UserError` if it is unreadable."""
     path = Path(tokenizer).expanduser()

@@ -50,7 +50,7 @@ class Problem:
     process: tuple[tuple[str, int], ...] = ()
 
     @property
-    def room(self) -> float:
+    def usable_bytes(self) -> float:
         """Bytes of a device that a layout may use: its memory less the reserve."""
         return self.cluster.device.memory_bytes - self.reserve
 

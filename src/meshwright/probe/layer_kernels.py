@@ -35,9 +35,9 @@ HIDDEN, WIDTH, HEAD_SIZE = 256, 512, 64
 VOCABULARY = 2048
 HEADS, KV_HEADS, ROW = 2, 1, 256  # attention: query heads, KV heads, tokens per sequence
 _ELEMENTWISE = {
-    "norm": (HIDDEN, elementwise.norm("rmsnorm", "eager")),
-    "rotary": (HEAD_SIZE, elementwise.rotary("eager")),
-    "activation": (WIDTH, elementwise.activation(True, "eager")),
+    "norm": (HIDDEN, elementwise.traffic("rmsnorm")),
+    "rotary": (HEAD_SIZE, elementwise.traffic("rotary")),
+    "activation": (WIDTH, elementwise.traffic("gated_activation")),
 }
 """Operation of `planner/cost/operations.py` -> (elements per token, kernels). Elements: normalized, rotated, or read by
 the MLP's second matrix product."""

@@ -14,7 +14,7 @@ from meshwright.monitoring.comparison import Prediction, ProcessMemory
 from meshwright.monitoring.step_memory import STEPS, StepMemory
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.micro_batch import Starts
-from meshwright.planner.cost.reference_step import in_place
+from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import StepTime, default_precision, step_time
 from meshwright.planner.hardware.cluster import Cluster, cluster, this_machine
 from meshwright.planner.hardware.devices import find_device
@@ -110,7 +110,7 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
         task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
         optimizer=_optimizer_name(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
         teacher=task.objective.teacher_work,
-        in_place=in_place(
+        in_place=measured_step_factors(
             machine, trainer.layout.precision or default_precision(machine),
             engines.engine("meshwright", compile=train.compile),
         ),

@@ -16,7 +16,7 @@ from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import operations, total_flops
 from meshwright.planner.cost.operators import CollectiveCall, Linear, Operator, SavedTensor, linear
 from meshwright.planner.cost.piece_times import PieceTimes
-from meshwright.planner.cost.step_time import Step
+from meshwright.planner.cost.step_time import StepPredictor
 from meshwright.planner.cost.traffic import predicted_traffic
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.ledger import ledger
@@ -37,7 +37,7 @@ def figures() -> dict[str, float]:
     """Every figure that a new operator must change."""
     at = MicroBatch.of(CONFIG, LAYOUT, 1, SEQUENCE)
     whole = whole_model(CONFIG)
-    step = Step(PROBLEM, LAYOUT).price().breakdown
+    step = StepPredictor(PROBLEM, LAYOUT).price().breakdown
     sent = predicted_traffic(CONFIG, LAYOUT, Work(1, SEQUENCE, parameter_bytes=2))
     return {
         "flops": total_flops(operations(at, whole)),

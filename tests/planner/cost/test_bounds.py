@@ -13,12 +13,12 @@ import pytest
 from bench import plan_bounds
 from bench.published_runs import PUBLISHED, Run, runs
 from meshwright.layout import Layout
+from meshwright.planner.api import plan
 from meshwright.planner.cost.bounds import LIMITS, Request, published, with_bounds
 from meshwright.planner.cost.rates import constants
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.search.estimate import evaluate
 from meshwright.spec.presets import preset
 from tests.planner.calibration_cases import cluster_file
 
@@ -88,15 +88,15 @@ def test_kind_without_published_runs_is_named():
 
 def test_plan_says_what_its_bounds_are_from():
     case = {"sequence": 8192, "batch": 8}
-    entry = evaluate("llama-3-8b", "8xh100-sxm", "dp8 zero3", **case).document()
+    entry = plan("llama-3-8b", "8xh100-sxm", "dp8 zero3", **case).best.document()
     assert entry["bounds"]["kind"] == "dense, Hopper, 16 or 32 bits" and entry["bounds"]["outside"] == []
     assert entry["bounds"]["runs"] > 200 and not entry["bounds"]["engine_published"]
-    far = evaluate(
+    far = plan(
         "llama-3-8b", "65536xh100-sxm", "dp65536 zero1", sequence=8192, batch=65536, engine="megatron-core"
-    ).document()
+    ).best.document()
     assert far["bounds"]["engine_published"] and "65,536 devices" in far["bounds"]["outside"][0]
     assert any("bounds are wider: 65,536 devices" in line for line in far["warnings"])
-    near = evaluate("llama-3-8b", "8xh100-sxm", "dp8 zero3", **case, engine="megatron-core").document()
+    near = plan("llama-3-8b", "8xh100-sxm", "dp8 zero3", **case, engine="megatron-core").best.document()
     assert far["step_seconds_high"] / far["step_seconds_low"] > near["step_seconds_high"] / near["step_seconds_low"]
 
 

@@ -97,7 +97,7 @@ def test_screened_pipeline_memory_is_near_ledger(
             problem = Problem(preset(model), cluster(f"{ranks}xh100-sxm"), sequence, micro)
             every = screen(problem)
             for at, size in enumerate(every.bytes):
-                way, pipe = every.candidates[every.candidate[at]], every.pipes[every.pipe[at]]
+                way, pipe = every.candidates[every.candidate[at]], every.pipelines[every.pipe[at]]
                 plain = way.layout.tp == way.layout.cp == way.rows == 1 and not every.zero[at]
                 if not plain or pipe.ranks != ranks or pipe.chunks > 2:
                     continue

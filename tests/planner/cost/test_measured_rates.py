@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.planner.cost.measured_rates import HEAD_SIZES, SCORE_BYTES, Chosen, attention_name, attention_scores
+from meshwright.planner.cost.measured_rates import (
+    HEAD_SIZES,
+    SCORE_BYTES,
+    CostByLayout,
+    attention_name,
+    attention_scores,
+)
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.cost.rates import Collectives, Group, Rates
 from meshwright.planner.hardware.cluster import Cluster, Link
@@ -143,15 +149,15 @@ def test_collectives_of_unmeasured_groups_are_scaled_or_priced_by_links():
 
 
 def test_cpus_do_not_overlap_communication():
-    assert Collectives(here()).tax(Group(2, 2)) == 1.0
-    assert Collectives(here()).tax(Group(1, 1)) == 0.0
-    assert Collectives(here(measured(backend="nccl"))).tax(Group(2, 2)) < 0.5
+    assert Collectives(here()).overlap_slowdown(Group(2, 2)) == 1.0
+    assert Collectives(here()).overlap_slowdown(Group(1, 1)) == 0.0
+    assert Collectives(here(measured(backend="nccl"))).overlap_slowdown(Group(2, 2)) < 0.5
 
 
 def test_vectorized_collective_costs_match_single_ones():
     collectives, which = Collectives(here(devices=4)), np.array([0, 1, 0])
     groups = [Group(2, 2), Group(4, 4)]
-    chosen = Chosen([collectives.cost("all-reduce", group) for group in groups], which)
+    chosen = CostByLayout([collectives.cost("all-reduce", group) for group in groups], which)
     sizes = np.array([[1e4, 1e4, 1e6], [0.0, 1e6, 2e7]])
     expected = [[collectives.seconds("all-reduce", groups[at], size) for at, size in zip(which, row)] for row in sizes]  # noqa: B905
     assert chosen.at(sizes) == pytest.approx(np.array(expected))

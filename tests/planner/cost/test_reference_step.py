@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from meshwright.layout import Layout
+from meshwright.planner.api import plan
 from meshwright.planner.cost.engines import ENGINES, engine
 from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS
-from meshwright.planner.cost.reference_step import batch_of, in_place, reference_layouts, reference_model
+from meshwright.planner.cost.reference_step import batch_of, measured_step_factors, reference_layouts, reference_model
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.hardware.measured import Measured, ReferenceStep, read
-from meshwright.planner.search.estimate import evaluate
 from meshwright.planner.show.explain import explain
 from meshwright.spec.presets import preset
 from tests.planner.cost.test_measured_rates import here, measured
@@ -36,7 +36,7 @@ def with_steps(**seconds: float) -> Measured:
 
 
 def factors(found: Measured, precision: str = "fp32") -> dict[str, float]:
-    return dict(zip(MICRO_BATCH_PARTS, in_place(here(found), precision, OURS).tolist(), strict=True))
+    return dict(zip(MICRO_BATCH_PARTS, measured_step_factors(here(found), precision, OURS).tolist(), strict=True))
 
 
 def test_data_parallel_step_gives_computation_ratio():
@@ -49,8 +49,8 @@ def test_data_parallel_step_gives_computation_ratio():
 def test_compiled_blocks_have_the_ratio_of_eager_ones():
     alone = parts_of("dp2 fp32")
     found = here(with_steps(dp2_fp32=1.3 * alone["compute"] + alone["data"]))
-    assert in_place(found, "fp32", OURS.compiled())[0] == pytest.approx(1.3)
-    assert in_place(found, "fp32", ENGINES["torchtitan"]).tolist() == [1.0] * 5
+    assert measured_step_factors(found, "fp32", OURS.compiled())[0] == pytest.approx(1.3)
+    assert measured_step_factors(found, "fp32", ENGINES["torchtitan"]).tolist() == [1.0] * 5
 
 
 def test_tensor_parallel_step_gives_communication_ratio():
@@ -76,10 +76,10 @@ def test_calibration_multiplies_times_corrected_by_steps():
     plain = here(found)
     calibrated = replace(plain, calibration=Calibration(2.0, 2.0, 2.0, 1, None, 0))
     options = {"sequence": 1024, "batch": 8}
-    before, after = (evaluate("gpt2", each, "dp2 fp32", **options).time.breakdown for each in (plain, calibrated))
+    before, after = (plan("gpt2", each, "dp2 fp32", **options).best.time.breakdown for each in (plain, calibrated))
     assert {part: 2 * seconds for part, seconds in before.items()} == pytest.approx(after)
     alone = replace(plain, devices=1, devices_per_node=1)
-    assert in_place(alone, "fp32", OURS).tolist() == in_place(plain, "fp32", OURS).tolist()
+    assert measured_step_factors(alone, "fp32", OURS).tolist() == measured_step_factors(plain, "fp32", OURS).tolist()
 
 
 def test_steps_without_data_parallel_one_are_ignored():
@@ -88,9 +88,9 @@ def test_steps_without_data_parallel_one_are_ignored():
 
 def test_operations_add_up_to_computation():
     one = parts_of("dp2 fp32")
-    estimate = evaluate(
+    estimate = plan(
         "gpt2", here(with_steps(dp2_fp32=1.5 * one["compute"] + one["data"])), "dp2 fp32", sequence=1024, batch=8
-    )
+    ).best
     rows = explain(estimate.problem, estimate.layout)
     assert sum(row.seconds for row in rows) == pytest.approx(estimate.time.breakdown["compute"])
 
@@ -106,7 +106,7 @@ def test_plan_times_are_multiplied_by_ratios():
     found = with_steps(dp2_fp32=1.5 * one["compute"] + one["data"])
     options = {"sequence": 1024, "batch": 8}
     with_factor, without = (
-        evaluate("gpt2", here(what), "dp2 fp32", **options).time.breakdown for what in (found, measured())
+        plan("gpt2", here(what), "dp2 fp32", **options).best.time.breakdown for what in (found, measured())
     )
     assert with_factor["compute"] == pytest.approx(1.5 * without["compute"])
     assert with_factor["optimizer"] == without["optimizer"]
@@ -114,9 +114,9 @@ def test_plan_times_are_multiplied_by_ratios():
 
 def test_ratios_apply_only_to_own_engine_on_measured_machine():
     slow = with_steps(dp2_fp32=100.0)
-    assert set(in_place(here(), "fp32", OURS)) == {1.0}
-    assert set(in_place(here(slow), "fp32", ENGINES["megatron"])) == {1.0}
-    assert set(in_place(here(slow), "fp32", engine("meshwright", compile=True))) == {1.0}
+    assert set(measured_step_factors(here(), "fp32", OURS)) == {1.0}
+    assert set(measured_step_factors(here(slow), "fp32", ENGINES["megatron"])) == {1.0}
+    assert set(measured_step_factors(here(slow), "fp32", engine("meshwright", compile=True))) == {1.0}
 
 
 def test_reference_layouts_cover_every_possible_axis():

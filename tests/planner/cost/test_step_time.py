@@ -17,11 +17,11 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import block
 from meshwright.planner.cost.communication import count_parameters, group_of, timed_calls
-from meshwright.planner.cost.data_time import exposed
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import operations
-from meshwright.planner.cost.rates import Collectives, Group, Rates, waits
+from meshwright.planner.cost.pipeline_times import exposed_seconds
+from meshwright.planner.cost.rates import Collectives, Group, Rates, straggler_terms
 from meshwright.planner.cost.step_time import PARTS, StepTime, step_time
 from meshwright.planner.memory.rank_memory import memory_of
 from meshwright.planner.search.space import Problem
@@ -270,9 +270,9 @@ def test_preference_loss_computes_logits_twice():
 
 def test_overlapped_communication_costs_one_layers_share():
     calls, layers = np.array(8.0), 4
-    assert exposed(calls, np.array(100.0), layers, 0.0) == 2.0  # the first of four layers overlaps with nothing
-    assert exposed(calls, np.array(100.0), layers, 0.5) == 2.0 + 0.5 * 6.0
-    assert exposed(calls, np.array(4.0), layers, 0.0) == 8.0 - 3.0  # more than three quarters of the pass
+    assert exposed_seconds(calls, np.array(100.0), layers, 0.0) == 2.0  # the first of four layers overlaps with nothing
+    assert exposed_seconds(calls, np.array(100.0), layers, 0.5) == 2.0 + 0.5 * 6.0
+    assert exposed_seconds(calls, np.array(4.0), layers, 0.0) == 8.0 - 3.0  # more than three quarters of the pass
 
 
 def test_interleaved_pipeline_overlaps_more_of_its_reductions():
@@ -360,11 +360,11 @@ def test_step_waits_for_the_host_where_kernels_are_short():
 def test_all_devices_wait_for_the_slowest():
     """More with more nodes; not on a machine that was measured, whose measurement has it."""
     one, many = of("h100-sxm", 8), of("h100-sxm", 1024)
-    assert waits(one) == (1.0, pytest.approx(0.005))
-    factor, seconds = waits(many)
+    assert straggler_terms(one) == (1.0, pytest.approx(0.005))
+    factor, seconds = straggler_terms(many)
     assert 1.01 < factor < 1.05 and 0.03 < seconds < 0.2
     measured = dataclasses.replace(example(), copies=())
-    assert waits(dataclasses.replace(many, measured=measured)) == (1.0, 0.0)
+    assert straggler_terms(dataclasses.replace(many, measured=measured)) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(("ep", "places"), [(16, 2), (8, 8)])

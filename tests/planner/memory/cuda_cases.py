@@ -538,7 +538,7 @@ if __name__ == "__main__":
             between,
             predicted.peak_bytes,
             predicted.between_steps,
-            predicted.moment,
+            predicted.peak_snapshot,
             highest[:60],
             items[:60],
             unexpected,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.model.tiled_attention import Span, cut_tiles
-from meshwright.planner.memory.attention_tiles import Heads, Lies, Starts, _tiles, backward_bytes
+from meshwright.planner.memory.attention_tiles import Heads, InputStrides, Starts, _tiles, backward_bytes
 from tests.packed_documents import documents_from_starts
 
 
@@ -47,6 +47,6 @@ def test_unknown_documents_are_priced_at_their_maximum(seed: int) -> None:
     heads = Heads(rows, 2, make.randint(1, rows), 2, group, 32, length, min(128, length))
     starts = rows_of(rows, length, seed)
     for (x, wide), window, turned in product(((4, 4), (2, 4)), (None, 64), (True, False)):
-        known = backward_bytes(heads, Lies(turned), window, x, wide, starts, False)
-        most = backward_bytes(heads, Lies(turned), window, x, wide, None, True)
+        known = backward_bytes(heads, InputStrides(turned), window, x, wide, starts, False)
+        most = backward_bytes(heads, InputStrides(turned), window, x, wide, None, True)
         assert known.all <= most.all, (heads, starts)

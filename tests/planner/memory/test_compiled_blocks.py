@@ -15,10 +15,10 @@ from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.recompute import ActivationCheckpointing
+from meshwright.planner.api import plan
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.memory.compiled_split import queued_bytes
+from meshwright.planner.memory.compiled_peaks import queued_bytes
 from meshwright.planner.memory.saved import saved_activations
-from meshwright.planner.search.estimate import evaluate
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model
@@ -90,7 +90,7 @@ def test_saved_and_queued_tensors_of_split_backward_match_prediction(recompute: 
     operands = [each.untyped_storage() for product in queue._queues[0] for each in product.operands]
     held = {each.data_ptr(): each.nbytes() for each in operands}
     at = MicroBatch.of(config, layout, rows, sequence, dtype=case.dtype)
-    assert sum(held.values()) == sum(queued_bytes(at, layer, dtype.itemsize) for layer in range(config.layers))
+    assert sum(held.values()) == sum(queued_bytes(at, layer) for layer in range(config.layers))
 
 
 @pytest.mark.exhaustive
@@ -128,7 +128,7 @@ SMALL_MIXTURE = dataclasses.replace(
 def test_peak_of_compiled_mixture_matches_allocator() -> None:
     found = measure(Step(SMALL_MIXTURE, "dp1", 4, 128, dtype="bfloat16", compiled=True))
     passing, predicted = found.peak - found.before, found.predicted.peak_bytes - found.predicted.between_steps
-    assert predicted == pytest.approx(passing, rel=0.01), (found.where, found.predicted.moment)
+    assert predicted == pytest.approx(passing, rel=0.01), (found.where, found.predicted.peak_snapshot)
     assert found.predicted.compiled
 
 
@@ -138,12 +138,12 @@ def test_peak_of_compiled_step_matches_allocator() -> None:
     step = Step(SMALL_HEAD, "dp1", 4, 128, dtype="bfloat16", compiled=True)
     found = measure(step)
     passing, predicted = found.peak - found.before, found.predicted.peak_bytes - found.predicted.between_steps
-    assert predicted == pytest.approx(passing, rel=0.01), (found.where, found.predicted.moment)
+    assert predicted == pytest.approx(passing, rel=0.01), (found.where, found.predicted.peak_snapshot)
     assert found.predicted.compiled
 
 
 def memory_and_warnings(model: str, layout: str, compile: bool = True) -> tuple[float, tuple[str, ...]]:
-    one = evaluate(model, "8xh100-sxm", layout, sequence=4096, batch=16, compile=compile)
+    one = plan(model, "8xh100-sxm", layout, sequence=4096, batch=16, compile=compile).best
     return one.memory.peak_bytes, tuple(said for said in one.warnings if "bounds" not in said)
 
 

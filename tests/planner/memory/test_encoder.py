@@ -9,14 +9,15 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.planner.api import plan
 from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import operations, total_flops
 from meshwright.planner.cost.operators import FLASH_BACKWARD
-from meshwright.planner.memory.rank_memory import fullest
-from meshwright.planner.search.estimate import evaluate, problem_of
+from meshwright.planner.memory.rank_memory import fullest_rank
+from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.screen import screen
 from meshwright.planner.search.search import search
 from meshwright.spec.config import ModelConfig
@@ -128,7 +129,8 @@ LARGE_HEAD = dataclasses.replace(small(), vocabulary=8192)
 def test_peak_of_step_matches_allocator(step: EncoderStep, near: float) -> None:
     found = measure(step)
     check_states(found)
-    assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=near), (found.where, found.predicted.moment)
+    at = found.where, found.predicted.peak_snapshot
+    assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=near), at
 
 
 def test_warnings_name_masked_share_and_unsupported_training() -> None:
@@ -143,7 +145,7 @@ def test_warnings_name_masked_share_and_unsupported_training() -> None:
     with pytest.raises(UserError, match="sequence 1024 is longer than the model's 512 positions"):
         search(problem_of("bert-large-uncased", "8xa100-40", sequence=1024, batch=256), 3)
     with pytest.raises(UserError, match="runs on dp with any zero; leave tp2 out"):
-        evaluate("bert-large-uncased", "8xa100-40", "dp4 tp2", sequence=512, batch=256)
+        plan("bert-large-uncased", "8xa100-40", "dp4 tp2", sequence=512, batch=256)
 
 
 def test_head_computes_masked_tokens_or_one_label_per_sequence() -> None:
@@ -164,7 +166,7 @@ def test_closed_form_memory_is_near_ledger(head: str) -> None:
     seen = 0
     for at in range(0, len(every.candidate), 3):
         layout = every.layout(at)
-        peak = fullest(problem, layout).peak_bytes
+        peak = fullest_rank(problem, layout).peak_bytes
         if peak > 4 * 2**30:
             assert every.bytes[at] == pytest.approx(peak, rel=0.1), layout
             seen += 1

@@ -8,8 +8,8 @@ import pytest
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT
-from meshwright.planner.memory.compiled_layers import block_of
+from meshwright.planner.memory import compiled_blocks
+from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, run
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
@@ -83,10 +83,10 @@ def test_in_place_result_needs_no_memory() -> None:
 
 def backward(config: ModelConfig, dtype: str, rows: int, sequence: int, layout: str = "dp1") -> list[KernelMemory]:
     at = MicroBatch.of(config, Layout.parse(layout), rows, sequence, dtype=dtype)
-    block = block_of(at, 0, {"float32": 4, "bfloat16": 2}[dtype])
-    kernels = list(block.backward())
+    block = CompiledBlock(at, 0)
+    kernels = block.backward
     stay = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
-    given = {name: block.bytes(name) for name in (*block.kept(), INPUT, GRADIENT)}
+    given = {name: block.bytes(name) for name in (*block.saved, INPUT, GRADIENT)}
     return run(kernels, given, {*stay, INPUT_GRADIENT})
 
 
@@ -157,3 +157,13 @@ def test_peak_buffers_of_mixture_backward_match_inductor(
     for held in backward(config, dtype, rows, sequence, layout):
         most = max(most, held.bytes - sum(each.bytes for each in held.inside))
     assert most == pytest.approx(listed, rel=0.01)
+
+
+def test_tables_are_those_of_the_nearest_torch_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, warned in (((2, 13), False), ((2, 99), True), ((1, 0), True), (None, False)):
+        monkeypatch.setattr(compiled_blocks, "installed_torch", lambda version=version: version)
+        compiled_blocks._tables.cache_clear()
+        line = compiled_blocks.version_warning()
+        assert (line is not None) == warned
+        assert line is None or line.startswith("compiled blocks: kernels are those of torch 2.13, not of the installed")
+    compiled_blocks._tables.cache_clear()

@@ -9,9 +9,9 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.planner.api import plan
 from meshwright.planner.memory import states
 from meshwright.planner.memory.ledger import CATEGORIES, Ledger, ledger
-from meshwright.planner.search.estimate import evaluate
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.presets import preset
 from meshwright.training import optimizer
@@ -57,7 +57,8 @@ SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4
 def test_peak_of_step_matches_allocator(step: Step) -> None:
     found = measure(step)
     check_states(found)
-    assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), (found.where, found.predicted.moment)
+    at = found.where, found.predicted.peak_snapshot
+    assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), at
 
 
 def test_unknown_documents_need_at_most_predicted_memory() -> None:
@@ -66,7 +67,7 @@ def test_unknown_documents_need_at_most_predicted_memory() -> None:
 
 
 def test_warning_if_memory_is_maximum_over_documents() -> None:
-    one, several = (evaluate(SMALL_HEAD, here(), "dp2", sequence=256, batch=8, documents=each) for each in (1.0, 2.0))
+    one, several = (plan(SMALL_HEAD, here(), "dp2", sequence=256, batch=8, documents=each).best for each in (1.0, 2.0))
     warning = "memory is the maximum over all document boundaries within sequences"
     assert warning in several.warnings and warning not in one.warnings
     assert several.memory.peak_bytes > one.memory.peak_bytes

@@ -57,5 +57,5 @@ def test_items_add_up_where_a_split_backward_ends():
         MODELS["llama-3-8b"], layout, batch=96, sequence=4096, precision="bf16", rank=12, documents=True, device="cuda",
         compile=True,
     )  # fmt: skip
-    assert found.moment == "input gradients"
+    assert found.peak_snapshot == "input gradients"
     assert sum(item.bytes for item in found.items if item.category != "framework") == found.peak_bytes

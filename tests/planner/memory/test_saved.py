@@ -13,7 +13,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed
 from meshwright.planner.memory.saved import saved_activations
-from meshwright.planner.memory.tensors import Saved
+from meshwright.planner.memory.snapshot import Saved
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import PRESETS, preset

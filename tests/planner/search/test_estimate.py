@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-import meshwright.planner
-import meshwright.planner.api
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.planner.api import plan
 from meshwright.planner.cost.flops import training_flops_per_token
 from meshwright.planner.jobs import answer
 from meshwright.planner.memory.ledger import ledger
-from meshwright.planner.memory.rank_memory import CONTRACT, memory_of
-from meshwright.planner.search.estimate import Estimate, evaluate
+from meshwright.planner.memory.rank_memory import MEMORY_PARTS, memory_of
+from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.show.explain import explain
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
@@ -26,7 +25,7 @@ from meshwright.spec.presets import preset
 
 def estimate(layout: str = "dp8 zero1 tp8", **options: Any) -> Estimate:
     wanted: dict[str, Any] = {"sequence": 4096, "batch": 128, **options}
-    return evaluate(wanted.pop("model", "llama-3-8b"), wanted.pop("cluster", "64xh100-sxm"), layout, **wanted)
+    return plan(wanted.pop("model", "llama-3-8b"), wanted.pop("cluster", "64xh100-sxm"), layout, **wanted).best
 
 
 def test_document_has_its_keys_and_adds_up():
@@ -34,7 +33,7 @@ def test_document_has_its_keys_and_adds_up():
     found = one.document()
     assert found["layout"] == "dp4 zero1 tp4 pp4 mb8 ac:selective bf16" and found["fits"] is True
     memory = found["memory_gib"]
-    assert sum(memory[part] for part in CONTRACT) == pytest.approx(memory["peak"])
+    assert sum(memory[part] for part in MEMORY_PARTS) == pytest.approx(memory["peak"])
     assert sum(found["breakdown_seconds"].values()) == pytest.approx(found["step_seconds"])
     assert found["step_seconds_low"] < found["step_seconds"] < found["step_seconds_high"]
     assert found["tokens_per_second_per_device"] == pytest.approx(128 * 4096 / found["step_seconds"] / 64)
@@ -76,7 +75,7 @@ def test_memory_of_other_engines_matches_publications():
     selective recomputation and sequence parallelism; 16 bytes a parameter, gradients in float32 two more."""
     config = dataclasses.replace(preset("gpt3-175b"), hidden=6144, heads=64, kv_heads=64, head_dim=96, layers=48)
     config = dataclasses.replace(config, intermediate=24576, vocabulary=51200)
-    one = evaluate(config, "8xa100-80", "tp8 ac:selective", sequence=2048, batch=4, engine="megatron")
+    one = plan(config, "8xa100-80", "tp8 ac:selective", sequence=2048, batch=4, engine="megatron").best
     found = one.memory.by_category()
     kept = sum(item.bytes for item in one.memory.items if item.category == "activations" and " layers x " in item.name)
     assert kept == pytest.approx(48 * 34 * 2048 * 4 * 6144 / 8, rel=0.01)
@@ -116,12 +115,6 @@ def test_operations_add_up_to_compute_time(precision: str):
     assert sum(row.share for row in rows) == pytest.approx(1.0)
     bound = {row.name: row.bound for row in rows if row.phase == "forward"}
     assert bound["mlp.up"] == "compute" and bound["residual"] == "memory"
-
-
-def test_python_call_equals_internal_call():
-    assert meshwright.planner.evaluate is evaluate
-    with pytest.raises(AttributeError):
-        _ = meshwright.planner.evaluates  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +159,7 @@ def test_unsupported_configuration_is_refused(tmp_path: Path):
 @pytest.mark.filterwarnings("ignore::meshwright.errors.ModelWarning")
 def test_configuration_of_another_architecture_is_priced_with_a_warning(changes: dict[str, Any], message: str | None):
     data = {**config_to_huggingface(preset("llama-tiny")), **changes}
-    one = evaluate(data, "1xa100-80", "dp1", sequence=64, batch=1)
+    one = plan(data, "1xa100-80", "dp1", sequence=64, batch=1).best
     said = [line for line in one.warnings if "bounds are wider" not in line]  # no published run is as small
     assert any(message in line for line in said) if message else said == []
 
@@ -184,12 +177,12 @@ def test_unknown_architecture_is_named_first(name: str, reason: str):
     """Its quantization is not reported instead."""
     data = {"model_type": name, "quantization_config": {"quant_method": "fp8"}}
     with pytest.raises(UserError, match=f"'{name}' {reason}; it can be neither planned nor run"):
-        evaluate(data, "1xa100-80", "dp1", sequence=64, batch=1)
+        plan(data, "1xa100-80", "dp1", sequence=64, batch=1)
 
 
 def test_more_documents_than_tokens_are_refused():
     with pytest.raises(UserError, match="documents 65: a sequence of 64 tokens"):
-        evaluate("llama-tiny", "1xa100-80", "dp1", sequence=64, batch=1, documents=65)
+        plan("llama-tiny", "1xa100-80", "dp1", sequence=64, batch=1, documents=65)
 
 
 def test_layout_that_cannot_run_is_priced_with_a_warning():
@@ -240,8 +233,8 @@ def test_adapters_of_rank_16_on_7b_have_the_memory_of_the_texts():
     assert states[1] == pytest.approx(2 * base + 18 * trained, rel=0.01)
     assert states[2] == pytest.approx(2 * (base - blocks) + 4.5 / 8 * blocks + 18 * trained, rel=0.01)
     assert half["step_seconds"] < full["step_seconds"] and half["mfu"] < 1
-    plan = meshwright.planner.api.plan("llama-2-7b", "1xh200", "ac:full bf16", sequence=2048, batch=1, adapter=lora)
-    assert plan.layouts[0] == half
+    planned = plan("llama-2-7b", "1xh200", "ac:full bf16", sequence=2048, batch=1, adapter=lora)
+    assert planned.layouts[0] == half
     for more, message in (
         ({"adapter": {"kind": "loar"}}, 'unknown adapter "loar"; did you mean "lora"'),
         ({"adapter": lora | {"targets": ["q_porj"]}}, 'did you mean "q_proj"'),
@@ -263,7 +256,7 @@ def test_each_job_has_its_own_warnings():
 
 
 def test_layout_objects_are_accepted():
-    one = evaluate("gpt2", "8xa100-40", Layout(dp=8), sequence=1024, batch=64)
+    one = plan("gpt2", "8xa100-40", Layout(dp=8), sequence=1024, batch=64).best
     assert one.layout.precision == "bf16"
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from meshwright.planner.api import plan
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.search.decided import on_device
-from meshwright.planner.search.estimate import evaluate, problem_of
+from meshwright.planner.search.estimate import problem_of
 from meshwright.planner.search.nearest import nearest, of_devices
 from meshwright.planner.search.screen import screen
 from meshwright.planner.search.search import search
-from meshwright.planner.show.text import found_text, nearest_text
+from meshwright.planner.search.shortlist import on_device
+from meshwright.planner.show.text import nearest_text, search_text
 
 WANTED = {"sequence": 2048, "batch": 64}
 
@@ -25,10 +26,10 @@ def test_nearest_reports_least_memory_and_sufficient_devices():
         > 0.8 * room
     )
     # The suggested number of devices suffices; half of it does not.
-    assert evaluate("llama-3-70b", f"{closest.devices}xa100-40", closest.enough.layout, **WANTED).fits
+    assert plan("llama-3-70b", f"{closest.devices}xa100-40", closest.enough.layout, **WANTED).best.fits
     half = problem_of("llama-3-70b", f"{closest.devices // 2}xa100-40", **WANTED)
     assert on_device(half, screen(half).bytes).min() > 0.9 * room
-    text = f"{found_text(found)}\n{nearest_text(closest)}"
+    text = f"{search_text(found)}\n{nearest_text(closest)}"
     assert f"{closest.devices} devices would suffice: {closest.enough.layout}, " in text and "none of them fits" in text
     assert closest.document()["enough"]["devices"] == closest.devices
 

@@ -15,18 +15,17 @@ from meshwright.planner.api import plan
 from meshwright.planner.cost.engines import engine
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
-from meshwright.planner.memory.rank_memory import fullest
+from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.problem import Problem, parse_reserve
-from meshwright.planner.search import decided as decided_room
 from meshwright.planner.search import search as search_room
-from meshwright.planner.search.estimate import Estimate, priced
-from meshwright.planner.search.screen import Priced, screen
-from meshwright.planner.search.search import FINAL, Found, search
-from meshwright.planner.search.selection import layout_kinds
+from meshwright.planner.search import shortlist as shortlist_module
+from meshwright.planner.search.estimate import Estimate, estimate_layout
+from meshwright.planner.search.screen import ScreenedLayouts, screen
+from meshwright.planner.search.search import FINAL, SearchResult, layout_kinds, search
 from meshwright.planner.search.space import layout_of
-from meshwright.planner.show.answers import document, nothing_fits
+from meshwright.planner.show.answers import document, no_fit_error
 from meshwright.planner.show.page import page
-from meshwright.planner.show.text import found_text
+from meshwright.planner.show.text import search_text
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
 from tests.conftest import exhaustive
@@ -43,12 +42,12 @@ PROBLEMS = {
 
 
 @cache
-def screened(name: str) -> Priced:
+def screened(name: str) -> ScreenedLayouts:
     return screen(PROBLEMS[name])
 
 
 @cache
-def searched(name: str) -> Found:
+def searched(name: str) -> SearchResult:
     return search(PROBLEMS[name], 8)
 
 
@@ -85,7 +84,7 @@ def test_preference_loss_is_priced_alike_in_search():
     assert one.time.seconds == pytest.approx(alone.seconds)
     tokens = 1024 * 64 / 8
     twice = 2 * tokens * problem.config.hidden * problem.config.vocabulary / problem.cluster.peak("fp16")
-    next_token = priced(dataclasses.replace(problem, pairs=False), one.layout).time.seconds
+    next_token = estimate_layout(dataclasses.replace(problem, pairs=False), one.layout).time.seconds
     assert next_token + twice < one.time.seconds < next_token + 4 * twice
 
 
@@ -95,7 +94,7 @@ def test_closed_form_memory_is_near_ledger(name: str):
     layout of a kind."""
     problem, every = PROBLEMS[name], screened(name)
     errors = [
-        abs(float(every.bytes[at]) / fullest(problem, layout).peak_bytes - 1)
+        abs(float(every.bytes[at]) / fullest_rank(problem, layout).peak_bytes - 1)
         for at, layout in layouts(name, 60)
         if every.bytes[at] < 2 * problem.cluster.device.memory_bytes
     ]
@@ -128,7 +127,9 @@ def test_search_lists_the_fastest_of_each_kind():
         *(column.tolist() for column in (every.candidate, every.pipe, every.zero, every.hybrid, kinds)), strict=True
     )
     of_layout = {
-        str(layout_of(problem, every.candidates[way], every.pipes[pipe], zero, hybrid).with_(precision="fp16")): kind
+        str(
+            layout_of(problem, every.candidates[way], every.pipelines[pipe], zero, hybrid).with_(precision="fp16")
+        ): kind
         for way, pipe, zero, hybrid, kind in entries
     }
     shown = {of_layout[str(one.layout)]: one.time.seconds for one in found.best}
@@ -144,8 +145,8 @@ def test_reserved_memory_counts_as_taken():
         for reserve in (0, 0.9)
     )
     assert free.fits and not kept.fits and free.memory == kept.memory
-    assert kept.problem.room == pytest.approx(0.1 * free.problem.room)
-    room = free.problem.room
+    assert kept.problem.usable_bytes == pytest.approx(0.1 * free.problem.usable_bytes)
+    room = free.problem.usable_bytes
     just = dataclasses.replace(
         free, problem=dataclasses.replace(free.problem, reserve=room - 1.01 * free.memory.device_bytes)
     )
@@ -183,13 +184,13 @@ def test_no_candidate_beats_the_best(name: str):
     chosen = near if len(near) <= 20 else np.random.default_rng(1).choice(near, 20, replace=False)
     for at in chosen:
         layout = every.layout(at)
-        one = priced(problem, layout)
+        one = estimate_layout(problem, layout)
         assert not one.fits or one.time.seconds >= first.time.seconds * 0.999, str(layout)
 
 
 def test_search_covers_schedules_of_training():
     """Except `looped-bfs`, which keeps all micro-batches of several chunks, and `auto`, which is itself a search."""
-    looked_at = {pipe.schedule for pipe in screened("dense").pipes}
+    looked_at = {pipe.schedule for pipe in screened("dense").pipelines}
     assert looked_at == {*SCHEDULES} - {*ASYNCHRONOUS_SCHEDULES, "looped-bfs", "auto"}
 
 
@@ -223,7 +224,7 @@ def test_search_matches_exhaustive_pricing_of_small_space():
             for recompute in ("", " ac:selective", " ac:full"):
                 layout = Layout.parse(f"{text} mb{micro}{recompute}")
                 if 4 % (layout.dp * micro) == 0:
-                    best.append(priced(problem, layout))
+                    best.append(estimate_layout(problem, layout))
     fastest = min(one.time.seconds for one in best)
     assert search(problem, 1).best[0].time.seconds <= fastest * (1 + 1e-9)
 
@@ -233,9 +234,9 @@ def test_suggested_change_makes_faster_layout_fit():
     found = search(problem, 3)
     assert found.advice
     for one in found.advice:
-        assert not priced(problem, one.layout).fits or one.bytes > 0.9 * problem.cluster.device.memory_bytes
+        assert not estimate_layout(problem, one.layout).fits or one.bytes > 0.9 * problem.cluster.device.memory_bytes
         if one.instead is not None:
-            assert priced(problem, one.instead).fits, str(one.instead)
+            assert estimate_layout(problem, one.instead).fits, str(one.instead)
             assert one.instead_seconds is not None and one.instead_seconds >= 0.99 * found.best[0].time.seconds
             assert one.change
             parts = f" {one.instead} sequence-parallel norms "
@@ -249,17 +250,17 @@ def test_layouts_that_do_not_fit_are_faster_and_not_listed(erring: float, monkey
     problem = Problem(preset("gpt2-xl"), cluster("8xv100"), 1024, 256, precision="fp16")
     every = screen(problem)
     too_large = search_room.on_device(problem, every.bytes) > problem.cluster.device.memory_bytes
-    every.seconds[too_large & np.array([pipe.ranks == 8 for pipe in every.pipes])[every.pipe]] *= erring
+    every.seconds[too_large & np.array([pipe.ranks == 8 for pipe in every.pipelines])[every.pipe]] *= erring
     monkeypatch.setattr(search_room, "screen", lambda problem: every)
     found = search(problem, 20)
     assert found.advice or erring < 1
     assert list(found.advice) == sorted(found.advice, key=lambda one: one.seconds)
     for one in found.advice:
-        exact = priced(problem, one.layout)
+        exact = estimate_layout(problem, one.layout)
         assert not exact.fits and one.layout not in [each.layout for each in found.best]
         assert one.seconds == pytest.approx(exact.time.seconds) and one.seconds < found.best[0].time.seconds
         if one.instead is not None:
-            assert one.instead_seconds == pytest.approx(priced(problem, one.instead).time.seconds)
+            assert one.instead_seconds == pytest.approx(estimate_layout(problem, one.instead).time.seconds)
 
 
 def test_layout_that_fits_by_ledger_alone_is_found():
@@ -267,12 +268,12 @@ def test_layout_that_fits_by_ledger_alone_is_found():
     problem, found = PROBLEMS["one node"], search(PROBLEMS["one node"], 20)
     every = screened("one node")
     needed = search_room.on_device(problem, every.bytes)
-    closed = {layout_of(problem, every.candidates[w], every.pipes[p], z, h): n for w, p, z, h, n in zip(
+    closed = {layout_of(problem, every.candidates[w], every.pipelines[p], z, h): n for w, p, z, h, n in zip(
         *(column.tolist() for column in (every.candidate, every.pipe, every.zero, every.hybrid, needed)), strict=True
     )}  # fmt: skip
     for one in found.best:
         exact = max(one.memory.device_bytes, search_room.device_bytes(problem, one.layout))
-        if exact * 1.03 < closed[one.layout] < exact * decided_room.DOUBT_ABOVE:
+        if exact * 1.03 < closed[one.layout] < exact * shortlist_module.DOUBT_ABOVE:
             break
     else:
         pytest.fail("no closed form asks for more than the ledger")
@@ -289,23 +290,23 @@ def test_no_suggestions_if_nothing_fits():
 
 def test_stopped_search_reports_undecided_layouts(monkeypatch: pytest.MonkeyPatch):
     problem, whole = PROBLEMS["megatron"], searched("megatron")
-    assert whole.undecided == 0 and "stopped" not in found_text(whole)
+    assert whole.undecided == 0 and "stopped" not in search_text(whole)
     assert document(problem, whole.best, whole)["undecided"] == 0
     longer = search(problem, 20)
-    monkeypatch.setattr(decided_room, "MOST_PRICED", 6)  # some of them do not fit
+    monkeypatch.setattr(shortlist_module, "MOST_PRICED", 6)  # some of them do not fit
     some = search(problem, 4)
     shown, slowest = {one.layout for one in some.best}, some.best[-1].time.seconds
     better = [one for one in longer.best if one.layout not in shown and one.time.seconds < slowest]
     assert len(some.best) == 4 and better  # the search did stop early
     assert len(better) <= some.undecided < 100
-    assert f"{some.undecided:,} more layouts may be better than the last one listed" in found_text(some)
+    assert f"{some.undecided:,} more layouts may be better than the last one listed" in search_text(some)
     assert f"{some.undecided:,} more layouts" in page(problem, "gpt3-175b", some.best, some)
     assert document(problem, some.best, some)["undecided"] == some.undecided
-    monkeypatch.setattr(decided_room, "MOST_PRICED", 0)
+    monkeypatch.setattr(shortlist_module, "MOST_PRICED", 0)
     none = search(problem, 3)
     assert not none.best and none.undecided > 1000
-    assert "more layouts may be small enough" in found_text(none)
-    assert nothing_fits(none).startswith("none of the")
+    assert "more layouts may be small enough" in search_text(none)
+    assert no_fit_error(none).startswith("none of the")
 
 
 def test_indivisible_batch_is_refused():
@@ -317,10 +318,10 @@ def test_layouts_of_engine_that_keeps_gathered_parameters_are_found():
     """torchtitan keeps ZeRO-3 parameters all-gathered from the first micro-batch to the last."""
     problem = Problem(preset("llama-2-70b"), cluster("64xa100-80"), 4096, 512, engine=engine("torchtitan"))
     every = screen(problem)
-    long = np.array([pipe.ranks > 1 for pipe in every.pipes])[every.pipe] & (every.zero == 3)
+    long = np.array([pipe.ranks > 1 for pipe in every.pipelines])[every.pipe] & (every.zero == 3)
     for at in np.flatnonzero(long)[:: int(long.sum()) // 12]:
-        way, pipe = every.candidates[every.candidate[at]], every.pipes[every.pipe[at]]
+        way, pipe = every.candidates[every.candidate[at]], every.pipelines[every.pipe[at]]
         layout = layout_of(problem, way, pipe, 3, int(every.hybrid[at]))
-        assert every.bytes[at] > 0.7 * fullest(problem, layout).peak_bytes, str(layout)
+        assert every.bytes[at] > 0.7 * fullest_rank(problem, layout).peak_bytes, str(layout)
     found = search(problem, 3)
     assert len(found.best) == 3 and all(one.fits for one in found.best)

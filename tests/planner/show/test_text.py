@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from meshwright.cli.main import meshwright
-from meshwright.planner.search.estimate import evaluate
+from meshwright.planner.api import plan
 from meshwright.planner.show.explain import busiest, explain
-from meshwright.planner.show.text import Unit, around, explain_text, wrapped
+from meshwright.planner.show.text import Unit, explain_text, seconds_text, wrapped
 
 REQUEST = ("plan", "llama-3.1-405b", "--cluster", "1024xh100-sxm", "--sequence", "8192", "--batch", "512")
 SEARCH = ("plan", "llama-3-8b", "--cluster", "8xh100-sxm", "--sequence", "8192", "--batch", "64")
@@ -68,7 +68,7 @@ def test_ledger_lists_every_tensor_with_stage_and_lifetime():
     "layout", ["dp2 tp8 mb16", "dp4 pp4 mb8 ac:full", "dp4 zero1 pp4:interleaved:3 mb8", "dp4 pp4:zb-v mb8"]
 )
 def test_operations_add_up_to_computation_of_a_step(layout: str):
-    one = evaluate("llama-3-8b", "16xh100-sxm", layout, sequence=4096, batch=64)
+    one = plan("llama-3-8b", "16xh100-sxm", layout, sequence=4096, batch=64).best
     rank = busiest(one.problem, one.layout)
     rows = explain(one.problem, one.layout, rank)
     together = one.layout.micro_batches * sum(row.seconds for row in rows)
@@ -78,6 +78,7 @@ def test_operations_add_up_to_computation_of_a_step(layout: str):
 
 
 def test_times_are_printed_with_bounds():
-    one = evaluate("llama-3-8b", "16xh100-sxm", "dp2 tp8 mb16", sequence=4096, batch=64)
+    one = plan("llama-3-8b", "16xh100-sxm", "dp2 tp8 mb16", sequence=4096, batch=64).best
     time = one.time
-    assert around(one.problem, one.layout, time.seconds) == f"{time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g})"
+    bounds = seconds_text(one.problem, one.layout, time.seconds)
+    assert bounds == f"{time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g})"

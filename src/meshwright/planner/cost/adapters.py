@@ -72,7 +72,7 @@ def _unpacked(at: MicroBatch, product: Operation, arrives: bool) -> Iterator[Ope
     """Yield the kernels that unpack the weight of a product, again for the input's gradient."""
     assert at.config.adapter and product.shape
     _, outputs, inputs = product.shape
-    of = elementwise.UNPACKED[str(at.config.adapter.packed)]
+    of = elementwise.traffic(f"unpacked_{at.config.adapter.packed}").forward
     phases: tuple[Phase, ...] = ("forward", "input") if arrives else ("forward",)
     for phase in phases:
         moved = of.bytes(at.itemsize) * outputs * inputs / of.kernels
@@ -93,14 +93,14 @@ def _with_adapter(at: MicroBatch, operator: Operator, product: Operation, adapte
         found += products(at, f"{name}.b", Linear(rows, width, rank))
         parts.append(SavedTensor(f"{name}.product.{number}", (rows, width), "x"))
         written = written + width
-    found += pointwise(at, f"{name}.scale", rows * matrices * rank, elementwise.SCALED)
-    found += pointwise(at, f"{name}.sum", rows * outputs, elementwise.ADAPTED)
+    found += pointwise(at, f"{name}.scale", rows * matrices * rank, "scaled")
+    found += pointwise(at, f"{name}.sum", rows * outputs, "adapted")
     saved, parameters = [SavedTensor(f"{name}.low", (rows, matrices * rank), "x")], matrices * rank * inputs
     parameters = parameters + rank * written
     if dora:
         norms = Linear(written, rank, inputs), Linear(rank, rank, inputs, matrices), Linear(written, rank, rank)
         found += [products(at, f"{name}.norms", each)[0] for each in norms]
-        found += pointwise(at, f"{name}.magnitude", rows * outputs, elementwise.SCALED_BY_VECTOR)
+        found += pointwise(at, f"{name}.magnitude", rows * outputs, "scaled_by_vector")
         saved += [
             SavedTensor(f"{name}.unscaled", (rows, outputs), "x"),
             SavedTensor(f"{name}.factors", (outputs,), "x"),

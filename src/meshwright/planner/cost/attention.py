@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, at_least
 from meshwright.planner.cost.operators import (
     FLASH_BACKWARD,
@@ -29,7 +28,7 @@ _ACTIVATIONS: tuple[tuple[Phase, int], ...] = (("forward", 1), ("input", 2))
 
 def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
     """Yield the operators of attention: projections, positions and softmax(q kᵀ) v. kind: of the layer."""
-    config, fusion = at.config, at.engine.fusion
+    config = at.config
     size = max(config.head_dim, config.value_dim)  # of queries, keys and values in the kernel
     tokens, window = (at.rows, at.tokens), kind.window
     rotated = kind.rotates or config.query_key_norm  # then queries and keys are copies of the product's
@@ -46,25 +45,24 @@ def attention(at: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
             at, "attention.qkv", Linear(at.all_tokens, at.qkv_width, config.hidden, bias=config.qkv_bias), saved=saved,
             kept=(fused,), collectives=tuple(enter(at, "attention.input")),
         )  # fmt: skip
-    yield Operator("attention.join", pointwise(at, "attention.join", at.all_tokens * at.qkv_width, elementwise.JOINED))
+    yield Operator("attention.join", pointwise(at, "attention.join", at.all_tokens * at.qkv_width, "join"))
     elements = at.all_tokens * (at.heads + at.kv_heads) * size
     if config.query_key_norm:
         yield Operator(
-            "attention.norms", pointwise(at, "attention.norms", elements, elementwise.norm("rmsnorm", fusion)),
+            "attention.norms", pointwise(at, "attention.norms", elements, "rmsnorm"),
             tuple(_query_key_norms(at)), kept=_mean_squares(at),
             collectives=tuple(average_square(at)) * 2 if config.projection_norm else (),
             parameters=(at.heads + at.kv_heads if config.projection_norm else 2) * size,
         )  # fmt: skip
     if kind.rotates:
-        yield Operator("attention.rotary", pointwise(at, "attention.rotary", elements, elementwise.rotary(fusion)))
+        yield Operator("attention.rotary", pointwise(at, "attention.rotary", elements, "rotary"))
         if config.rotated_norm:
-            of = elementwise.norm("rmsnorm", fusion)
-            saved = tuple(_rotated_norms(at, size))
-            yield Operator("attention.rotated_norms", pointwise(at, "attention.rotated_norms", elements, of), saved)
+            name = "attention.rotated_norms"
+            yield Operator(name, pointwise(at, name, elements, "rmsnorm"), tuple(_rotated_norms(at, size)))
     elif kind.tempered:
         queries = at.all_tokens * at.heads * size
         saved = () if at.ulysses else (SavedTensor("attention.query", (at.rows, at.heads, at.tokens, size), "x"),)
-        yield Operator("attention.temper", pointwise(at, "attention.temper", queries, elementwise.SCALED), saved)
+        yield Operator("attention.temper", pointwise(at, "attention.temper", queries, "scaled"), saved)
     if at.ulysses:
         yield from _all_to_all(at)
     elif rotated:
@@ -99,10 +97,9 @@ def _latent_projections(at: MicroBatch, latent: LatentAttention) -> Iterator[Ope
         saved = SavedTensor(f"attention.{name}.input", (*tokens, inputs), "x")
         if not first:  # the input is normalised
             norm = name.replace("_up", "_norm")
-            of = elementwise.norm("rmsnorm", at.engine.fusion)
             copies = (SavedTensor(f"attention.{norm}.input", saved.shape, "wide"),) if at.narrow else ()
             yield Operator(
-                f"attention.{norm}", pointwise(at, f"attention.{norm}", at.all_tokens * inputs, of),
+                f"attention.{norm}", pointwise(at, f"attention.{norm}", at.all_tokens * inputs, "rmsnorm"),
                 (*copies, *scaled(f"attention.{norm}", saved.shape, centred=False)), parameters=inputs,
             )  # fmt: skip
         # Latent vectors are views of the first product, which the norms of wide types keep.
@@ -175,10 +172,9 @@ def _unfused_core(at: MicroBatch) -> Iterator[Operator]:
         both = [Operation(name, "product", phase, flops, moved, shape, heads * times) for phase, times in _ACTIVATIONS]
         yield Operator(name, tuple(both))
     scores = heads * queries * keys
-    of = elementwise.softmax(at.engine.fusion)
-    yield Operator("attention.softmax", pointwise(at, "attention.softmax", scores, of))
+    yield Operator("attention.softmax", pointwise(at, "attention.softmax", scores, "softmax"))
     if at.engine.dropout:
-        yield Operator("attention.dropout", pointwise(at, "attention.dropout", scores, elementwise.SCORES_DROPOUT))
+        yield Operator("attention.dropout", pointwise(at, "attention.dropout", scores, "scores_dropout"))
 
 
 def _tiled_core(at: MicroBatch, window: int | None) -> Iterator[Operator]:
@@ -200,7 +196,7 @@ def _tiled_core(at: MicroBatch, window: int | None) -> Iterator[Operator]:
     both: tuple[Phase, Phase] = ("forward", "input")
     products = [Operation("attention.scores", "float32 product", phase, flops, wide, shape, tiles) for phase in both]
     yield Operator("attention.scores", tuple(products))
-    passes = pointwise(at, "attention.softmax", scores / tiles, elementwise.CAPPED_SOFTMAX)
+    passes = pointwise(at, "attention.softmax", scores / tiles, "capped_softmax")
     yield Operator("attention.softmax", tuple(one._replace(count=one.count * tiles) for one in passes))
     value = Operation("attention.values", "product", "forward", flops, narrow, shape, tiles)
     # Of probabilities, values, queries and keys.

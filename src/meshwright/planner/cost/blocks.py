@@ -61,9 +61,8 @@ def norm(at: MicroBatch, name: str, rows: Number | None = None) -> Operator:
     config = at.config
     stream = at.rows * at.slice if rows is None else rows
     shape = (at.rows, at.slice, config.hidden) if rows is None else (rows, config.hidden)
-    of = elementwise.norm(config.norm, at.engine.fusion)
     return Operator(
-        name, pointwise(at, "norm", stream * config.hidden, of), tuple(_normed(at, name, shape)),
+        name, pointwise(at, "norm", stream * config.hidden, config.norm), tuple(_normed(at, name, shape)),
         parameters=config.hidden * (1 + config.norm_bias),
     )  # fmt: skip
 
@@ -84,11 +83,10 @@ def residual(at: MicroBatch) -> Iterator[Operator]:
     engine's runs, where there are any."""
     elements = at.rows * at.slice * at.config.hidden
     if at.config.residual_scale != 1:
-        of = elementwise.scaled_residual(at.engine.fusion)
-        yield Operator("residual.scale", pointwise(at, "residual.scale", elements, of))
-    yield Operator("residual", pointwise(at, "residual", elements, elementwise.residual(at.engine.fusion)))
+        yield Operator("residual.scale", pointwise(at, "residual.scale", elements, "scaled_residual"))
+    yield Operator("residual", pointwise(at, "residual", elements, "residual"))
     if at.engine.dropout:
-        yield Operator("dropout", pointwise(at, "dropout", elements, elementwise.RESIDUAL_DROPOUT))
+        yield Operator("dropout", pointwise(at, "dropout", elements, "residual_dropout"))
 
 
 # --- both ends
@@ -117,22 +115,22 @@ def _embedding(at: MicroBatch) -> Iterator[Operator]:
         ),
         tuple(saved), collectives=tuple(leave(at, "embedding", in_block=False)), parameters=table,
     )  # fmt: skip
-    stream, added = at.rows * at.slice * hidden, elementwise.residual("eager")
+    stream = at.rows * at.slice * hidden
     if config.embedding_factor != 1:
-        yield Operator("embedding.scale", pointwise(at, "embedding.scale", stream, elementwise.SCALED))
+        yield Operator("embedding.scale", pointwise(at, "embedding.scale", stream, "scaled"))
     if config.embedding_norm:
         yield norm(at, "embedding_norm")
     places = at.rows if at.masked else 1, at.tokens
     if config.positions == "learned":
         index = SavedTensor("positions.places", places, "index")
         yield Operator(
-            "positions", pointwise(at, "positions", stream, added),
+            "positions", pointwise(at, "positions", stream, "residual", "eager"),
             (index,) if at.masked or at.layout.cp == 1 else (), parameters=config.max_positions * hidden,
         )  # fmt: skip
     if config.token_types:
         index = SavedTensor("token_types.places", places, "index")
         yield Operator(
-            "token types", pointwise(at, "token types", stream, added),
+            "token types", pointwise(at, "token types", stream, "residual", "eager"),
             (index,) if config.positions == "learned" else (), parameters=config.token_types * hidden,
         )  # fmt: skip
 
@@ -151,7 +149,7 @@ def _head(at: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
     yield norm(at, "final_norm")
     if at.config.logit_divisor != 1:  # the head's input is divided, not the logits
         stream = at.rows * at.slice * at.config.hidden
-        yield Operator("head.scale", pointwise(at, "head.scale", stream, elementwise.SCALED))
+        yield Operator("head.scale", pointwise(at, "head.scale", stream, "scaled"))
     product = linear(
         at, "head", Linear(at.all_tokens, at.vocabulary, at.config.hidden),
         collectives=tuple(enter(at, "head.input", in_block=False)),
@@ -160,8 +158,7 @@ def _head(at: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
         product = product._replace(operations=(*product.operations, product.operations[0]._replace(phase="recompute")))
     yield product
     if at.config.logit_softcap:
-        logits, of = at.all_tokens * at.vocabulary, elementwise.capped_logits(at.engine.fusion)
-        capped = pointwise(at, "head.softcap", logits, of)
+        capped = pointwise(at, "head.softcap", at.all_tokens * at.vocabulary, "capped_logits")
         again = () if keeps_gradient else (capped[0]._replace(phase="recompute"),)
         yield Operator("head.softcap", (*capped, *again))
     yield _loss(at, at.all_tokens * at.vocabulary)._replace(collectives=tuple(_loss_collectives(at)))
@@ -201,8 +198,7 @@ def encoder_head(at: MicroBatch) -> Iterator[Operator]:
     dense, out = ("transform", "head") if masked else ("pooler", "classifier")
     outputs = config.vocabulary if masked else len(config.labels)
     yield linear(at, dense, Linear(places, hidden, hidden, bias=True))
-    of = elementwise.activation(False, at.engine.fusion)
-    yield Operator(f"{dense}.activation", pointwise(at, f"{dense}.activation", places * hidden, of))
+    yield Operator(f"{dense}.activation", pointwise(at, f"{dense}.activation", places * hidden, "activation"))
     if masked:
         yield norm(at, "transform_norm", places)
     if outputs:

@@ -55,6 +55,9 @@ class Request(NamedTuple):
         )  # fmt: skip
 
 
+_PROPERTIES = ("experts", "architecture", "eight_bit")
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Published runs of a kind.
@@ -66,22 +69,18 @@ class Kind:
         limits: The largest of its runs in each of `LIMITS`, or the smallest.
     """
 
-    experts: bool | None
-    architecture: str | None
-    eight_bit: bool | None
     low: float
     high: float
     runs: int
     projects: int
     limits: Mapping[str, float] = field(default_factory=dict)
+    experts: bool | None = None
+    architecture: str | None = None
+    eight_bit: bool | None = None
 
     def has(self, one: Request) -> bool:
         """Return True if a request is of this kind."""
-        asked = (one.experts, one.architecture, one.eight_bit)
-        return all(
-            mine in (None, its)
-            for mine, its in zip((self.experts, self.architecture, self.eight_bit), asked, strict=True)
-        )
+        return all(getattr(self, name) in (None, getattr(one, name)) for name in _PROPERTIES)
 
     @property
     def name(self) -> str:
@@ -178,19 +177,7 @@ def published() -> Table:
 
 def parse(table: Mapping[str, Any]) -> Table:
     """Return the parsed content of bounds.toml."""
-    kinds = [
-        Kind(
-            each.get("experts"),
-            each.get("architecture"),
-            each.get("eight_bit"),
-            each["low"],
-            each["high"],
-            each["runs"],
-            each["projects"],
-            each["limits"],
-        )
-        for each in table["kinds"]
-    ]
+    kinds = [Kind(**each) for each in table["kinds"]]
     own = {name: EngineRuns(**each) for name, each in table.get("own", {}).items()}
     return Table(tuple(kinds), frozenset(table["engines"]), table["widen"], own)
 

@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.program.durations import Floats
 
-__all__ = ["closed_makespan", "in_flight", "places_of"]
+__all__ = ["closed_makespan", "in_flight", "stages_by_rank"]
 
 SPLIT_SCHEDULES = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb", "dualpipe", "dualpipe-v", "auto")
 """Weight gradients wait until there is nothing else to do."""
@@ -19,7 +19,7 @@ V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules in which rank r holds stages r and 2 p - 1 - r of the 2 p stages (p ranks)."""
 
 
-def places_of(schedule: str, ranks: int, chunks: int) -> list[list[int]]:
+def stages_by_rank(schedule: str, ranks: int, chunks: int) -> list[list[int]]:
     """Return the stage indices of each pipeline rank under a schedule such as "1f1b". ranks: pipeline ranks; chunks:
     model chunks (stages) of each rank. V-shaped schedules give each rank two stages, bidirectional ones one stage of
     each of the two replicas."""

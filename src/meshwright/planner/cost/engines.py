@@ -1,13 +1,12 @@
-"""Training engines (frameworks) whose kernels, buffers and overlap are priced: the properties that decide the cost of a
-step.
-
-What is not said of an engine here is the same for all: the model's mathematics, the layout, the machine.
-"""
+"""Training engines (frameworks) whose kernels, buffers and overlap are priced (`engines.toml`): the properties that
+decide the cost of a step beside the model's mathematics, the layout and the machine."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, replace
-from typing import Literal
+from importlib import resources
+from typing import Any, Literal
 
 from meshwright.errors import UserError
 from meshwright.names import unknown
@@ -118,180 +117,20 @@ class Engine:
         return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS), loss_holds=holds)
 
 
-_MEGATRON_BUCKET = 160e6  # 40 million float32 gradients (megatron/core/distributed)
-_DDP_BUCKET = 50e6  # 25 MiB of bf16 gradients, reduced in float32
 _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read and written for the gradient; a copy
 
-_TORCH_LOSS = 40.0
-"""PyTorch's cross-entropy of bf16 logits: to float32 (2 + 4), log-softmax (read twice, written: 12), its backward
-(zeros 4, read twice and written: 12) and back to bf16 (4 + 2)."""
-_TORCH_HOLDS = 12.0  # of it the float32 copy, the log-softmax and the gradient are there at once
 
-ENGINES: dict[str, Engine] = {
-    engine.name: engine
-    for engine in (
-        Engine(
-            "meshwright",
-            "src/meshwright/model: layers.py, attention.py, loss.py, recompute.py",
-            selective="elementwise",
-            loss_bytes=64.0,  # loss.py, _statistics and _to_gradient_, kernel by kernel
-            schedules=(
-                *("1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"),
-                *("interleaved-zb", "dualpipe", "chimera", "gems"),
-            ),
-            zero=(0, 1, 2, 3),
-        ),
-        Engine(
-            "megatron",
-            "NVIDIA/Megatron-LM; Shoeybi et al. 2019 (arXiv:1909.08053); Narayanan et al. 2021 (arXiv:2104.04473, "
-            "section 4.2: fused bias-GELU, bias-dropout-add and scale-mask-softmax); Korthikanti et al. 2022 "
-            "(arXiv:2205.05198); LinearWithGradAccumulationAndAsyncCommunication; fused attention of Transformer "
-            "Engine on Hopper and later",
-            fusion="kernels",
-            attention="scores",
-            hopper_attention="flash-3",
-            dropout=True,
-            stops_early=False,
-            loss_bytes=60.0,  # vocab_parallel_cross_entropy on float32 logits, kernel by kernel
-            accumulates="fused",
-            overlaps_data=False,
-            overlaps_tensor="weights",
-            scatters=True,
-            bucket_bytes=_MEGATRON_BUCKET,
-            even_stages=True,
-        ),
-        Engine(
-            "megatron-core",
-            "NVIDIA/Megatron-LM, core with Transformer Engine and flash attention on every device, "
-            "--overlap-grad-reduce, --overlap-param-gather, --tp-comm-overlap (on in NVIDIA's own recipes: "
-            "NVIDIA/NeMo-Framework-Launcher, overlap_grad_sync, overlap_param_sync, ub_tp_comm_overlap)",
-            overlaps_gathers=True,
-            fusion="kernels",
-            hopper_attention="flash-3",
-            stops_early=False,
-            loss_bytes=20.0,
-            accumulates="fused",
-            overlaps_tensor="products",
-            scatters=True,
-            bucket_bytes=_MEGATRON_BUCKET,
-            holds_in_pipelines=True,
-            dispatches_by_node=True,
-            even_stages=True,
-            reduced_bytes=2,  # grad_reduce_in_fp32 = False in the same recipes
-        ),
-        Engine(
-            "hai-llm",
-            "DeepSeek-V3's (arXiv:2412.19437): DualPipe, in which dispatch and combine overlap the computation of the "
-            "opposite direction's micro-batch on 20 of 132 multiprocessors (sections 3.2.1, 3.2.2); tokens sent once "
-            "to each node, in fp8 (3.2.2, 3.3.3); recomputation (3.2.3). Not published, and assumed: fused kernels, "
-            "flash-3 on Hopper",
-            fusion="kernels",
-            hopper_attention="flash-3",
-            selective="up-projections",
-            dispatches_by_node=True,
-            overlap_processors=20 / 132,
-            eight_bit_activations=True,
-            axes=("pp", "ep"),
-            schedules=("dualpipe",),
-        ),
-        Engine(
-            "zero-bubble",
-            "sail-sg/zero-bubble-pipeline-parallelism, a fork of Megatron-LM: examples/pretrain_zero_bubble.sh "
-            "(--use-flash-attn, dropout at its default); Qi et al. 2023 (arXiv:2401.10241)",
-            fusion="kernels",
-            dropout=True,
-            stops_early=False,
-            loss_bytes=60.0,
-            accumulates="fused",
-            overlaps_data=False,
-            overlaps_tensor="weights",
-            scatters=True,
-            schedules=("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"),
-            bucket_bytes=_MEGATRON_BUCKET,
-            even_stages=True,
-        ),
-        Engine(
-            "megatron-deepspeed",
-            "bigscience-workshop/Megatron-DeepSpeed (BLOOM: arXiv:2211.05100, section 3.4)",
-            fusion="kernels",
-            attention="scores",
-            hopper_attention="flash-2",
-            dropout=True,
-            stops_early=False,
-            loss_bytes=60.0,
-            overlaps_data=False,
-            axes=("tp", "pp"),
-            bucket_bytes=_MEGATRON_BUCKET,
-            even_stages=True,
-        ),
-        Engine(
-            "torchtitan",
-            "pytorch/torchtitan: FSDP2 with bf16 parameters and float32 reduction, scaled_dot_product_attention "
-            "(arXiv:2410.06511); selective_ac_option op; fsdp_reshard_after_forward default",
-            holds_in_pipelines=True,
-            wide_parameters=True,
-            selective="every second product",
-            loss_bytes=_TORCH_LOSS,
-            loss_holds=_TORCH_HOLDS,
-            accumulates="copied",
-            schedules=("1f1b", "interleaved", "gpipe", "zb-v", "dualpipe-v"),
-            zero=(0, 3),
-            even_stages=True,
-            compiles_loss=False,
-        ),
-        Engine(
-            "llm-foundry",
-            "mosaicml/llm-foundry, scripts/train/benchmarking: FSDP, bf16 throughout (PURE), the Triton kernel of "
-            "flash attention 1, no dropout, no biases",
-            attention="flash-1",
-            loss_bytes=_TORCH_LOSS,
-            loss_holds=_TORCH_HOLDS,
-            gradient_bytes=2,
-            accumulates="copied",
-            axes=(),
-            zero=(0, 3),
-            narrow_states=True,
-        ),
-        Engine(
-            "maxtext",
-            "AI-Hypercomputer/maxtext and google/paxml on GPUs: XLA, flash attention of Transformer Engine "
-            "(NVIDIA/JAX-Toolbox, rosetta/projects/maxtext), latency-hiding scheduler",
-            fusion="compiled",
-            hopper_attention="flash-3",
-            loss_bytes=_COMPILED_LOSS,
-            wide_parameters=True,
-            selective="elementwise",
-            overlaps_gathers=True,
-            axes=("tp", "cp", "ep", "pp"),
-            zero=(0, 3),
-            host_seconds=0.0,
-        ),
-        Engine(
-            "nanotron",
-            "huggingface/nanotron: flash attention 2, Triton norms, float32 gradient sums; its pipeline engines are "
-            "AllForwardAllBackward and OneForwardOneBackward",
-            schedules=("1f1b", "gpipe"),
-            fusion="kernels",
-            overlaps_data=False,  # trainer.py, make_ddp: no DistributedDataParallel under ZeRO-1; without, as slow
-            fuses_gates=False,  # nn/activations.py and GLUActivation: act(gate) * up
-            stops_early=False,
-            loss_bytes=60.0,
-            bucket_bytes=_DDP_BUCKET,
-            host_seconds=95e-6,
-        ),
-        Engine(
-            "deepspeed",
-            "microsoft/DeepSpeed ZeRO on eager PyTorch models: gradients summed in the type of the parameters",
-            loss_bytes=_TORCH_LOSS,
-            loss_holds=_TORCH_HOLDS,
-            gradient_bytes=2,
-            accumulates="copied",
-            axes=(),
-            zero=(0, 1, 2, 3),
-            bucket_bytes=1e9,
-        ),
-    )
-}
+def _engines() -> dict[str, Engine]:
+    """Return the engines of engines.toml by name."""
+    text = resources.files("meshwright.planner.cost").joinpath("engines.toml").read_text(encoding="utf-8")
+    tables: dict[str, dict[str, Any]] = {
+        name: {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+        for name, table in tomllib.loads(text).items()
+    }
+    return {name: Engine(name, **table) for name, table in tables.items()}
+
+
+ENGINES = _engines()
 
 
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:

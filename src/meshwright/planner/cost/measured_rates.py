@@ -220,7 +220,7 @@ def _sent(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-class Chosen:
+class CostByLayout:
     """Cost function of a collective for many candidate layouts at once. costs: the cost function of each distinct group
     of ranks; which [candidates]: index into `costs`."""
 

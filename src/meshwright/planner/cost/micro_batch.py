@@ -200,14 +200,14 @@ class MicroBatch:
         return self.layout.cp > 1 and self.layout.cp_method == "ulysses"
 
     @property
-    def spread(self) -> bool:
+    def expert_parallel(self) -> bool:
         """True if experts are expert-parallel."""
         return self.layout.expert_parallel
 
     @cached_property
     def routed_tokens(self) -> Number:
         """Number of tokens that this rank routes to experts."""
-        return self.rows * (self.tokens // self.tp if self.spread else self.tokens)
+        return self.rows * (self.tokens // self.tp if self.expert_parallel else self.tokens)
 
     @cached_property
     def copies(self) -> Number:
@@ -217,7 +217,7 @@ class MicroBatch:
     @cached_property
     def expert_width(self) -> Number:
         """Hidden columns of an expert on this rank."""
-        return self.config.expert_intermediate // (self.etp if self.spread else self.tp)
+        return self.config.expert_intermediate // (self.etp if self.expert_parallel else self.tp)
 
     @cached_property
     def vocabulary(self) -> Number:
@@ -237,7 +237,7 @@ class MicroBatch:
         """Return the token copies that this rank receives and computes in a layer with experts."""
         if layer in self.routed:
             return self.routed[layer]
-        return Routed(self.copies, self.copies * (self.etp if self.spread else 1))
+        return Routed(self.copies, self.copies * (self.etp if self.expert_parallel else 1))
 
     @property
     def key_value_copies(self) -> Number:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, Routed
 from meshwright.planner.cost.operators import CollectiveCall, Linear, Operator, SavedTensor, linear, pointwise
 from meshwright.planner.cost.tensor_parallel import enter, hidden_bytes, leave, row_parallel
@@ -36,7 +35,8 @@ def _perceptron(
     yield Operator(
         f"{name}.activation",
         pointwise(
-            at, f"{name}.activation", at.all_tokens * width, elementwise.activation(gated, at.engine.activation_fusion)
+            at, f"{name}.activation", at.all_tokens * width, "gated_activation" if gated else "activation",
+            at.engine.activation_fusion,
         ),
         (SavedTensor(f"{name}.activation", columns, "x"),) if gated else (),
     )  # fmt: skip
@@ -54,20 +54,22 @@ def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
     shared expert. layer: index of the layer, whose load may be known."""
     config, layout, fusion = at.config, at.layout, at.engine.activation_fusion
     load, held = at.load(layer), config.experts // at.ep
-    arriving = at.copies * (at.etp if at.spread else 1)  # of equal load, by which times are predicted
+    arriving = at.copies * (at.etp if at.expert_parallel else 1)  # of equal load, by which times are predicted
     width, hidden = at.expert_width, config.hidden
-    meets = layout.tp > 1 and (not at.spread or config.shared_intermediate > 0)  # else only dispatch and combine
+    # Else there is only dispatch and combine.
+    meets = layout.tp > 1 and (not at.expert_parallel or config.shared_intermediate > 0)
     if meets:
         yield Operator("mlp.input", collectives=tuple(enter(at, "mlp.input")))
     yield from _router(at)
     copied = (SavedTensor("mlp.experts.unweighted", (at.copies, hidden), "x"),) if config.routed_input else ()
-    yield Operator("mlp.copies", pointwise(at, "mlp.copies", at.copies * hidden, elementwise.COPIES), copied)
-    if at.spread:
+    yield Operator("mlp.copies", pointwise(at, "mlp.copies", at.copies * hidden, "token_copies"), copied)
+    if at.expert_parallel:
         yield from _dispatch(at, load, arriving)
-    biased, slices = config.mlp_bias, at.etp if at.spread else at.tp  # a rank adds its slice of the second bias
+    # A rank adds its slice of the second bias.
+    biased, slices = config.mlp_bias, at.etp if at.expert_parallel else at.tp
     matrices = Linear(arriving / held, 2 * width, hidden, held, biased), Linear(arriving / held, hidden, width, held)
     held_parameters = matrices[0].parameters, matrices[1].parameters + biased * held * (hidden // slices)
-    owned = "expert_parameters" if at.spread else "parameters"
+    owned = "expert_parameters" if at.expert_parallel else "parameters"
     computed = load.computed
     x_up = SavedTensor("mlp.experts.up.output", (computed, 2 * width), "x")
     x_input = SavedTensor("mlp.experts.up.input", (computed, hidden), "x")
@@ -78,11 +80,11 @@ def mixture(at: MicroBatch, layer: int) -> Iterator[Operator]:
     yield found._replace(**{owned: held_parameters[0]})
     if biased:
         columns = arriving * (2 * width + hidden // slices)
-        yield Operator("mlp.experts.bias", pointwise(at, "mlp.experts.bias", columns, elementwise.GROUPED_BIAS))
+        yield Operator("mlp.experts.bias", pointwise(at, "mlp.experts.bias", columns, "grouped_bias"))
     clamped = config.swiglu_limit is not None  # one function, which saves its input alone
-    of = elementwise.clamped_swiglu(fusion) if clamped else elementwise.activation(True, fusion)
+    name = "clamped_swiglu" if clamped else "gated_activation"
     yield Operator(
-        "mlp.experts.activation", pointwise(at, "mlp.experts.activation", arriving * width, of),
+        "mlp.experts.activation", pointwise(at, "mlp.experts.activation", arriving * width, name, fusion),
         () if clamped else (SavedTensor("mlp.experts.activation", (computed, width), "x"),),
     )  # fmt: skip
     down = SavedTensor("mlp.experts.down.input", (computed, width), "x")
@@ -104,7 +106,7 @@ def _router(at: MicroBatch) -> Iterator[Operator]:
     config, routed = at.config, at.routed_tokens
     chosen, experts = config.experts_per_token, config.experts
     wide = config.router == "sigmoid" and at.narrow  # it multiplies copies in the type of sums
-    apart = at.spread and at.layout.tp > 1  # the shared expert reads all tokens, the router a slice of them
+    apart = at.expert_parallel and at.layout.tp > 1  # the shared expert reads all tokens, the router a slice of them
     saved = []
     if not wide or (config.shared_intermediate and not apart):
         saved.append(SavedTensor("mlp.input", (routed, config.hidden), "x"))
@@ -125,7 +127,7 @@ def _router(at: MicroBatch) -> Iterator[Operator]:
         saved.append(SavedTensor("mlp.router.unnormalised", (routed, chosen), "wide"))
         saved.append(SavedTensor("mlp.router.sum", (routed, 1), "wide"))
     saved.append(SavedTensor("mlp.router.weights", (routed, chosen), "x"))
-    yield Operator("mlp.routing", pointwise(at, "mlp.routing", routed * experts, elementwise.ROUTED), tuple(saved))
+    yield Operator("mlp.routing", pointwise(at, "mlp.routing", routed * experts, "routing"), tuple(saved))
     yield _balance(at)
 
 
@@ -136,7 +138,7 @@ def _balance(at: MicroBatch) -> Operator:
     shape = at.rows, config.experts
     if config.router_loss:
         saved.append(SavedTensor("mlp.router.load", shape, "wide"))
-        axes = ["cp"] * (layout.cp > 1) + ["tp"] * (at.spread and layout.tp > 1)
+        axes = ["cp"] * (layout.cp > 1) + ["tp"] * (at.expert_parallel and layout.tp > 1)
         kept = [SavedTensor(f"mlp.router.load.{number}", shape, "wide") for number in range(len(axes))]
         again, load = layout.recompute == "full", 4 * at.rows * config.experts
         calls = [
@@ -170,7 +172,7 @@ def _dispatch(at: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operat
     if not at.layout.tensor_sequence_parallel and at.layout.tp > 1:
         back = (("experts.input.backward", hidden_bytes(at)),)
         calls.append(CollectiveCall("expert", "tp", "all-gather", back, "input"))
-    of = pointwise(at, "mlp.exchange", arriving * hidden, elementwise.EXCHANGED)
+    of = pointwise(at, "mlp.exchange", arriving * hidden, "dispatch")
     yield Operator("mlp.exchange", of, saved, kept, tuple(calls))
 
 
@@ -191,7 +193,7 @@ def _combine(at: MicroBatch, load: Routed) -> Iterator[Operator]:
         kept.append(SavedTensor("mlp.experts.combined", (at.copies, hidden), "x"))
     if layout.etp > 1:
         kept.append(SavedTensor("mlp.experts.sum", (load.arrived, hidden), "x"))
-    if at.spread:
+    if at.expert_parallel:
         calls += _both("etp", "reduce-scatter", "experts.sum", (rows * at.etp,) * 2, full)
         calls += _both("ep", "all-to-all", "experts.combine", (rows, sent), full)
         if not layout.tensor_sequence_parallel and layout.tp > 1:
@@ -231,7 +233,7 @@ def _shared_expert(at: MicroBatch) -> Iterator[Operator]:
     config, tokens = at.config, (at.rows, at.tokens)
     name, width = "mlp.shared", config.shared_intermediate // at.tp
     down = SavedTensor(f"{name}.down.output", (*tokens, config.hidden), "x")
-    apart = at.spread and at.layout.tp > 1
+    apart = at.expert_parallel and at.layout.tp > 1
     yield from _perceptron(at, name, width, (down,), input_saved=not apart)
     if config.shared_gate:
         gate = SavedTensor(f"{name}.gate", (*tokens, 1), "x")

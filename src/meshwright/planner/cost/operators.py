@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from meshwright.planner.cost import elementwise
-from meshwright.planner.cost.elementwise import Traffic
+from meshwright.planner.cost.engines import Fusion
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
 
 Phase = Literal["forward", "recompute", "input", "weight"]
@@ -153,7 +153,7 @@ def products(at: MicroBatch, name: str, of: Linear) -> tuple[Operation, ...]:
     if at.eight_bit and in_eight_bits(name):
         # Transformer Engine, whose kernels the fused ones are, casts weights once a step: not counted.
         weights = 0 if engine.fusion == "kernels" else out * inner
-        cast = elementwise.cast(engine.fusion)
+        cast = elementwise.traffic("fp8_cast", engine.fusion).forward
         kinds: tuple[tuple[Phase, Number], ...] = (("forward", rows * inner + weights), ("input", rows * out))
         for phase, elements in kinds:
             each = cast.bytes(size) * elements / cast.kernels
@@ -166,17 +166,19 @@ def linear(at: MicroBatch, name: str, of: Linear, **more: object) -> Operator:
     return Operator(name, products(at, name, of), parameters=of.parameters)._replace(**more)  # type: ignore[arg-type]
 
 
-def pointwise(at: MicroBatch, name: str, elements: Number, of: Traffic, times: int = 1) -> tuple[Operation, ...]:
+def pointwise(
+    at: MicroBatch, name: str, elements: Number, work: str, fusion: Fusion | None = None
+) -> tuple[Operation, ...]:
     """Return the kernels of an elementwise operation on `elements` elements, forward and backward. name: such as
-    "norm"; of: bytes read and written per element; times: number of equal operations."""
+    "mlp.activation"; work: its name in elementwise.toml; fusion: the engine's unless given."""
     found = []
     phases: tuple[Phase, Phase] = ("forward", "input")
-    for phase, each in zip(phases, of, strict=True):
+    for phase, each in zip(phases, elementwise.traffic(work, fusion or at.engine.fusion), strict=True):
         per_element = each.bytes(at.itemsize)
         if per_element:
             kernels = max(each.kernels, 1.0)
             moved = per_element * elements / kernels
-            found.append(Operation(name, "elementwise", phase, 0.0, moved, None, kernels * times))
+            found.append(Operation(name, "elementwise", phase, 0.0, moved, None, kernels))
     return tuple(found)
 
 

@@ -28,7 +28,7 @@ MICRO_BATCH_PARTS = ("compute", "tensor", "context", "expert", "data")
 PHASES = ("forward", "input", "weight")
 """Forward; gradients of inputs, with what is recomputed; gradients of weights."""
 
-AS_ADDED = np.ones(len(MICRO_BATCH_PARTS))
+UNCORRECTED = np.ones(len(MICRO_BATCH_PARTS))
 """Each part takes as long as its operations take alone."""
 
 _PART = {part: number for number, part in enumerate(MICRO_BATCH_PARTS)}
@@ -53,7 +53,7 @@ def gradient_bytes(engine: Engine, itemsize: int) -> int:
     return (engine.reduced_bytes or engine.gradient_bytes) if itemsize == 2 else 4
 
 
-def alike(config: ModelConfig, candidates: Sequence[Candidate]) -> Iterator[Array]:
+def group_by_structure(config: ModelConfig, candidates: Sequence[Candidate]) -> Iterator[Array]:
     """Yield the indices of candidates whose layouts have the same structure, and can be computed as arrays."""
     found: dict[tuple[object, ...], list[int]] = {}
     for number, one in enumerate(candidates):
@@ -87,7 +87,7 @@ class PieceTimes:
         parameters: Numbers of parameters on a rank.
     """
 
-    def __init__(self, problem: Problem, candidates: Sequence[Candidate], in_place: Floats = AS_ADDED) -> None:
+    def __init__(self, problem: Problem, candidates: Sequence[Candidate], in_place: Floats = UNCORRECTED) -> None:
         """Price candidates. in_place [parts]: factor by which each part takes longer in a step than operations timed
         alone."""
         self.problem, self.candidates = problem, list(candidates)
@@ -100,7 +100,7 @@ class PieceTimes:
         self.first, self.last = np.zeros((number, *shape)), np.zeros((number, 2, *shape))
         self.parameters = np.zeros((6, number))  # of a dense layer, a mixture: (dense, experts) each; embedding; head
         self._index()
-        for which in alike(problem.config, self.candidates):
+        for which in group_by_structure(problem.config, self.candidates):
             self._price(which)
         for each in (self.layer, self.first, self.last):
             each *= in_place
@@ -242,14 +242,14 @@ class _Pricing(NamedTuple):
             # In as many slices as ranks: the first that is gathered, or the last that is reduced, is exposed.
             slices = self.at.tp
             exposed = np.maximum(taken / slices, taken - products[name] * (slices - 1) / slices)
-            found[_PHASE[name], _PART[part]] += exposed + self.groups.tax("tp") * (taken - exposed)
+            found[_PHASE[name], _PART[part]] += exposed + self.groups.overlap_slowdown("tp") * (taken - exposed)
         for (cover, part), taken in hidden.items():
             # In a ring all but the last KV block's attention have a message beside them.
             covered = covers[cover] * ((self.at.cp - 1) / self.at.cp if part == "context" else 1)
             exposed = np.maximum(0.0, taken - covered)
             name = "input" if cover == "weight" else cover
-            tax = self.groups.tax("cp" if part == "context" else "tp")
-            found[_PHASE[name], _PART[part]] += exposed + tax * (taken - exposed)
+            slowdown = self.groups.overlap_slowdown("cp" if part == "context" else "tp")
+            found[_PHASE[name], _PART[part]] += exposed + slowdown * (taken - exposed)
         # Another micro-batch computes meanwhile, on the processors that are left.
         total, computing = sum(beside.values()), found[:, 0].sum(axis=0)
         for number, taken in beside.items():

@@ -9,19 +9,86 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.planner.cost.adapters import frozen_bytes
-from meshwright.planner.cost.data_time import (
-    SHARES,
-    exposed,
-    level_in_time,
-    update_bytes,
-    updated,
-    zero_waits,
-)
+from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.operators import Collective
 from meshwright.planner.cost.piece_times import PieceTimes, layer_kinds
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.program.durations import Floats
 from meshwright.spec.stages import Stage
+
+OPTIMIZER_BYTES = {"adamw": 42.0, "adam": 42.0, "sgd": 22.0, "momentum": 30.0}
+"""Moved for each parameter that a rank updates, with float32 masters: AdamW reads master, gradient and two moments and
+writes all but the gradient (28), writes the parameter (2) and clips (a norm's look at the gradient, a product: 12); SGD
+has no moments, or one."""
+
+NARROW_OPTIMIZER_BYTES = {"adamw": 20.0, "adam": 20.0, "sgd": 12.0, "momentum": 16.0}
+"""The same where everything is bf16."""
+
+SHARES = (("data", "shard", "replica"), ("expert_data", "expert_shard", "expert_replica"))
+"""Mesh axes of dense and of expert-parallel parameters: those over which gradients are summed, over which ZeRO shards,
+and whose ranks hold the same shard."""
+
+
+def communicated_level(zero: int, ranks: int, engine: Engine) -> int:
+    """Return the ZeRO stage whose communication a step makes: `zero`, the layout's stage, except 1 instead of 2 or 3 if
+    the engine gathers parameters and reduces gradients only once a step under a pipeline. ranks: pipeline ranks."""
+    return 1 if zero >= 2 and ranks > 1 and engine.holds_in_pipelines else zero
+
+
+def overlapping_passes(schedule: str, ranks: int, micro_batches: Floats | int) -> Floats:
+    """Return the number of micro-batches whose computation a rank's gradient reductions or parameter gathers can
+    overlap: 1, or, under "interleaved", as many as pipeline ranks (at most all micro-batches). ranks: pipeline
+    ranks."""
+    return np.minimum(ranks, micro_batches) if schedule == "interleaved" else np.ones(())
+
+
+def exposed_zero_seconds(
+    gather: Floats | float,
+    scatter: Floats | float,
+    layers: Floats | int,
+    forward: Floats,
+    back: Floats,
+    share: Floats | float,
+) -> tuple[Floats, Floats]:
+    """Return the exposed seconds of (forward, backward) that ZeRO-2 and 3 add to a stage's micro-batch, with prefetch
+    of one layer: the first all-gather, and what the others exceed a layer's computation by.
+
+    gather, scatter: seconds of a layer's all-gather and reduce-scatter; layers: number in the stage; forward, back:
+    seconds of the stage's computation; share: slow-down of overlapped computation, as a fraction of the communication's
+    seconds.
+    """
+    waited = gather + (layers - 1) * np.maximum(0.0, gather - forward / layers)
+    both = gather + scatter
+    waited_back = scatter + (layers - 1) * np.maximum(0.0, both - back / layers)
+    taken = share * (layers * gather - waited), share * np.maximum(0.0, layers * both - waited_back)
+    return waited + taken[0], waited_back + taken[1]
+
+
+def exposed_seconds(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
+    """Return the exposed seconds of communication that overlaps a forward or backward pass, layer by layer.
+
+    calls: seconds of the communication; work: seconds of the pass; layers: number of layers in it; share: seconds by
+    which each overlapped second of communication slows the computation. Exposed are one layer's call, or what exceeds
+    the pass, plus that slow-down.
+    """
+    waited = np.maximum(calls / layers, calls - work * (layers - 1) / layers)
+    return waited + share * (calls - np.minimum(calls, waited))
+
+
+def updated_parameters(
+    zero: int, dense: Floats, expert: Floats, shards: Floats | int, expert_shards: Floats | int
+) -> Floats:
+    """Return the number of parameters that a rank's optimizer updates. zero: ZeRO stage; dense, expert: number of dense
+    and of expert-parallel parameters of the rank, unsharded; shards, expert_shards: ranks over which ZeRO shards these
+    (from stage 1 on)."""
+    return dense / shards + expert / expert_shards if zero else dense + expert
+
+
+def update_bytes(optimizer: str, engine: Engine, itemsize: int) -> float:
+    """Return the bytes that the optimizer step reads and writes for each parameter that it updates. optimizer: such as
+    "adamw"; engine: training engine, whose gradient type counts; itemsize: bytes of a parameter."""
+    narrow = engine.narrow_states and engine.gradient_bytes == 2 and itemsize == 2
+    return (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[optimizer]
 
 
 class PipelineTimes:
@@ -37,7 +104,7 @@ class PipelineTimes:
         of_rank: Number of each distinct stage on a distinct rank [r, s].
         members: Pipeline ranks of each distinct rank.
         replicas: Copies of the model that the ranks together hold: 2 under bidirectional schedules.
-        dense, spread: Numbers of dense and expert-parallel parameters of a stage [n, s].
+        dense, expert: Numbers of dense and expert-parallel parameters of a stage [n, s].
     """
 
     def __init__(
@@ -71,10 +138,10 @@ class PipelineTimes:
         self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
         counts = pieces.counts(index)
         sizes = [counts.of_stage(config, stage) for stage in self.examples]
-        self.dense, self.spread = (
+        self.dense, self.expert = (
             np.stack([np.broadcast_to(each[part], len(index)) for each in sizes], axis=1) for part in (0, 1)
         )
-        self.rank_dense, self.rank_spread = self.dense @ self.of_rank.T, self.spread @ self.of_rank.T
+        self.rank_dense, self.rank_expert = self.dense @ self.of_rank.T, self.expert @ self.of_rank.T
         self._times: dict[tuple[bool, int, int], Floats] = {}
 
     def times(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
@@ -102,18 +169,19 @@ class PipelineTimes:
     def _sharded(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
         """Return `times` with communication of ZeRO-2 and 3, which counts as the last part."""
         found = self.times(at_once, 0, groups).copy()
-        gather, scatter = self.zero_calls(zero, groups, self.dense / self.layers, self.spread / self.layers)
+        gather, scatter = self.zero_calls(zero, groups, self.dense / self.layers, self.expert / self.layers)
         forward, *back = np.moveaxis(add_parts(found), -1, 0)
-        waits = zero_waits(gather, scatter, self.layers, forward, back[0] + back[1], groups.gradient_tax(True)[:, None])
+        slowdown = groups.gradient_slowdown(True)[:, None]
+        waits = exposed_zero_seconds(gather, scatter, self.layers, forward, back[0] + back[1], slowdown)
         found[:, :, 0, -1] += waits[0]
         found[:, :, 1, -1] += waits[1]
         return found
 
-    def zero_calls(self, zero: int, groups: ProcessGroups, dense: Floats, spread: Floats) -> tuple[Floats, Floats]:
+    def zero_calls(self, zero: int, groups: ProcessGroups, dense: Floats, expert: Floats) -> tuple[Floats, Floats]:
         """Return the seconds of the (all-gathers, reduce-scatters) of a micro-batch under ZeRO-2 and 3 for parameters
-        dense, spread [n, ...]."""
+        dense, expert [n, ...]."""
         gather, scatter = np.zeros(dense.T.shape), np.zeros(dense.T.shape)
-        for numel, (_, axis, _) in zip((dense.T, spread.T), SHARES, strict=True):
+        for numel, (_, axis, _) in zip((dense.T, expert.T), SHARES, strict=True):
             if numel.any():
                 scatter = scatter + groups.seconds("reduce-scatter", axis, numel * self.pieces.gradient_bytes)
                 if zero == 3:
@@ -138,7 +206,7 @@ class PipelineTimes:
         """
         pieces, engine = self.pieces, self.pieces.problem.engine
         sums = gathers = np.zeros((1, 1))
-        numbers = (self.rank_dense.T, groups.shards[0]), (self.rank_spread.T, groups.shards[1])
+        numbers = (self.rank_dense.T, groups.shards[0]), (self.rank_expert.T, groups.shards[1])
         layers = (self.of_rank @ self.layers)[:, None]
 
         def spend(operation: Collective, axis: str, size: Floats) -> Floats:
@@ -163,19 +231,19 @@ class PipelineTimes:
             return sums + gathers
         busy = add_parts(ranks)
         forward, backward = (passes * each.max(axis=1) for each in (busy[..., 0], busy[..., 1] + busy[..., 2]))
-        tax = groups.gradient_tax(zero > 0)
-        waits = exposed(sums, backward, layers, tax)
-        return waits + (exposed(gathers, forward, layers, tax) if engine.overlaps_gathers else gathers)
+        slowdown = groups.gradient_slowdown(zero > 0)
+        waits = exposed_seconds(sums, backward, layers, slowdown)
+        return waits + (exposed_seconds(gathers, forward, layers, slowdown) if engine.overlaps_gathers else gathers)
 
     def update(self, zero: int, groups: ProcessGroups) -> Floats:
         """Return the seconds of the optimizer step on the rank that updates most parameters [n]."""
         pieces, problem = self.pieces, self.pieces.problem
-        most = updated(zero, self.rank_dense.T, self.rank_spread.T, *groups.shards).max(axis=0)
+        most = updated_parameters(zero, self.rank_dense.T, self.rank_expert.T, *groups.shards).max(axis=0)
         return np.asarray(most * update_bytes(problem.optimizer, problem.engine, pieces.itemsize) / pieces.rates.memory)
 
     def level(self, zero: int) -> int:
         """Return the ZeRO stage whose communication a step makes. zero: of the layout."""
-        return level_in_time(zero, self.ranks, self.pieces.problem.engine)
+        return communicated_level(zero, self.ranks, self.pieces.problem.engine)
 
 
 def add_parts(times: Floats) -> Floats:

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.communication import group_of
-from meshwright.planner.cost.measured_rates import Chosen
+from meshwright.planner.cost.measured_rates import CostByLayout
 from meshwright.planner.cost.operators import Collective
 from meshwright.planner.cost.rates import Collectives, Cost, Group
 from meshwright.program.durations import Floats
@@ -28,7 +28,7 @@ class ProcessGroups:
     def __init__(self, collectives: Collectives, layouts: Sequence[Layout], which: Array | None = None) -> None:
         self.collectives, self.layouts = collectives, layouts
         self.which = np.arange(len(layouts)) if which is None else which
-        self._costs: dict[tuple[str, str], Cost | Chosen] = {}
+        self._costs: dict[tuple[str, str], Cost | CostByLayout] = {}
         self._groups: dict[str, list[Group]] = {}
         self._slowdown: dict[bool, Floats] = {}
 
@@ -50,7 +50,7 @@ class ProcessGroups:
                 parts = (np.array([getattr(each, name) for each in costs]) for name in ("start", "byte", "root"))
                 self._costs[operation, axis] = Cost(*(part[self.which] for part in parts))
             else:
-                self._costs[operation, axis] = Chosen(costs, self.which)
+                self._costs[operation, axis] = CostByLayout(costs, self.which)
         return self._costs[operation, axis].at(size)
 
     def distinct_places(self, axis: str, chosen: int, groups: tuple[int, int] = (1, 1)) -> Floats:
@@ -61,20 +61,21 @@ class ProcessGroups:
         places = np.where(places % groups[1] == 0, places * groups[0] / groups[1], places)
         return np.asarray(places / chosen * (1 - (1 - 1 / places) ** chosen))
 
-    def tax(self, axis: str) -> Floats:
+    def overlap_slowdown(self, axis: str) -> Floats:
         """Return the seconds by which computation slows for each second of communication over an axis beside it."""
-        return np.array([self.collectives.tax(group) for group in self.groups(axis)])[self.which]
+        return np.array([self.collectives.overlap_slowdown(group) for group in self.groups(axis)])[self.which]
 
     @cached_property
     def shards(self) -> tuple[Floats, Floats]:
         """Number of ranks over which ZeRO shards (dense, expert-parallel) parameters."""
         return self.ranks("shard"), self.ranks("expert_shard")
 
-    def gradient_tax(self, sharded: bool) -> Floats:
+    def gradient_slowdown(self, sharded: bool) -> Floats:
         """Return the seconds by which computation slows for each second of gradient communication beside it. sharded:
         ZeRO shards gradients, so that only the ranks of a shard communicate."""
         if sharded not in self._slowdown:
             dense, experts = ("shard", "expert_shard") if sharded else ("data", "expert_data")
-            spread = np.array([layout.expert_parallel for layout in self.layouts])[self.which]
-            self._slowdown[sharded] = np.maximum(self.tax(dense), np.where(spread, self.tax(experts), 0.0))
+            mixed = np.array([layout.expert_parallel for layout in self.layouts])[self.which]
+            of_experts = np.where(mixed, self.overlap_slowdown(experts), 0.0)
+            self._slowdown[sharded] = np.maximum(self.overlap_slowdown(dense), of_experts)
         return self._slowdown[sharded]

@@ -147,7 +147,7 @@ def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, 
     return forward, backward
 
 
-def waits(cluster: Cluster) -> tuple[float, float]:
+def straggler_terms(cluster: Cluster) -> tuple[float, float]:
     """Return (factor, seconds): a step takes longer than the sum of its parts by the factor, as all devices wait for
     the slowest, and then by the seconds, once. (1, 0) on CPUs and where `probe` has measured the machine."""
     if cluster.kind == "cpu" or cluster.measured is not None:
@@ -199,7 +199,7 @@ class Cost:
 NOTHING = Cost(0.0, 0.0, 0.0)
 
 
-class Slowest(NamedTuple):
+class SlowerOfTwo(NamedTuple):
     """Cost function of a collective that ends with the slower of two parts: inside nodes and across them."""
 
     inside: Cost
@@ -216,7 +216,7 @@ class Collectives:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._costs: dict[tuple[Collective, Group], Cost | Slowest | MeasuredCost] = {}
+        self._costs: dict[tuple[Collective, Group], Cost | SlowerOfTwo | MeasuredCost] = {}
 
     def seconds(self, operation: Collective, group: Group, size: Sizes) -> Sizes:
         """Return the seconds of a collective on a vector of `size` bytes (a number or an array). operation: such as
@@ -227,7 +227,7 @@ class Collectives:
         seconds: Sizes = self.cost(operation, group).at(size)
         return seconds
 
-    def cost(self, operation: Collective, group: Group) -> Cost | Slowest | MeasuredCost:
+    def cost(self, operation: Collective, group: Group) -> Cost | SlowerOfTwo | MeasuredCost:
         """Return the cost function of a collective in a group. operation: such as "all-reduce"."""
         if (operation, group) not in self._costs:
             measured, found = self.cluster.measured, None
@@ -236,7 +236,7 @@ class Collectives:
             self._costs[operation, group] = _cost(self.cluster, operation, group) if found is None else found
         return self._costs[operation, group]
 
-    def tax(self, group: Group) -> float:
+    def overlap_slowdown(self, group: Group) -> float:
         """Return the seconds by which overlapped computation slows for each second of communication in a group: 0 for
         one rank, 1 on CPUs, whose cores do both."""
         if group.ranks == 1:
@@ -246,7 +246,7 @@ class Collectives:
         return float(constants()["overlap"]["tax"]["inside" if group.nodes == 1 else "across"])
 
 
-def _cost(cluster: Cluster, operation: Collective, group: Group) -> Cost | Slowest:
+def _cost(cluster: Cluster, operation: Collective, group: Group) -> Cost | SlowerOfTwo:
     """Return the cost function of a collective in a group, from published bandwidths.
 
     For an all-reduce of s bytes over n ranks, a rank sends 2 s (n - 1) / n bytes, and s (n - 1) / n for the others: the
@@ -265,7 +265,7 @@ def _cost(cluster: Cluster, operation: Collective, group: Group) -> Cost | Slowe
     share = (ranks - 1) / ranks * (2 if operation == "all-reduce" else 1)
     if operation == "all-to-all" and group.nodes > 1:
         away, near = (ranks - group.in_node) / ranks, (group.in_node - 1) / ranks
-        return Slowest(
+        return SlowerOfTwo(
             _ramped(start, near, _inside(cluster, operation, group.in_node), "inside"),
             _ramped(start, away, _across(cluster.across, 1), "across"),
         )

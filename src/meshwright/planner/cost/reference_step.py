@@ -17,7 +17,7 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.cost.piece_times import AS_ADDED, MICRO_BATCH_PARTS
+from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS, UNCORRECTED
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.program.durations import Floats
@@ -84,7 +84,7 @@ def batch_of(layout: Layout, model: ReferenceModel) -> int:
 
 
 @lru_cache(maxsize=32)
-def in_place(cluster: Cluster, precision: str, engine: Engine) -> Floats:
+def measured_step_factors(cluster: Cluster, precision: str, engine: Engine) -> Floats:
     """Return the factors by which the parts of a micro-batch (compute, tensor, context, expert, data) take longer in a
     measured step than the sum of their operations timed alone; 1 if not measured. precision: such as "bf16".
 
@@ -92,11 +92,11 @@ def in_place(cluster: Cluster, precision: str, engine: Engine) -> Floats:
     """
     measured = cluster.measured
     if measured is None or not measured.steps or engine.name != "meshwright":
-        return AS_ADDED
+        return UNCORRECTED
     steps = {(_axis(Layout.parse(each.layout)), Layout.parse(each.layout).precision): each for each in measured.steps}
     base = steps.get(("data", precision)) or next((each for (axis, _), each in steps.items() if axis == "data"), None)
     if base is None:
-        return AS_ADDED
+        return UNCORRECTED
     compute, data = _added(cluster, Layout.parse(base.layout))
     found = dict.fromkeys(MICRO_BATCH_PARTS, 1.0)
     found["compute"] = _known((base.seconds - data) / compute["compute"])
@@ -127,7 +127,7 @@ def _known(factor: float) -> float:
 
 def _added(cluster: Cluster, layout: Layout) -> tuple[dict[str, float], float]:
     """Return (seconds by part of a measured step, seconds of its gradient reductions), predicted without the factors of
-    `in_place`: as the sum of operations timed alone."""
+    `measured_step_factors`: as the sum of operations timed alone."""
     assert cluster.measured is not None
     model = reference_model(cluster.kind)
     # As it was measured: by all ranks of its hosts, and before any run said by how much plans are wrong.

@@ -13,12 +13,11 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.bounds import Bounds, Request, with_bounds
-from meshwright.planner.cost.bubbles import closed_makespan, places_of
-from meshwright.planner.cost.data_time import OPTIMIZER_BYTES, passes_beside
-from meshwright.planner.cost.piece_times import AS_ADDED, MICRO_BATCH_PARTS, PieceTimes
-from meshwright.planner.cost.pipeline_times import PipelineTimes
+from meshwright.planner.cost.bubbles import closed_makespan, stages_by_rank
+from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS, UNCORRECTED, PieceTimes
+from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes, overlapping_passes
 from meshwright.planner.cost.process_groups import ProcessGroups
-from meshwright.planner.cost.rates import waits
+from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.problem import Candidate, Problem
 from meshwright.program.durations import Durations, Floats
@@ -54,7 +53,7 @@ class StepTime:
 
 def step_time(
     config: ModelConfig, layout: Layout, cluster: Cluster, sequence: int, batch: int, *, simulate: bool = True,
-    in_place: Floats = AS_ADDED, **options: Any,
+    in_place: Floats = UNCORRECTED, **options: Any,
 ) -> StepTime:  # fmt: skip
     """Predict the time of one training step of `batch` sequences of `sequence` tokens.
 
@@ -64,7 +63,7 @@ def step_time(
     layout.
     """
     problem = problem_for(config, layout, cluster, sequence, batch, **options)
-    return Step(problem, layout, in_place).price(simulate)
+    return StepPredictor(problem, layout, in_place).price(simulate)
 
 
 def problem_for(
@@ -81,7 +80,7 @@ def problem_for(
     return Problem(config, cluster, sequence, batch, whose, compile, precision=precision, **options)
 
 
-class Step:
+class StepPredictor:
     """Predictor of the time of one training step under a layout: `PipelineTimes` of one candidate.
 
     in_place [parts of a micro-batch]: factor by which each part takes longer than operations timed alone; pieces: times
@@ -92,7 +91,7 @@ class Step:
         self,
         problem: Problem,
         layout: Layout,
-        in_place: Floats = AS_ADDED,
+        in_place: Floats = UNCORRECTED,
         *,
         pieces: PieceTimes | None = None,
         makespans: MakespanCache | None = None,
@@ -112,7 +111,7 @@ class Step:
         says."""
         layout, problem = self.layout, self.problem
         if program is None:
-            count, places = layout.pp * layout.chunks, places_of(layout.schedule, layout.pp, layout.chunks)
+            count, places = layout.pp * layout.chunks, stages_by_rank(layout.schedule, layout.pp, layout.chunks)
         else:
             count, places = program.stages, program.stages_by_rank
         stages = problem.engine.stages(problem.config, count, problem.sequence)
@@ -142,12 +141,12 @@ class Step:
                 makespan, messages = self._simulated(program, self.durations(of, times), parts)
             breakdown["pipeline"] = messages
             breakdown["bubble"] = max(0.0, makespan - messages - float(totals[busiest].sum()))
-        passes = passes_beside(layout.schedule, layout.pp, layout.micro_batches)
+        passes = overlapping_passes(layout.schedule, layout.pp, layout.micro_batches)
         breakdown["data"] += float(of.gradients(zero, groups, ranks, passes).max())
         breakdown["optimizer"] = float(of.update(zero, groups)[0])
         seconds = sum(breakdown.values())
         cluster = problem.cluster
-        factor, once = waits(cluster)
+        factor, once = straggler_terms(cluster)
         breakdown["optimizer"] += (factor - 1) * seconds + once
         seconds = factor * seconds + once
         breakdown = {part: cluster.time_factor * value for part, value in breakdown.items()}
@@ -192,14 +191,14 @@ class Step:
         once = of.gradients(zero, self.groups, ranks, np.zeros(()), overlaps=False)[:, 0]
         if zero < 2:
             return float(once.max())
-        gather, scatter = of.zero_calls(zero, self.groups, of.rank_dense, of.rank_spread)
+        gather, scatter = of.zero_calls(zero, self.groups, of.rank_dense, of.rank_expert)
         return float((once + layout.micro_batches / of.replicas * (2 * gather + scatter)[0]).max())
 
 
 def pipeline_durations(problem: Problem, layout: Layout, in_place: Floats) -> tuple[PipelineProgram, Durations]:
     """Return (pipeline program of a layout, predicted seconds of its forwards, backwards and messages), for pictures.
-    in_place: as of `Step`."""
-    step = Step(problem, layout, in_place)
+    in_place: as of `StepPredictor`."""
+    step = StepPredictor(problem, layout, in_place)
     program = program_for(layout, problem.config, problem.sequence)
     of = step.pipeline(program)
     times = of.times(followed_at_once(layout), of.level(layout.zero), step.groups)

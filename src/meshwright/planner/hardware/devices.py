@@ -14,6 +14,9 @@ from typing import Any
 _TERA = 1e12
 _GIGA = 1e9
 
+PEAKS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
+"""Precisions whose peaks the catalogue has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Links:
@@ -93,24 +96,14 @@ class Device:
     def peak(self, precision: str) -> float | None:
         """Return the dense peak in operations a second; None where the device has none. precision: "fp32", "tf32",
         "bf16", "fp16", "fp8" or "fp4"."""
-        peak = {
-            "fp32": self.fp32,
-            "tf32": self.tf32,
-            "bf16": self.bf16,
-            "fp16": self.fp16,
-            "fp8": self.fp8,
-            "fp4": self.fp4,
-        }[precision]
+        peak: float | None = getattr(self, precision) if precision in PEAKS else None
         return None if peak is None else peak * _TERA
 
     def measured_share(self, precision: str) -> float | None:
         """Return the throughput of the fastest measured matrix product as a fraction of the peak. precision: "bf16" or
         "fp8"; if it was not measured, the other's fraction is returned; None if neither was."""
-        shares = {
-            name: best / peak
-            for name, best, peak in (("bf16", self.measured_bf16, self.bf16), ("fp8", self.measured_fp8, self.fp8))
-            if best and peak
-        }
+        pairs = {"bf16": (self.measured_bf16, self.bf16), "fp8": (self.measured_fp8, self.fp8)}
+        shares = {name: best / peak for name, (best, peak) in pairs.items() if best and peak}
         return shares.get(precision) or next(iter(shares.values()), None)
 
 
@@ -130,41 +123,23 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
     links = entry["links"]
     sources = {figure: words[source] for figure, source in entry.get("sources", {}).items()}
     sources["latency"] = words[latencies[links["kind"]]["source"]]
+    bandwidths: dict[str, Any] = {key: _times(links.get(key), _GIGA) for key in ("scaleup", "pair", "host", "across")}
+    delays = {"latency": links["kind"], "host_latency": "pcie", "across_latency": "network"}
+    plain = {key: links[key] for key in ("kind", "name", "domain", "node")}
     return Device(
-        name=name,
-        pattern=entry.get("pattern"),
-        source=words[entry["source"]],
-        published=entry["published"],
-        architecture=entry["architecture"],
-        **{precision: peaks.get(precision) for precision in ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")},
-        measured_bf16=measured.get("bf16"),
-        measured_fp8=measured.get("fp8"),
-        all_reduce_ring=_times(measured.get("ring"), _GIGA),
-        all_reduce_switch=_times(measured.get("switch"), _GIGA),
+        name, entry.get("pattern"), source=words[entry["source"]], published=entry["published"],
+        architecture=entry["architecture"], **{precision: peaks.get(precision) for precision in PEAKS},
+        **{f"measured_{precision}": measured.get(precision) for precision in ("bf16", "fp8")},
+        **{f"all_reduce_{way}": _times(measured.get(way), _GIGA) for way in ("ring", "switch")},
         memory_gb=memory["gb"],
         memory_bytes=memory["driver_mib"] * 2.0**20 if "driver_mib" in memory else memory["gb"] * _GIGA,
         memory_bandwidth=memory["gb_per_second"] * _GIGA,
-        links=Links(
-            kind=links["kind"],
-            name=links["name"],
-            scaleup=links["scaleup"] * _GIGA,
-            pair=links["pair"] * _GIGA,
-            domain=links["domain"],
-            host=_times(links.get("host"), _GIGA),
-            node=links["node"],
-            across=_times(links.get("across"), _GIGA),
-            latency=latencies[links["kind"]]["seconds"],
-            host_latency=latencies["pcie"]["seconds"],
-            across_latency=latencies["network"]["seconds"],
-        ),
-        multiprocessors=chip.get("multiprocessors"),
-        clock_hz=_times(chip.get("clock_mhz"), 1e6),
-        l2_bytes=_times(chip.get("l2_mb"), 1e6),
-        power_watts=entry.get("power_watts"),
+        links=Links(**plain, **bandwidths, **{key: latencies[kind]["seconds"] for key, kind in delays.items()}),
+        multiprocessors=chip.get("multiprocessors"), clock_hz=_times(chip.get("clock_mhz"), 1e6),
+        l2_bytes=_times(chip.get("l2_mb"), 1e6), power_watts=entry.get("power_watts"),
         price=tuple(entry["price_usd_per_hour"]) if "price_usd_per_hour" in entry else None,
-        note=entry.get("note", ""),
-        sources=sources,
-    )
+        note=entry.get("note", ""), sources=sources,
+    )  # fmt: skip
 
 
 def _times(figure: float | None, unit: float) -> float | None:

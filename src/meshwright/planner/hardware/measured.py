@@ -10,12 +10,18 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
+import numpy as np
+
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import is_finite_number, shorten_repr
 
 FORMS = ("forward", "input-gradient", "weight-gradient")
 """The three products of a linear function: x Wᵀ, g W, gᵀ x."""
+
+
+Shapes = tuple[tuple[int, int, int], ...]
+"""(tokens, outputs, inputs) of linear layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class Products:
     form: str
     ranks: int
     threads: int
-    shapes: tuple[tuple[int, int, int], ...]
+    shapes: Shapes
     seconds: tuple[float, ...]
 
     def at(self, tokens: float, out: float, inner: float) -> float:
@@ -182,22 +188,16 @@ class Measured:
     def tables(self) -> dict[str, Any]:
         """Return the measurements as dictionaries, lists and numbers for a cluster file; `measured.read` parses them
         into an equal object."""
-        return {
-            "backend": self.backend,
-            "ranks": self.ranks,
-            "threads": self.threads,
-            **{key: value for key in _SINGLE if (value := getattr(self, key)) is not None},
-            "starts": dict(self.starts),
-            "copies": [{"name": name, **_curve_table(curve)} for name, curve in self.copies],
-            "products": [
-                {field.name: _listed(getattr(each, field.name)) for field in fields(each)} for each in self.products
-            ],
-            "passes": [_with_curve(each) for each in self.passes],
-            "collectives": [_with_curve(each) for each in self.collectives],
-            "steps": [{"layout": each.layout, "seconds": each.seconds} for each in self.steps],
-        }
+        found: dict[str, Any] = {"backend": self.backend, "ranks": self.ranks, "threads": self.threads}
+        found |= {key: value for key in _SINGLE if (value := getattr(self, key)) is not None}
+        found |= {"starts": dict(self.starts)}
+        found |= {"copies": [{"name": name, **_curve_table(curve)} for name, curve in self.copies]}
+        for kind in _RECORDS:
+            found[kind] = [_table(each) for each in getattr(self, kind)]
+        return found
 
 
+_RECORDS = {"products": Products, "passes": Pass, "collectives": Collective, "steps": ReferenceStep}
 _SINGLE = ("disk_write", "disk_read", "yardstick", "disturbed")
 
 _ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -221,42 +221,18 @@ def _fit(products: Products) -> tuple[float, ...]:
     """Fit the seconds of (a launch, a FLOP, a byte) to measured matrix products, by least squares of relative errors
     with no cost negative: the best of all fits in which some costs are fixed at zero and the others are not
     negative."""
-    rows = [
-        [load / seconds for load in _loads(products.precision, *shape)]
-        for shape, seconds in zip(products.shapes, products.seconds, strict=True)
-    ]
-    scales = [max(column) for column in zip(*rows, strict=True)]
-    rows = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
-    best, least = (0.0, 1.0 / scales[1], 0.0), math.inf
-    for kept in (kept for size in (1, 2, 3) for kept in combinations(range(3), size)):
-        found = _least_squares([[row[at] for at in kept] for row in rows])
-        if found is None or min(found) < 0:
-            continue
-        costs = [0.0] * 3
-        for at, cost in zip(kept, found, strict=True):
-            costs[at] = cost
-        error = sum((sum(c * v for c, v in zip(costs, row, strict=True)) - 1) ** 2 for row in rows)
-        if error < least * (1 - 1e-9):
-            best, least = (costs[0] / scales[0], costs[1] / scales[1], costs[2] / scales[2]), error
-    return best
-
-
-def _least_squares(rows: list[list[float]]) -> list[float] | None:
-    """Return x that minimises |A x - 1|², by the normal equations; None if x is not determined. rows: the rows of A."""
-    size = len(rows[0])
-    matrix = [
-        [sum(row[a] * row[b] for row in rows) for b in range(size)] + [sum(row[a] for row in rows)] for a in range(size)
-    ]
-    for at in range(size):
-        pivot = max(range(at, size), key=lambda row: abs(matrix[row][at]))
-        if abs(matrix[pivot][at]) < 1e-12:
-            return None
-        matrix[at], matrix[pivot] = matrix[pivot], matrix[at]
-        for row in range(size):
-            if row != at:
-                factor = matrix[row][at] / matrix[at][at]
-                matrix[row] = [a - factor * b for a, b in zip(matrix[row], matrix[at], strict=True)]
-    return [matrix[at][size] / matrix[at][at] for at in range(size)]
+    loads = np.array([_loads(products.precision, *shape) for shape in products.shapes])
+    rows = loads / np.array(products.seconds)[:, None]
+    scales = rows.max(axis=0)
+    best, least = np.array([0.0, 1.0, 0.0]), math.inf
+    for kept in (list(kept) for size in (1, 2, 3) for kept in combinations(range(3), size)):
+        part = (rows / scales)[:, kept]
+        found, _, rank, _ = np.linalg.lstsq(part, np.ones(len(part)))
+        error = float(((part @ found - 1) ** 2).sum())
+        if rank == len(kept) and found.min() >= 0 and error < least * (1 - 1e-9):
+            best, least = np.zeros(3), error
+            best[kept] = found
+    return tuple((best / scales).tolist())
 
 
 def _nearest(found: list[Any], ranks: int) -> Any:
@@ -266,20 +242,20 @@ def _nearest(found: list[Any], ranks: int) -> Any:
     return next((each for each in order if each.ranks >= ranks), order[-1] if order else None)
 
 
-def _listed(value: Any) -> Any:
-    """Return a value with all tuples replaced by lists, nested ones too."""
-    return [_listed(item) for item in value] if isinstance(value, tuple) else value
-
-
 def _curve_table(curve: Curve) -> dict[str, Any]:
     """Return a curve as a table {"bytes": sizes, "seconds": seconds}."""
     return {"bytes": [*curve.sizes], "seconds": [*curve.seconds]}
 
 
-def _with_curve(each: Pass | Collective) -> dict[str, Any]:
-    """Return a measurement's fields as a dictionary, with its curve as keys `bytes` and `seconds`."""
-    plain = {field.name: getattr(each, field.name) for field in fields(each) if field.name != "curve"}
-    return {**plain, **_curve_table(each.curve)}
+def _table(record: Any) -> dict[str, Any]:
+    """Return a measurement's fields as a table of lists and numbers, its curve as keys `bytes` and `seconds`."""
+    found: dict[str, Any] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, tuple):
+            value = [[*each] if isinstance(each, tuple) else each for each in value]
+        found |= _curve_table(value) if isinstance(value, Curve) else {field.name: value}
+    return found
 
 
 # --- read back, from a file that may be damaged
@@ -291,33 +267,19 @@ def read(table: Any, where: str) -> Measured:
     try:
         if not isinstance(table, Mapping):
             raise TypeError(f"it should be a table, not {table!r}")
+        backend, ranks, threads = _text(table["backend"]), _count(table["ranks"]), _count(table["threads"])
+        single: dict[str, Any] = {key: _time(table[key]) for key in _SINGLE if key in table}
+        if "disturbed" in single:
+            single["disturbed"] = min(single["disturbed"], 0.9)
+        records: dict[str, Any] = {
+            name: tuple(_record(kind, each) for each in (table[name] if name in _NEEDED else table.get(name, ())))
+            for name, kind in _RECORDS.items()
+        }
         return Measured(
-            backend=_text(table["backend"]),
-            ranks=_count(table["ranks"]),
-            threads=_count(table["threads"]),
-            products=tuple(_products(each) for each in table["products"]),
-            passes=tuple(
-                Pass(
-                    _text(each["name"]),
-                    _text(each["precision"]),
-                    _count(each["ranks"]),
-                    _count(each["threads"]),
-                    _curve(each),
-                )
-                for each in table["passes"]
-            ),
-            collectives=tuple(
-                Collective(_text(each["operation"]), _count(each["ranks"]), _text(each["place"]), _curve(each))
-                for each in table.get("collectives", ())
-            ),
+            backend, ranks, threads, **records, **single,
             copies=tuple((_text(each["name"]), _curve(each)) for each in table.get("copies", ())),
-            disk_write=None if "disk_write" not in table else _time(table["disk_write"]),
-            disk_read=None if "disk_read" not in table else _time(table["disk_read"]),
             starts=tuple((name, _time(value)) for name, value in table.get("starts", {}).items()),
-            yardstick=None if "yardstick" not in table else _time(table["yardstick"]),
-            disturbed=None if "disturbed" not in table else min(_time(table["disturbed"]), 0.9),
-            steps=tuple(_step(each) for each in table.get("steps", ())),
-        )
+        )  # fmt: skip
     except KeyError as error:
         reason = f"{error.args[0]} is missing"
     except (TypeError, ValueError, AttributeError) as error:
@@ -325,40 +287,47 @@ def read(table: Any, where: str) -> Measured:
     raise UserError(f"{where}: the measurements are damaged ({reason}); run `meshwright probe` again")
 
 
-def _products(each: Mapping[str, Any]) -> Products:
-    """Parse the table of measured matrix products. Raises `ValueError` for an unknown form, or if shapes and times do
-    not match."""
-    shapes = tuple(tuple(_count(size) for size in shape) for shape in each["shapes"])
-    seconds = tuple(_time(value) for value in each["seconds"])
-    if len(shapes) != len(seconds) or not shapes:
-        raise ValueError(f"{len(shapes)} shapes, {len(seconds)} times")
-    if any(len(shape) != 3 for shape in shapes):
-        raise ValueError("a shape is (tokens, out, in)")
-    form = _text(each["form"])
-    if form not in FORMS:
-        raise ValueError(f'unknown form "{form}"')
-    return Products(
-        _text(each["precision"]),
-        form,
-        _count(each["ranks"]),
-        _count(each["threads"]),
-        tuple((tokens, out, inner) for tokens, out, inner in shapes),
-        seconds,
+_NEEDED = ("products", "passes")
+
+
+def _record(kind: Any, table: Mapping[str, Any]) -> Any:
+    """Parse the table of a measurement, one of `_RECORDS`. Raises `ValueError` for an unknown form or layout, or if
+    shapes and times do not match."""
+    parsers = {"str": _text, "int": _count, "float": _time, "tuple[float, ...]": _times, "Shapes": _shapes}
+    found = kind(
+        **{
+            field.name: _curve(table) if field.type == "Curve" else parsers[str(field.type)](table[field.name])
+            for field in fields(kind)
+        }
     )
+    if isinstance(found, Products):
+        if len(found.shapes) != len(found.seconds) or not found.shapes:
+            raise ValueError(f"{len(found.shapes)} shapes, {len(found.seconds)} times")
+        if any(len(shape) != 3 for shape in found.shapes):
+            raise ValueError("a shape is (tokens, out, in)")
+        if found.form not in FORMS:
+            raise ValueError(f'unknown form "{found.form}"')
+    elif isinstance(found, ReferenceStep):
+        try:
+            Layout.parse(found.layout)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+    return found
 
 
-def _step(each: Mapping[str, Any]) -> ReferenceStep:
-    """Parse the table of a reference step. Raises `ValueError` for an invalid layout or time."""
-    try:
-        Layout.parse(_text(each["layout"]))
-    except UserError as error:
-        raise ValueError(str(error)) from None
-    return ReferenceStep(each["layout"], _time(each["seconds"]))
+def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Parse a list of shapes. Raises `ValueError` unless all sizes are whole numbers above 0."""
+    return tuple(tuple(map(_count, shape)) for shape in value)
+
+
+def _times(value: Any) -> tuple[float, ...]:
+    """Parse a list of numbers. Raises `ValueError` unless all are finite and above 0."""
+    return tuple(map(_time, value))
 
 
 def _curve(each: Mapping[str, Any]) -> Curve:
     """Parse the `bytes` and `seconds` of a table into a curve. Raises `ValueError` unless sizes are ascending."""
-    sizes, seconds = (tuple(_time(value) for value in each[key]) for key in ("bytes", "seconds"))
+    sizes, seconds = _times(each["bytes"]), _times(each["seconds"])
     if len(sizes) != len(seconds) or not sizes:
         raise ValueError(f"{len(sizes)} sizes, {len(seconds)} times")
     if list(sizes) != sorted(set(sizes)):

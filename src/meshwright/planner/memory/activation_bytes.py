@@ -10,11 +10,10 @@ import numpy as np
 
 from meshwright.planner.cost.adapters import frozen_bytes
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number
-from meshwright.planner.cost.piece_times import alike, layer_examples, micro_batch_of
-from meshwright.planner.memory import compiled_split
-from meshwright.planner.memory.compiled_blocks import known
-from meshwright.planner.memory.compiled_peaks import passing_bytes
-from meshwright.planner.memory.published import PUBLISHED, LayerShape, StateBytes
+from meshwright.planner.cost.piece_times import group_by_structure, layer_examples, micro_batch_of
+from meshwright.planner.memory import compiled_peaks
+from meshwright.planner.memory.compiled_blocks import has_tables
+from meshwright.planner.memory.published import StateBytes, published_layer
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.stage_snapshots import queued_bytes
 from meshwright.planner.memory.states import optimizer_kinds
@@ -53,8 +52,8 @@ class ActivationBytes:
         layouts = [Candidate(layout, 1) for layout in distinct]  # type: ignore[arg-type]
         rows = np.array([one.rows for one in candidates])
         one = np.zeros((len(layouts), 2 * len(kinds) + 3))
-        as_arrays = self.ours and not problem.compile
-        for group in alike(problem.config, layouts) if as_arrays else np.arange(len(layouts))[:, None]:
+        as_arrays = not (self.ours and problem.compile)
+        for group in group_by_structure(problem.config, layouts) if as_arrays else np.arange(len(layouts))[:, None]:
             one[group] = self._one_sequence([layouts[at] for at in group.tolist()])
         found = one[which] * rows[:, None]
         self.layer, self.queued_layer = found[:, : len(kinds)], found[:, len(kinds) : -3]
@@ -82,21 +81,13 @@ class ActivationBytes:
 
     def _published(self, at: MicroBatch, stream: Number) -> list[Number]:
         """Return the columns of `_one_sequence` of another engine, by its published closed form."""
-        engine = self.problem.engine
-        published = PUBLISHED.get(engine.name, PUBLISHED["megatron"])
-
-        def layer(kind: LayerKind, recompute: str) -> float:
-            """Return the bytes that a layer of a kind saves."""
-            layout = at.layout.with_(recompute=recompute)
-            compiled = engine.fusion == "compiled"
-            shape = LayerShape(
-                1, at.whole, at.config, layout, at.kernel != "scores", engine.dropout, kind.mixed, compiled
-            )
-            return sum(size for _, size in published.kept(shape)) * self.itemsize / 2
-
-        layers = [layer(kind, at.layout.recompute) for kind in self.kinds]
-        again = max(layer(kind, "none") - own for kind, own in zip(self.kinds, layers, strict=True))
-        return [*layers, *layers, 0.0, stream, again + 2 * stream]
+        unrecomputed = replace(at, layout=at.layout.with_(recompute="none"))
+        saved, again = (
+            [sum(published_layer(each, kind.mixed).values()) * self.itemsize / 2 for kind in self.kinds]
+            for each in (at, unrecomputed)
+        )
+        recomputed = np.max([every - own for every, own in zip(again, saved, strict=True)], axis=0)
+        return [*saved, *saved, 0.0, stream, recomputed + 2 * stream]
 
     def _ours(self, at: MicroBatch, stream: Number) -> list[Number]:
         """Return the columns of `_one_sequence` of the engine `meshwright`. stream: bytes of the hidden states."""
@@ -116,16 +107,16 @@ class ActivationBytes:
             mixed = at.config.has_experts(layer)
             every = saved_activations(whole, stage, compiled=compiled)
             unrecomputed = sum(each.bytes for each in every) - empty
-            if compiled and known(at, layer):
+            if compiled and has_tables(at):
                 own = saved(at, stage) - empty + stream
-                temporaries = passing_bytes(at, layer, self.itemsize) - 4 * stream
-                if at.spread and mixed:  # its mixture is not compiled
+                temporaries = compiled_peaks.peak_temporaries(at, layer) - 4 * stream
+                if at.expert_parallel and mixed:  # its mixture is not compiled
                     temporaries = max(temporaries, unrecomputed + stream - own)
-                in_queue = queued_bytes(at, every, layer, self.itemsize) if mixed else None
-                queue = compiled_split.queued_bytes(at, layer, self.itemsize) if in_queue is None else in_queue
+                in_queue = queued_bytes(at, every, layer) if mixed else None
+                queue = compiled_peaks.queued_bytes(at, layer) if in_queue is None else in_queue
             else:
                 own = saved(at, stage) - empty + (stream if recompute != "none" else 0)
-                queue = queued_bytes(at, every, layer, self.itemsize)
+                queue = queued_bytes(at, every, layer)
                 temporaries = unrecomputed - own if recompute != "none" else 0.0
             layers.append(own)
             queued.append(queue)
@@ -165,9 +156,5 @@ def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int
     """Return the total bytes of parameters, gradients and optimizer state on a rank. numel: number of parameters,
     unsharded; zero: ZeRO stage; shards: number of ranks over which ZeRO shards."""
     each = bytes_each(problem)
-    weights = each.weights + frozen_bytes(problem.config, DTYPES[problem.precision])
-    return (
-        numel * weights / (shards if zero == 3 else 1)
-        + numel * each.gradients / (shards if zero >= 2 else 1)
-        + numel * each.optimizer / (shards if zero >= 1 else 1)
-    )
+    each = replace(each, weights=each.weights + frozen_bytes(problem.config, DTYPES[problem.precision]))
+    return np.asarray(sum(numel * size for size in each.sharded(zero, shards)))

@@ -43,7 +43,7 @@ class Heads(NamedTuple):
     queries: int
 
 
-class Lies(NamedTuple):
+class InputStrides(NamedTuple):
     """Memory layout of attention's input tensors. rotated: queries and keys are copies in head-major order (rotary
     positions or query-key norms made them). apart: only the queries are copies, whose rows are not contiguous. capped:
     scores have a softcap, whose derivative is kept beside them."""
@@ -81,17 +81,17 @@ class TileBytes(NamedTuple):
 
 @lru_cache(maxsize=256)
 def backward_bytes(
-    heads: Heads, lies: Lies, window: int | None, x: int, wide: int, starts: Starts | None, unknown: bool
+    heads: Heads, strides: InputStrides, window: int | None, x: int, wide: int, starts: Starts | None, unknown: bool
 ) -> TileBytes:
     """Return the temporary memory of tiled attention's backward at its peak, the maximum over all micro-batches.
 
-    heads: sizes. lies: memory layout of the inputs. window: most tokens that a query attends to, None for all. x, wide:
-    bytes of an element of the inputs, and of the sums. starts: token positions at which documents begin, for each
+    heads: sizes. strides: memory layout of the inputs. window: most tokens that a query attends to, None for all. x,
+    wide: bytes of an element of the inputs, and of the sums. starts: token positions at which documents begin, for each
     sequence of all micro-batches; None: each sequence is one document, or, if `unknown`, documents may begin anywhere
     (worst case).
     """
     micro_batches = [None] if not starts else [starts[at : at + heads.rows] for at in range(0, len(starts), heads.rows)]
-    loops = [_Loop(heads, lies, window, x, wide, each, unknown) for each in micro_batches]
+    loops = [_Loop(heads, strides, window, x, wide, each, unknown) for each in micro_batches]
     return max((loop.run() for loop in loops), key=lambda each: each.all)
 
 
@@ -137,16 +137,23 @@ def _tiles(heads: Heads, window: int | None, starts: Starts | None, wide: int) -
 class _Loop:
     """Replay of the allocations of tiled attention's backward, tile by tile, to find the memory peak.
 
-    heads: sizes; lies: memory layout of the inputs; window: most tokens that a query attends to, None for all; x, wide:
-    bytes of an element of inputs and sums; starts: where documents begin in each sequence; unknown: they may begin
-    anywhere. Attributes: `names` maps each live variable to its bytes, `now` is their sum, `most` the peak so far in
-    bytes, `then` the variables at the peak.
+    heads: sizes; strides: memory layout of the inputs; window: most tokens that a query attends to, None for all; x,
+    wide: bytes of an element of inputs and sums; starts: where documents begin in each sequence; unknown: they may
+    begin anywhere. Attributes: `names` maps each live variable to its bytes, `now` is their sum, `most` the peak so far
+    in bytes, `then` the variables at the peak.
     """
 
     def __init__(
-        self, heads: Heads, lies: Lies, window: int | None, x: int, wide: int, starts: Starts | None, unknown: bool
+        self,
+        heads: Heads,
+        strides: InputStrides,
+        window: int | None,
+        x: int,
+        wide: int,
+        starts: Starts | None,
+        unknown: bool,
     ) -> None:
-        self.heads, self.lies, self.window, self.x, self.wide, self.starts = heads, lies, window, x, wide, starts
+        self.heads, self.strides, self.window, self.x, self.wide, self.starts = heads, strides, window, x, wide, starts
         self.unknown = unknown
         self.names: dict[str, int] = {"triangle": heads.queries**2 * wide}
         self.now = self.names["triangle"]
@@ -192,7 +199,7 @@ class _Loop:
         tiles: those of one sequence."""
         heads, x, wide = self.heads, self.x, self.wide
         together = rows == 1 or kv_heads == 1  # then rows and heads are one dimension, wherever they lie
-        head_after_head = together or (self.lies.rotated and kv_heads == heads.kv_heads)
+        head_after_head = together or (self.strides.rotated and kv_heads == heads.kv_heads)
         each = rows * kv_heads * heads.length * heads.size
         self._give(k=0 if head_after_head else each * x, v=0 if together else each * x)
         self._give(**{"wide k": each * wide if x < wide else 0})
@@ -200,13 +207,13 @@ class _Loop:
         for tile in tiles:
             lines = rows * kv_heads * heads.group * tile.queries
             scores, columns = lines * tile.keys, lines * heads.size
-            copied = self.lies.rotated or self.lies.apart
+            copied = self.strides.rotated or self.strides.apart
             whole = heads.group == 1 or (copied and tile.queries == heads.length)
             self._give(
                 q=0 if head_after_head and whole else columns * x,
                 d_out=0 if together and heads.group == 1 else columns * x,
             )
-            capped = self.lies.capped
+            capped = self.strides.capped
             self._passing(columns * wide + (4 if capped else 1) * scores * wide)
             slope = scores * wide if capped else 0
             self._passing(2 * scores * wide + slope)

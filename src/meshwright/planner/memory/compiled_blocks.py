@@ -1,395 +1,307 @@
-"""Compiled transformer block: the activations that its forward saves, and the kernels of its forward and backward with
-the tensors that they read and write.
-
-The engine says what a compiled block keeps (`parallel/recompute.py`): results of matrix products, attention and
-collectives, as far as the backward reads them; everything between them is computed again inside of the backward's
-kernels. Of blocks that are computed again whole ("full") the partitioner of torch.compile chooses what lives from the
-second forward to the backward. The order of kernels is inductor's, as it came out for every shape that was looked at
-(torch 2.13). Vectors, as gradients of norms and biases, are left out.
-
-Names of values are those of `cost/blocks` where the same is kept there.
-"""
+"""Transformer block compiled by torch.compile (inductor), on one rank: the activations that its forward saves, and the
+kernels of its forward and backward with the buffers that they read and write, by the tables of
+`compiled_blocks.torch-*.toml`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+import tomllib
+from collections.abc import Collection, Iterator
+from functools import cache, cached_property
+from importlib import metadata, resources
+from typing import Any, NamedTuple
 
-from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
-from meshwright.planner.memory.inductor import Buffer, Kernel
+from meshwright.planner.memory.inductor import Buffer, Kernel, highest
 from meshwright.planner.memory.temporaries import ring_backward, tiled_backward
 
-GRADIENT, RESULT, INPUT, INPUT_GRADIENT = "gradient of the output", "result", "input", "gradient of the input"
-REPEATED = "attention.keys_repeated", "attention.values_repeated"
+GRADIENT, INPUT, INPUT_GRADIENT = "gradient of the output", "input", "gradient of the input"
+
+RANDOM_STATE = 632
+"""Numbers of eight bytes in the state of a CPU's random numbers."""
+
+_FILE = re.compile(r"compiled_blocks\.torch-(\d+)\.(\d+)\.toml")
 
 
-def known(at: MicroBatch, layer: int) -> bool:
-    """Return True if the memory of this layer, compiled with torch.compile, is modelled: false for norms after
-    sublayers or rotation, for experts whose inputs are weighted, and with an adapter.
-
-    at: sizes and settings of one micro-batch on one rank; layer: the layer's index, unused so far.
-    """
+def has_tables(at: MicroBatch) -> bool:
+    """Return True if the memory of the model's blocks, compiled, is predicted: false for norms after sublayers or
+    rotation, for experts whose inputs are weighted, and with an adapter."""
     config = at.config
     unknown = config.post_norms or config.rotated_norm or config.routed_input
     return not unknown and config.adapter is None
 
 
-class CompiledBlock:
-    """Model of one dense transformer block compiled by torch.compile (inductor), on one rank: the kernels of its
-    forward and backward, and the activations that it saves.
+# --- the tables
 
-    Tensors are identified by names such as "attention.qkv.output". at: sizes and settings of one micro-batch on the
-    rank; kind: of the layer; x: bytes of an activation's element.
+
+class _Item(NamedTuple):
+    """A buffer in a list: its name, the buffer that it overwrites ("" for none), and the condition under which it is
+    there."""
+
+    name: str
+    over: str
+    condition: str
+
+
+class _Line(NamedTuple):
+    """A kernel of the table, or a call of another list (`use`)."""
+
+    condition: str
+    use: str
+    verb: str
+    reads: tuple[_Item, ...]
+    writes: tuple[_Item, ...]
+
+
+class _Tables(NamedTuple):
+    """Content of a file. saved, kernels: lists by kind of block; shapes: (element type, sizes) by buffer."""
+
+    version: str
+    conditions: dict[str, str]
+    saved: dict[str, tuple[_Item, ...]]
+    kernels: dict[str, tuple[_Line, ...]]
+    shapes: dict[str, tuple[str, ...]]
+
+
+@cache
+def _tables() -> _Tables:
+    """Return the tables for the installed version of torch: the latest that is not newer, else the oldest."""
+    folder = resources.files("meshwright.planner.memory")
+    versions = {(int(found[1]), int(found[2])): each for each in folder.iterdir() if (found := _FILE.match(each.name))}
+    older = [version for version in versions if version <= (installed_torch() or version)]
+    file = tomllib.loads(versions[max(older, default=min(versions))].read_text(encoding="utf-8"))
+    groups: dict[str, str] = file["groups"]
+
+    def items(text: str) -> tuple[_Item, ...]:
+        """Parse a comma-separated list of buffers, in which `@name ? condition` is a group."""
+        found = []
+        for each in filter(None, (part.strip() for part in text.split(","))):
+            name, _, condition = (part.strip() for part in each.partition("?"))
+            if name.startswith("@"):
+                found += [one._replace(condition=_both(condition, one.condition)) for one in items(groups[name[1:]])]
+            else:
+                name, _, over = (part.strip() for part in name.partition(" = "))
+                found.append(_Item(name, over, condition))
+        return tuple(found)
+
+    def line(text: str) -> _Line:
+        """Parse a kernel, `[condition:] [verb] reads -> writes` or `[condition:] use list`."""
+        *condition, kernel = re.split(r":\s*", text, maxsplit=1)
+        found = re.match(r"(use|call|tiles|ring) (.*)", kernel, re.DOTALL)
+        verb, rest = (found[1], found[2]) if found else ("", kernel)
+        if verb == "use":
+            return _Line("".join(condition), rest, verb, (), ())
+        reads, _, writes = rest.partition("->")
+        return _Line("".join(condition), "", verb, items(reads), items(writes))
+
+    return _Tables(
+        file["torch"], file["conditions"],
+        {kind: items(",".join(names)) for kind, names in file["saved"].items()},
+        {kind: tuple(map(line, lines)) for kind, lines in file["kernels"].items()},
+        {name: tuple(shape.split()) for shape, names in file["shapes"].items() for name in names},
+    )  # fmt: skip
+
+
+def _both(first: str, second: str) -> str:
+    """Return the condition that two conditions hold."""
+    if not (first and second):
+        return first or second
+    return " | ".join(f"{one} & {other}" for one in first.split("|") for other in second.split("|"))
+
+
+@cache
+def _alternatives(condition: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
+    """Parse a condition into alternatives of (name, value) pairs that all have to hold."""
+    return tuple(
+        tuple((name.strip().lstrip("!"), not name.strip().startswith("!")) for name in every.split("&"))
+        for every in condition.split("|")
+    )
+
+
+def _holds(condition: str, true: Collection[str]) -> bool:
+    """Return the value of a condition; the empty one holds. true: names of what is true."""
+    return not condition or any(
+        all((name in true) == value for name, value in every) for every in _alternatives(condition)
+    )
+
+
+def installed_torch() -> tuple[int, int] | None:
+    """Return (major, minor) version of the installed torch, without importing it; None if there is none."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        return None
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def version_warning() -> str | None:
+    """Return the warning that no tables are for the installed version of torch; None if there are."""
+    here, version = installed_torch(), _tables().version
+    if here is None or version == "{}.{}".format(*here):
+        return None
+    return f"compiled blocks: kernels are those of torch {version}, not of the installed {here[0]}.{here[1]}"
+
+
+# --- a block
+
+
+class CompiledBlock:
+    """A transformer block compiled by torch.compile, on one rank; where experts are expert-parallel, the part before
+    its mixture, which is not compiled. Buffers have names such as "attention.qkv.output".
+
+    at: sizes and settings of a micro-batch on the rank; layer: index of the layer.
     """
 
-    def __init__(self, at: MicroBatch, kind: LayerKind, x: int = 4) -> None:
-        self.at, self.kind, self.x, self.wide = at, kind, x, max(4, x)
-        window = self.window = kind.window
-        config, layout = at.config, at.layout
-        self.again = layout.recompute
-        self.summed = layout.tp > 1
-        self.gathers = self.summed and layout.tensor_sequence_parallel
-        self.exchanged = layout.cp > 1 and layout.cp_method == "ulysses"
-        self.rotated = kind.rotates or config.query_key_norm
-        self.cuda = at.device == "cuda" and not at.ring
-        """True if PyTorch's CUDA kernels compute attention: their backward reads what their forward returned."""
-        self.repeated = at.repeats(window)
-        """True if keys and values are repeated for every query head."""
-        limited = self.cuda and at.dense_mask(window)
-        self.made = ", ".join([*(REPEATED if self.repeated else ()), *(["attention.mask"] if limited else [])])
-        """What is made for PyTorch's kernels alone."""
-        self._shapes = dict(self._values())
+    def __init__(self, at: MicroBatch, layer: int) -> None:
+        self.at, self.kind = at, layer_kind(at.config, layer)
+        self.tables = _tables()
+        self.name = "dense"
+        if at.config.encoder:
+            self.name = "encoder"
+        elif self.kind.mixed:
+            self.name = "front" if at.expert_parallel else "mixture"
+        self.cuda = at.device == "cuda" and not at.ring  # PyTorch's CUDA kernels compute attention
+        self.repeated = at.repeats(self.kind.window)
+        self.recompute = at.layout.recompute
+        self.summed = at.layout.tp > 1
+        self.gathers = self.summed and at.layout.tensor_sequence_parallel
+        self.sizes = self._sizes()
+        properties = self._properties()
+        listed = self.tables.saved["encoder" if self.name == "encoder" else "decoder"]
+        self.saved = [item.name for item in listed if _holds(item.condition, properties)]
+        """Names of the activations that the forward saves for the backward, without the block's input; under full
+        recompute, those that the recomputed forward saves."""
+        self.true = {*properties, *self.saved}
 
-    def _values(self) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-        """Yield (name, (shape, element type)) of each tensor of the block. Element types: "x" (activation), "wide" (at
-        least float32), "index", "int32"."""
+    def _properties(self) -> set[str]:
+        """Return the names of the properties of the block that are true, for conditions of the tables."""
+        at, config, kind = self.at, self.at.config, self.kind
+        every = {
+            self.name: True, self.recompute: True, config.router: True, "summed": self.summed, "gathers": self.gathers,
+            "ring": at.ring, "ulysses": at.ulysses, "cuda": self.cuda, "narrow": at.narrow,
+            "rotated": kind.rotates or config.query_key_norm, "query_key_norm": config.query_key_norm,
+            "repeated": self.repeated, "dense_mask": self.cuda and at.dense_mask(kind.window), "gated": config.gated,
+            "shared": config.shared_intermediate > 0, "shared_gate": config.shared_gate,
+            "normalised": config.normalise_choice, "router_loss": config.router_loss, "router_bias": config.router_bias,
+            "wide_router": self._wide_router,
+        }  # fmt: skip
+        return {name for name, value in every.items() if value}
+
+    @property
+    def _wide_router(self) -> bool:
+        """True if the router multiplies float32 copies of its input and weight."""
+        return self.at.config.router == "sigmoid" and self.at.narrow
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the sizes of which the tables' shapes consist."""
         at, config = self.at, self.at.config
-        size, width = config.head_dim, config.intermediate // at.layout.tp
-        stream, whole = (at.rows, at.slice, config.hidden), (at.rows, at.tokens, config.hidden)
         heads, kv_heads, length = at.heads, at.kv_heads, at.tokens
-        for name in (INPUT, RESULT, GRADIENT, INPUT_GRADIENT, "gradient between", "attention_norm.output"):
-            yield name, (stream, "x")
-        for name in ("mlp_norm.output", "attention_norm.gradient", "mlp_norm.gradient"):
-            yield name, (stream, "x")
-        for name in ("attention_norm.scale", "mlp_norm.scale"):
-            columns = 2 if config.norm == "layernorm" else 1  # mean and deviation, or one number
-            yield name, ((at.rows, at.slice, columns), "wide")
-        for name in ("attention.qkv.input", "attention.output.product", "mlp.up.input", "mlp.down.product"):
-            yield name, (whole, "x")
-        for name in ("attention.qkv.input.gradient", "attention.output.product.gradient", "mlp.up.input.gradient"):
-            yield name, (whole, "x")
-        yield "mlp.down.product.gradient", (whole, "x")
-        for name in ("attention.output.sum", "mlp.down.sum"):
-            yield name, (stream, "x")
-        columns = (heads + 2 * kv_heads) * size
-        for name in ("attention.qkv.output", "attention.qkv.output.gradient"):
-            yield name, ((at.rows, at.tokens, columns), "x")
-        for name, many in (("query", heads), ("key", kv_heads)):
-            yield f"attention.{name}", ((at.rows, many, at.tokens, size), "x")
-            yield f"attention.{name}.again", ((at.rows, many, at.tokens, size), "x")
-            yield f"attention.{name}.wide", ((at.rows, many, at.tokens, size), "wide")
-            yield f"attention.{name}.gradient", ((at.rows, many, at.tokens, size), "wide")
-        for name in ("attention.output.input", "attention.output.input.gradient"):
-            yield name, ((at.rows, at.tokens, heads * size), "x")
-        if self.exchanged:
-            copies = max(1, at.layout.cp // kv_heads)
-            heads, kv_heads, length = heads // at.layout.cp, kv_heads * copies // at.layout.cp, at.whole
-            for name in ("attention.exchanging", "attention.exchanged", "attention.exchanged.gradient"):
-                yield name, ((at.rows, heads + 2 * kv_heads, length, size), "x")
-            yield "attention.exchanging.gradient", ((at.rows, heads + 2 * kv_heads, length, size), "x")
-        for name in ("attention.core", "attention.core.gradient"):
-            yield name, ((at.rows, heads, length, size), "x")
-        lines = -(-length // 32) * 32 if self.cuda and (at.dense_mask(self.window) or not at.narrow) else length
-        yield "attention.log_sum", ((at.rows, heads, lines), "wide")
-        for name in ("attention.keys_repeated", "attention.values_repeated"):
-            yield name, ((at.rows, heads, length, size), "x")
-        yield "attention.mask", ((at.rows if at.masked else 1, 1, length, length), "x")
-        many_keys = heads if self.repeated else kv_heads
-        for name, many in (("queries", heads), ("keys", many_keys), ("values", many_keys)):
-            yield f"gradient of {name}", ((at.rows, many, length, size), "x")
-        both = (at.rows, at.tokens, width * (2 if config.gated else 1))
-        yield "mlp.up.output", (both, "x")
-        yield "mlp.up.output.gradient", (both, "x")
-        for name in ("mlp.down.input", "mlp.down.input.gradient"):
-            yield name, ((at.rows, at.tokens, width), "x")
-        for name, many in (("qkv", columns), ("output", at.heads * size), ("up", both[-1]), ("down", width)):
-            yield f"weight gradient of {name}", ((many, config.hidden), "x")
+        if at.ulysses:  # those of attention, after the all-to-all
+            heads, kv_heads, length = heads // at.cp, kv_heads * at.key_value_copies // at.cp, at.whole
+        padded = self.cuda and (at.dense_mask(self.kind.window) or not at.narrow)
+        width, expert, shared = (
+            columns // at.layout.tp
+            for columns in (config.intermediate, config.expert_intermediate, config.shared_intermediate)
+        )
+        return {
+            "1": 1, "2": 2, "rows": at.rows, "slice": at.slice, "tokens": at.tokens, "all_tokens": at.rows * at.tokens,
+            "mixture_tokens": at.slice if self.name == "front" else at.tokens, "hidden": config.hidden,
+            "statistics": 2 if config.norm == "layernorm" else 1, "known": 2 if at.narrow else 1,
+            "qkv": at.qkv_width, "heads": at.heads, "kv_heads": at.kv_heads, "head": config.head_dim,
+            "inner": at.heads * config.head_dim, "core_heads": heads, "core_tokens": length,
+            "core_all": heads + 2 * kv_heads, "core_keys": heads if self.repeated else kv_heads,
+            "lines": -(-length // 32) * 32 if padded else length, "mask_rows": at.rows if at.masked else 1,
+            "random_state": RANDOM_STATE, "up": width * (2 if config.gated else 1), "width": width,
+            "experts": config.experts, "chosen": config.experts_per_token,
+            "copies": at.rows * at.tokens * config.experts_per_token, "expert_up": 2 * expert, "expert_width": expert,
+            "shared_up": 2 * shared, "shared_width": shared,
+        }  # fmt: skip
 
     def entry(self, name: str) -> SavedTensor:
-        """Return name, shape and element type of the block's tensor with a name such as "attention.qkv.output"."""
-        shape, kind = self._shapes[name]
-        return SavedTensor(name, shape, kind)
+        """Return name, shape and element type of a buffer."""
+        kind, *sizes = self.tables.shapes[name]
+        if kind == "router":
+            kind = "x" if self.at.config.router == "softmax" else "wide"
+        elif kind == "product":
+            kind = "wide" if self._wide_router else "x"
+        return SavedTensor(name, tuple(self.sizes[size] for size in sizes), kind)
 
     def bytes(self, name: str) -> int:
-        """Return the bytes of the block's tensor with a name such as "attention.qkv.output"."""
-        shape, kind = self._shapes[name]
-        return (
-            math.prod(shape)
-            * {"x": self.x, "wide": self.wide, "index": ITEM_BYTES["int64"], "int32": ITEM_BYTES["int32"]}[kind]
-        )
+        """Return the bytes of a buffer."""
+        entry = self.entry(name)
+        each = {"x": self.at.itemsize, "wide": self.at.wide, "index": ITEM_BYTES["int64"], "int32": ITEM_BYTES["int32"]}
+        return math.prod(entry.shape) * each[entry.kind]
 
-    def kept(self) -> list[str]:
-        """Return the names of the activations that the forward saves for the backward, without the block's input; under
-        full recompute, those that the recomputed forward saves."""
-        added = "sum" if self.summed else "product"
-        if self.again == "selective":
-            core = ["attention.output.input", "attention.log_sum"] if self.at.ring else []
-            return ["attention.qkv.output", *core, f"attention.output.{added}", "mlp.up.output"]
-        found = ["attention.qkv.input"] if self.gathers else []
-        if self.exchanged:
-            found += ["attention.exchanged", *(["attention.qkv.output"] if self.at.config.query_key_norm else [])]
-        else:
-            found.append("attention.qkv.output")
-        found += ["attention.output.input", *(["attention.log_sum"] if self.at.ring or self.cuda else [])]
-        found += ["attention.core"] if self.cuda and self.exchanged else []  # what its kernels' backward reads
-        found += [f"attention.output.{added}", *(["mlp.up.input"] if self.gathers else []), "mlp.up.output"]
-        if self.again == "none":
-            return found
-        inputs = ["attention.qkv.input", "mlp.up.input"]
-        scales = ["attention_norm.scale", "mlp_norm.scale"]
-        rotated = ["attention.query", "attention.key"] if self.rotated and not self.exchanged else []
-        return [*dict.fromkeys([*scales, *inputs, *rotated, *found, "mlp.down.input"])]
-
+    @property
     def gradients(self) -> tuple[str, ...]:
-        """Return the names of the output gradients that the block's backward receives."""
-        return (GRADIENT,)
+        """Names of the output gradients that the backward receives."""
+        return (GRADIENT, "gradient of the mixture's input") if self.name == "front" else (GRADIENT,)
 
+    @property
     def results(self) -> tuple[str, ...]:
-        """Return the names of the tensors that the block's forward returns."""
-        return (RESULT,)
+        """Names of the buffers that the forward returns."""
+        return ("input of the sum", "mlp.input") if self.name == "front" else ("result",)
 
-    # --- kernels
+    def forward(self) -> list[Kernel]:
+        """Return the kernels of the forward in order."""
+        return self._kernels(self.name)
 
-    def _buffer(self, name: str, operator: bool = False) -> Buffer:
-        """Return the memory buffer of the tensor called `name`. operator: it is allocated by a custom operator, so
-        inductor does not reuse it."""
-        kind = self._shapes[name][1]
-        kind = "wide" if kind == "x" and self.x == self.wide else kind
+    @cached_property
+    def backward(self) -> list[Kernel]:
+        """Kernels of the backward in order, recomputed ones included: of the orders in which inductor runs a mixture's,
+        the one with the lowest peak."""
+        orders = [""]
+        if self.name == "mixture" and "mlp.input" in self.saved:
+            orders = ["at_once"]
+        elif self.name == "mixture":
+            orders = ["shared_first"] * (not self._wide_router)
+            orders += ["experts_first"] * (self._wide_router or "shared" in self.true)
+        found = [self._kernels(f"{self.name}_backward", order) for order in orders]
+        return found[0] if len(found) == 1 else min(found, key=self._peak)
+
+    def _peak(self, kernels: list[Kernel]) -> int:
+        """Return the peak bytes of backward kernels in the given order, without temporaries inside calls."""
+        given = {name: self.bytes(name) for name in (INPUT, GRADIENT, *self.saved)}
+        weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
+        return highest([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
+
+    def _kernels(self, name: str, order: str = "") -> list[Kernel]:
+        """Return the kernels of a list of the tables. order: of a mixture's backward."""
+        true = {*self.true, order}
+        for each, condition in self.tables.conditions.items():
+            if _holds(condition, true):
+                true.add(each)
+        return list(self._listed(name, true))
+
+    def _listed(self, name: str, true: Collection[str]) -> Iterator[Kernel]:
+        """Yield the kernels of a list, those of the lists that it uses included. true: names of what is true."""
+        for line in self.tables.kernels[name]:
+            if not _holds(line.condition, true):
+                continue
+            if line.use:
+                yield from self._listed(line.use, true)
+                continue
+            reads = tuple(item.name for item in line.reads if _holds(item.condition, true))
+            written = [item for item in line.writes if _holds(item.condition, true)]
+            made = tuple(self._buffer(item.name, line.verb in ("call", "tiles")) for item in written)
+            label = "attention" if line.verb == "ring" else made[0].name if made else ", ".join(reads)
+            over = {item.name: item.over for item in written if item.over}
+            yield Kernel(label, reads, made, over, tuple(self._inside(line.verb)))
+
+    def _buffer(self, name: str, operator: bool) -> Buffer:
+        """Return the memory buffer called `name`. operator: it is returned by a call, so inductor does not reuse it."""
+        kind = self.entry(name).kind
+        kind = "wide" if kind == "x" and not self.at.narrow else kind
         category = "gradients" if name.startswith("weight gradient") else "activations"
         return Buffer(name, kind, self.bytes(name), category, operator)
 
-    def _kernel(self, reads: str, makes: str, **more: object) -> Kernel:
-        """Return a kernel. reads, makes: comma-separated names of the tensors that it reads and writes; more: further
-        fields of `Kernel`."""
-        made = [name.strip() for name in makes.split(",") if name.strip()]
-        return Kernel(
-            made[0] if made else reads, tuple(name.strip() for name in reads.split(",")),
-            tuple(self._buffer(name) for name in made), **more,  # type: ignore[arg-type]
-        )  # fmt: skip
-
-    def _operator(self, reads: str, makes: str, inside: tuple = ()) -> Kernel:  # type: ignore[type-arg]
-        """Return the kernel of a custom operator: a collective, or attention. reads, makes: comma-separated names of
-        the tensors that it reads and returns; inside: temporary tensors while it runs."""
-        found = self._kernel(reads, makes, inside=inside)
-        return found._replace(makes=tuple(made._replace(operator=True) for made in found.makes))
-
-    def _attention(self) -> Iterator[Kernel]:
-        """Yield the forward's kernels of the attention sublayer: from the block's input to the output that is added to
-        the residual stream."""
-        yield from self._normed("attention", INPUT, "attention.qkv.input")
-        yield self._kernel("attention.qkv.input", "attention.qkv.output")
-        yield from self._core()
-        yield self._kernel("attention.output.input", "attention.output.product")
-        if self.summed:
-            yield self._operator("attention.output.product", "attention.output.sum")
-
-    def forward(self) -> Iterator[Kernel]:
-        """Yield the kernels of the block's forward in order."""
-        added = "sum" if self.summed else "product"
-        yield from self._attention()
-        yield from self._normed("mlp", f"{INPUT}, attention.output.{added}", "mlp.up.input")
-        yield self._kernel("mlp.up.input", "mlp.up.output")
-        yield self._kernel("mlp.up.output", "mlp.down.input")
-        yield self._kernel("mlp.down.input", "mlp.down.product")
-        if self.summed:
-            yield self._operator("mlp.down.product", "mlp.down.sum")
-        last = f"mlp.down.{added}"
-        over = {} if self.summed else {RESULT: last}
-        yield self._kernel(f"{last}, {INPUT}, attention.output.{added}", RESULT, over=over)
-
-    def _normed(self, name: str, reads: str, made: str) -> Iterator[Kernel]:
-        """Yield the forward's kernels of a norm and of the all-gather over tp after it, if any. name: "attention" or
-        "mlp"; reads: comma-separated names of the tensors that it reads; made: name of the result."""
-        if self.gathers:
-            yield self._kernel(reads, f"{name}_norm.scale, {name}_norm.output")
-            yield self._operator(f"{name}_norm.output", made)
-        else:
-            yield self._kernel(reads, f"{name}_norm.scale, {made}")
-
-    def _core(self) -> Iterator[Kernel]:
-        """Yield the forward's kernels between the QKV product and the output product: rotary positions, all-to-alls,
-        attention."""
-        given = "attention.qkv.output"
-        if self.rotated:
-            yield self._rotated()
-            given += ", attention.query, attention.key"
-        if self.exchanged:
-            yield self._kernel(given, "attention.exchanging")
-            yield self._operator("attention.exchanging", "attention.exchanged")
-            given = "attention.exchanged"
-        yield from self._attended(given)
-
-    def _attended(self, given: str) -> Iterator[Kernel]:
-        """Yield the kernels of softmax(q kᵀ) v, including the masks and repeated keys that PyTorch's CUDA kernels need
-        and the all-to-all after it. given: comma-separated names of the tensors that hold queries, keys and values."""
-        if self.made:
-            yield self._kernel(given, self.made)
-            given += f", {self.made}"
-        more = ", attention.log_sum" if self.at.ring or self.cuda else ""
-        if self.exchanged:
-            yield self._operator(given, f"attention.core{more}")
-            yield self._operator("attention.core", "attention.output.input")
-        else:
-            yield self._operator(given, f"attention.output.input{more}")
-
-    def _rotated(self, twice: bool = False) -> Kernel:
-        """Return the kernel that applies rotary positions or norms to queries and keys; for narrow types it also writes
-        wide (at least float32) copies. twice: it also writes copies for attention that is recomputed, separate from
-        those for attention's backward."""
-        names = "attention.query, attention.key"
-        made = [names]
-        if twice:
-            made.append("attention.query.again, attention.key.again")
-        if self.x < self.wide:
-            made.append("attention.query.wide, attention.key.wide")
-        return self._kernel("attention.qkv.output", ", ".join(made))
-
-    @property
-    def _rotated_apart(self) -> bool:
-        """True if recomputed attention reads rotated queries and keys of its own, not those of attention's backward:
-        for types narrower than float32, on CPU and without all-to-alls."""
-        return self.x < self.wide and not self.exchanged and not self.cuda
-
-    def backward(self) -> Iterator[Kernel]:
-        """Yield the kernels of the block's backward in inductor's order, recomputed ones included."""
-        config, kept = self.at.config, set(self.kept())
-        added = f"attention.output.{'sum' if self.summed else 'product'}"
-        given = GRADIENT
-        if self.gathers:
-            given = "mlp.down.product.gradient"
-            yield self._operator(GRADIENT, given)
-        made = "mlp.up.output.gradient"
-        yield self._kernel(given, "mlp.down.input.gradient")
-        over = {} if config.gated else {made: "mlp.down.input.gradient"}
-        if "mlp.down.input" in kept:
-            yield self._kernel(f"{given}, mlp.down.input", "weight gradient of down")
-            yield self._kernel("mlp.up.output, mlp.down.input.gradient", made, over=over)
-            yield self._kernel(f"{made}, mlp.up.input", "weight gradient of up")
-        else:
-            yield self._kernel("mlp.up.output, mlp.down.input.gradient", f"mlp.down.input, {made}", over=over)
-            yield self._kernel(f"{given}, mlp.down.input", "weight gradient of down")
-        normed = yield from self._product_gradient(made, "mlp.up.input", "mlp_norm")
-        reads = f"{INPUT}, {added}, {normed}, {GRADIENT}"
-        if "mlp.up.input" in kept:
-            scale = ", mlp_norm.scale" if "mlp_norm.scale" in kept else ""
-            yield self._kernel(reads + scale, "gradient between")
-        else:
-            again = "mlp_norm.output" if self.gathers else "mlp.up.input"
-            yield self._kernel(reads, f"mlp_norm.scale, {again}, gradient between")
-            if self.gathers:
-                yield self._operator("mlp_norm.output", "mlp.up.input")
-        if "mlp.down.input" not in kept:
-            yield self._kernel(f"{made}, mlp.up.input", "weight gradient of up")
-        yield from self._attention_backward(kept, added, normed)
-
-    def _product_gradient(self, made: str, name: str, norm: str):  # type: ignore[no-untyped-def]
-        """Yield the kernels of the input gradient of a matrix product, and of its sum over tp; return the name of the
-        tensor that holds the result.
-
-        made: name of the gradient of the product's output; name: name of the product's input, such as "mlp.up.input";
-        norm: name of the norm before the product, such as "mlp_norm".
-        """
-        yield self._kernel(made, f"{name}.gradient")
-        if not self.summed:
-            return f"{name}.gradient"
-        yield self._operator(f"{name}.gradient", f"{norm}.gradient")
-        return f"{norm}.gradient"
-
-    def _attention_backward(self, kept: set[str], added: str, mlp_normed: str) -> Iterator[Kernel]:
-        """Yield the kernels of the attention sublayer's backward. kept: names of saved tensors; added: name of the
-        attention output that the forward added to the residual stream; mlp_normed: name of the gradient of the second
-        norm's output."""
-        given = "gradient between"
-        if self.gathers:
-            given = "attention.output.product.gradient"
-            yield self._operator("gradient between", given)
-        yield self._kernel(given, "attention.output.input.gradient")
-        recomputed = "attention.output.input" not in kept
-        turns = self.rotated and "attention.query" not in kept and "attention.exchanged" not in kept
-        if turns:
-            yield self._rotated(twice=recomputed and self._rotated_apart)
-        yield from self._core_backward(kept, recomputed)
-        made = "attention.qkv.output.gradient"
-        normed = yield from self._product_gradient(made, "attention.qkv.input", "attention_norm")
-        reads = f"{INPUT}, {normed}, {mlp_normed}, {added}"
-        last = "" if "attention.qkv.input" in kept else ", attention.qkv.input"
-        if self.gathers and last:
-            last = ", attention_norm.output"
-        if "attention_norm.scale" in kept:  # gradients of norms first, that of the input when all else is done
-            yield self._kernel(f"{reads}, attention_norm.scale, mlp_norm.scale", "")
-            yield self._kernel(f"{given}, attention.output.input", "weight gradient of output")
-            yield self._kernel(f"{made}, attention.qkv.input", "weight gradient of qkv")
-            over = {INPUT_GRADIENT: "gradient between"}
-            yield self._kernel(f"{INPUT}, {normed}, gradient between", INPUT_GRADIENT, over=over)
-            return
-        yield self._kernel(f"{reads}, gradient between", f"attention_norm.scale{last}, {INPUT_GRADIENT}")
-        if self.gathers and last:
-            yield self._operator("attention_norm.output", "attention.qkv.input")
-        if recomputed and not self.cuda:
-            yield from self._core_again()
-        yield self._kernel(f"{given}, attention.output.input", "weight gradient of output")
-        if self.at.config.query_key_norm:
-            yield self._kernel("attention.query.gradient, attention.key.gradient, attention.qkv.output", "")
-        yield self._kernel(f"{made}, attention.qkv.input", "weight gradient of qkv")
-
-    def _core_again(self) -> Iterator[Kernel]:
-        """Yield the kernels that recompute attention's output in the backward, for the weight gradient of the output
-        product."""
-        again = ".again" if self._rotated_apart else ""
-        rotated = f", attention.query{again}, attention.key{again}" if self.rotated else ""
-        yield from self._attended("attention.exchanged" if self.exchanged else f"attention.qkv.output{rotated}")
-
-    def _core_backward(self, kept: set[str], recomputed: bool) -> Iterator[Kernel]:
-        """Yield the kernels of the backward from the output product's input to the QKV product's output. kept: names of
-        saved tensors; recomputed: attention's output was not saved and is computed again."""
+    def _inside(self, verb: str) -> Iterator[Any]:
+        """Yield the temporaries of a call."""
         at = self.at
-        reads = "attention.output.input.gradient, attention.qkv.output"
-        heads, kv_heads = at.heads, at.kv_heads
-        if self.rotated:
-            reads += ", attention.query, attention.key"
-        if self.exchanged:
-            copies = max(1, at.layout.cp // kv_heads)
-            heads, kv_heads = heads // at.layout.cp, kv_heads * copies // at.layout.cp
-            if "attention.exchanged" not in kept:
-                yield self._kernel(reads.partition(", ")[2], "attention.exchanging")
-                yield self._operator("attention.exchanging", "attention.exchanged")
-            yield self._operator("attention.output.input.gradient", "attention.core.gradient")
-            reads = "attention.core.gradient, attention.exchanged"
-        if self.cuda:
-            if recomputed:
-                yield from self._attended(reads.partition(", ")[2])
-            elif self.made:
-                yield self._kernel(reads.partition(", ")[2], self.made)
-            reads += f", attention.output.input, attention.log_sum{f', {self.made}' if self.made else ''}"
-        parts = "gradient of queries, gradient of keys, gradient of values"
-        if at.ring:
-            inside = tuple(ring_backward(at, self.window, self.x, self.wide))
-            yield Kernel("attention", tuple(reads.split(", ")), (), inside=inside)
-            yield self._operator(f"{reads}, attention.output.input, attention.log_sum", parts)
-        else:
-            tiles = () if self.cuda else tiled_backward(at, heads, kv_heads, self.kind, self.x, self.wide)
-            yield self._operator(reads, parts, tuple(tiles))
-        made = "attention.qkv.output.gradient"
-        if self.exchanged:
-            yield self._kernel(parts, "attention.exchanged.gradient")
-            yield self._operator("attention.exchanged.gradient", "attention.exchanging.gradient")
-            yield self._kernel("attention.exchanging.gradient", made)
-        elif self.rotated:  # back in the type of sums; norms of queries and keys need it once more
-            yield self._kernel("gradient of queries", f"attention.query.gradient, {made}")
-            yield self._kernel("gradient of keys", "attention.key.gradient")
-            yield self._kernel("gradient of values", "")
-        else:
-            yield self._kernel("gradient of queries", made)
-            yield self._kernel("gradient of keys", "")
-            yield self._kernel("gradient of values", "")
+        if verb == "ring":
+            yield from ring_backward(at)
+        elif verb == "tiles" and not self.cuda:
+            heads = self.sizes["core_heads"]
+            yield from tiled_backward(at, heads, (self.sizes["core_all"] - heads) // 2, self.kind)

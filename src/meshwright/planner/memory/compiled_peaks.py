@@ -4,147 +4,196 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT
-from meshwright.planner.memory.compiled_layers import block_of
+from meshwright.planner.cost.operators import SavedTensor
+from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.inductor import KernelMemory, highest
+from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, workspace
 from meshwright.planner.memory.temporaries import mixture_backward
-from meshwright.planner.memory.tensors import Temporary
-
-if TYPE_CHECKING:
-    from meshwright.planner.memory.tensors import Saved
 
 COLLECTED = ".weight gradients"
-"""When the compiled backward is over: it gives all weight gradients of the block at once."""
+"""Snapshot at the end of a compiled backward, which returns all weight gradients of the block together."""
+
+PRODUCTS = "mlp.down", "mlp.up", "attention.output", "attention.qkv"
+"""Linear layers in the order in which their queued weight gradients are computed."""
+
+Snapshots = list[tuple[str, KernelMemory]]
 
 
-def forward_extras(at: MicroBatch, layer: int, x: int) -> Iterator[Temporary]:
-    """Yield the tensors allocated at the memory peak of a compiled layer's forward, including those that it saves.
+class Backward(NamedTuple):
+    """State in which a compiled layer's backward runs.
 
-    at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
-    element.
+    arrived: names of gradients that another pipeline stage sent, which stay allocated until the backward ends; queues:
+    weight gradients are queued, and the backward returns their operands (`model/weight_gradients.py`); at_once: the
+    queued weight gradients are computed right after it.
     """
-    held = forward_held(at, alike(at, layer), x)
-    yield from extras_of(held, f"layers.{layer}")
+
+    arrived: frozenset[str] = frozenset()
+    queues: bool = False
+    at_once: bool = False
 
 
-def backward_extras(
-    at: MicroBatch, layer: int, x: int, arrived: frozenset[str] = frozenset()
-) -> Iterator[tuple[str, list[Temporary]]]:
+def saved_tensors(at: MicroBatch, layer: int) -> Iterator[SavedTensor]:
+    """Yield the activations that a compiled layer's forward saves in addition to its input; none under full recompute.
+    Names are relative to the layer."""
+    if at.layout.recompute != "full":
+        block = CompiledBlock(at, layer)
+        yield from map(block.entry, block.saved)
+
+
+def forward_extras(at: MicroBatch, layer: int) -> Iterator[Temporary]:
+    """Yield the tensors allocated at the memory peak of a compiled layer's forward, including those that it saves."""
+    yield from _extras(_forward(at, _first_equal(at, layer)), f"layers.{layer}")
+
+
+def backward_extras(at: MicroBatch, layer: int, state: Backward) -> Iterator[NamedSnapshot]:
     """Yield (snapshot name, tensors other than saved activations) for the memory snapshots of a compiled layer's
-    backward.
-
-    at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
-    element; arrived: names of the input or output gradient that another pipeline stage sent, which stays allocated
-    until the backward ends.
-    """
-    unit = f"layers.{layer}"
-    held = _backward(at, alike(at, layer), x, arrived)
-    for name, each in held:
-        yield name, list(extras_of(each, unit))
+    backward."""
+    run = _queuing_backward if state.queues else _backward
+    for name, held in run(at, _first_equal(at, layer), state):
+        yield name, list(_extras(held, f"layers.{layer}"))
 
 
-def passing_bytes(at: MicroBatch, layer: int, x: int) -> int:
+def peak_temporaries(at: MicroBatch, layer: int) -> int:
     """Return the peak bytes of a compiled layer's temporaries in forward and backward, without weight gradients, as
-    these do not grow with the batch. at: sizes and settings of one micro-batch on one rank; layer: the layer's index;
-    x: bytes of an activation's element."""
-    layer, found = alike(at, layer), []
-    for held in (forward_held(at, layer, x), *(each for _, each in _backward(at, layer, x))):
-        found.append(held.bytes - sum(each.bytes for each in held.buffers.values() if each.category == "gradients"))
-    return max(found)
+    these do not grow with the batch."""
+    layer = _first_equal(at, layer)
+    every = (_forward(at, layer), *(held for _, held in _backward(at, layer, Backward())))
+    return max(
+        held.bytes - sum(each.bytes for each in held.buffers.values() if each.category == "gradients") for held in every
+    )
 
 
-def spread_backward(
-    at: MicroBatch,
-    layer: int,
-    x: int,
-    kept: tuple[Sequence[Saved], Sequence[Saved]],
-    stream: int,
-    arrived: frozenset[str] = frozenset(),
-) -> Iterator[tuple[str, list[Temporary]]]:
-    """Yield (snapshot name, temporary tensors) for the backward of a layer whose expert-parallel mixture is not
-    compiled, while the rest of the layer is.
+def mixture_backward_extras(
+    at: MicroBatch, layer: int, saved: tuple[Sequence[Saved], Sequence[Saved]], stream: int, state: Backward
+) -> Iterator[NamedSnapshot]:
+    """Yield (snapshot name, temporaries) for the backward of a layer whose expert-parallel mixture is not compiled,
+    while the rest of the layer is.
 
-    at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
-    element; kept: saved activations of the stage, (without recompute, with the layout's recompute); stream: bytes of
-    the layer's output; arrived: names of gradients that another pipeline stage sent.
+    saved: saved activations of the stage, (without recompute, with the layout's recompute); stream: bytes of the
+    layer's output.
     """
     mlp = f"layers.{layer}.mlp"
-    whole, here = (sum(each.bytes for each in of if each.name.startswith(f"{mlp}.")) for of in kept)
+    whole, here = (sum(each.bytes for each in of if each.name.startswith(f"{mlp}.")) for of in saved)
     again = whole - here
-    front = list(backward_extras(at, layer, x, arrived))
+    front = list(backward_extras(at, layer, state))
     if at.layout.recompute == "full":
         yield front.pop(0)
-        block = block_of(at, layer, x)
-        again += sum(block.bytes(name) for name in block.kept())
-    gradient = Temporary("activations", "gradient of the layer's output", stream * (2 if at.layout.tp > 1 else 1))
-    more = [gradient, Temporary("activations", "recomputed", again)]
-    for name, extras in mixture_backward(at, mlp, kept[0], x, False):
+        block = CompiledBlock(at, layer)
+        again += sum(map(block.bytes, block.saved))
+    gradient = activation("gradient of the layer's output", stream * (2 if at.layout.tp > 1 else 1))
+    more = [gradient, activation("recomputed", again)]
+    for name, extras in mixture_backward(at, mlp, saved[0], False):
         yield f".mlp{name}", [*more, *extras]
     for name, extras in front:
-        yield name, [*extras, Temporary("activations", f"{mlp}: freed", -here)]
+        yield name, [*extras, activation(f"{mlp}: freed", -here)]
 
 
-def alike(at: MicroBatch, layer: int) -> int:
+def queued_bytes(at: MicroBatch, layer: int) -> int:
+    """Return the bytes that the queued weight gradients of a compiled layer keep allocated."""
+    block = CompiledBlock(at, layer)
+    return sum(block.bytes(name) for pair in _operands(block).values() for name in pair)
+
+
+def _first_equal(at: MicroBatch, layer: int) -> int:
     """Return the index of the first layer that has the same kernels and sizes as `layer` (same attention window,
-    experts or none), so that results are cached once for equal layers. at: sizes and settings of one micro-batch on one
-    rank."""
+    experts or none), so that results are cached once for equal layers."""
     config = at.config
     kinds = [(config.layer_window(each), config.has_experts(each)) for each in range(layer + 1)]
     return kinds.index(kinds[-1])
 
 
-def extras_of(held: KernelMemory, unit: str) -> Iterator[Temporary]:
-    """Yield the tensors that are allocated during a kernel, as entries of a memory snapshot. held: memory during the
-    kernel; unit: prefix of the entries' names, such as "layers.3"."""
+def _extras(held: KernelMemory, unit: str) -> Iterator[Temporary]:
+    """Yield the tensors that are allocated during a kernel, as entries of a memory snapshot. unit: prefix of the
+    entries' names, such as "layers.3"."""
     for name, each in held.buffers.items():
         yield Temporary(each.category, f"{unit}.{name}", each.bytes)
     yield from held.inside
     if held.gone:
-        yield Temporary("activations", f"{unit}: freed", -held.gone)
+        yield activation(f"{unit}: freed", -held.gone)
 
 
 @lru_cache(maxsize=64)
-def forward_held(at: MicroBatch, layer: int, x: int) -> KernelMemory:
-    """Return the memory during the kernel with the highest peak of a compiled layer's forward. at: sizes and settings
-    of one micro-batch on one rank; layer: index of the first of all equal layers, as the result is cached; x: bytes of
-    an activation's element."""
-    block = block_of(at, layer, x)
-    return highest(list(block.forward()), {}, {*block.kept(), *block.results()})
+def _forward(at: MicroBatch, layer: int) -> KernelMemory:
+    """Return the memory during the kernel with the highest peak of a compiled layer's forward."""
+    block = CompiledBlock(at, layer)
+    return highest(block.forward(), {}, {*block.saved, *block.results})
 
 
 @lru_cache(maxsize=64)
-def _backward(
-    at: MicroBatch, layer: int, x: int, arrived: frozenset[str] = frozenset()
-) -> list[tuple[str, KernelMemory]]:
+def _backward(at: MicroBatch, layer: int, state: Backward) -> Snapshots:
     """Return (snapshot name, memory) at the peak and at the end of a compiled layer's backward; under full recompute,
-    these are preceded by the peak of the recomputed forward.
-
-    at: sizes and settings of one micro-batch on one rank; layer: the layer's index; x: bytes of an activation's
-    element; arrived: names of gradients that another pipeline stage sent.
-    """
-    block = block_of(at, layer, x)
-    found = []
-    kernels = list(block.backward())
-    kept = {name: block.bytes(name) for name in block.kept()}
-    given = {name: block.bytes(name) for name in (INPUT, *block.gradients())}
-    weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
-    gradients = tuple(Temporary("activations", name, given[name]) for name in block.gradients())
-    for name in arrived:
-        del given[name]
-    if block.again == "full":
-        again = forward_held(at, layer, x)
+    these are preceded by the peak of the recomputed forward."""
+    block, found = CompiledBlock(at, layer), []
+    saved = {name: block.bytes(name) for name in block.saved}
+    given = {name: block.bytes(name) for name in (INPUT, *block.gradients) if name not in state.arrived}
+    weights = {made.name for kernel in block.backward for made in kernel.makes if made.category == "gradients"}
+    gradients = tuple(activation(name, block.bytes(name)) for name in block.gradients)
+    recomputed: tuple[Temporary, ...] = ()
+    if block.recompute == "full":
+        again = _forward(at, layer)
         found.append((".forward again", KernelMemory(again.name, again.buffers, 0, (*again.inside, *gradients))))
-        made_again = tuple(Temporary("activations", name, size) for name, size in kept.items())
-    else:
-        made_again = ()
-    held = highest(kernels, given | kept, {*weights, INPUT_GRADIENT})
-    name = f".{held.name}"
-    found.append((name, KernelMemory(held.name, held.buffers, held.gone, (*held.inside, *gradients, *made_again))))
-    last = {made.name: made for kernel in kernels for made in kernel.makes if made.name in {*weights, INPUT_GRADIENT}}
-    gone = 0 if block.again == "full" else sum(kept.values())
-    stays = gradients[:1] if GRADIENT in arrived else ()
+        recomputed = tuple(activation(name, size) for name, size in saved.items())
+    held = highest(block.backward, given | saved, {*weights, INPUT_GRADIENT})
+    inside = (*held.inside, *gradients, *recomputed)
+    found.append((f".{held.name}", KernelMemory(held.name, held.buffers, held.gone, inside)))
+    returned = {*weights, INPUT_GRADIENT}
+    last = {made.name: made for kernel in block.backward for made in kernel.makes if made.name in returned}
+    gone = 0 if recomputed else sum(saved.values())
+    stays = gradients[:1] if GRADIENT in state.arrived else ()
     found.append((COLLECTED, KernelMemory(COLLECTED, last, gone + given.get(INPUT, 0), stays)))
     return found
+
+
+@lru_cache(maxsize=64)
+def _queuing_backward(at: MicroBatch, layer: int, state: Backward) -> Snapshots:
+    """Return (snapshot name, memory) for the memory snapshots of a compiled backward that queues its weight
+    gradients."""
+    block, found = CompiledBlock(at, layer), []
+    kernels = [each for each in block.backward if not each.name.startswith("weight gradient")]
+    saved = {name: block.bytes(name) for name in block.saved}
+    stays = {INPUT_GRADIENT, *(name for pair in _operands(block).values() for name in pair)}
+    given = {name: block.bytes(name) for name in (INPUT, GRADIENT) if name not in state.arrived}
+    gradient = activation(GRADIENT, block.bytes(GRADIENT))
+    again = block.recompute == "full"
+    recomputed = {name: activation(name, size) for name, size in saved.items()} if again else {}
+    if again:
+        held = _forward(at, layer)
+        found.append((".forward again", KernelMemory(held.name, held.buffers, 0, (*held.inside, gradient))))
+    held = highest(kernels, given | saved, stays)
+    inside = (*held.inside, gradient, *recomputed.values())
+    found.append((f".{held.name}", KernelMemory(held.name, held.buffers, held.gone, inside)))
+    made = {each.name: each for kernel in kernels for each in kernel.makes if each.name in stays}
+    gone = 0 if again else sum(size for name, size in saved.items() if name not in stays)
+    left = [each for name, each in recomputed.items() if name in stays]
+    if GRADIENT in state.arrived or GRADIENT in stays:
+        left.append(gradient)
+    if state.at_once and at.narrow:  # of wide types the products add their weight gradients to the sums themselves
+        left.append(workspace("weight gradient", _weight_gradients(block)))
+    found.append((COLLECTED, KernelMemory(COLLECTED, made, gone + given.get(INPUT, 0), tuple(left))))
+    return found
+
+
+def _operands(block: CompiledBlock) -> dict[str, tuple[str, str]]:
+    """Return, for each linear layer such as "mlp.up", the names of its input and its output's gradient: the operands
+    of its queued weight gradient.
+
+    The gradient of the last product is the block's output gradient, unless a rank holds only a slice of that.
+    """
+    down, output = GRADIENT, "gradient between"
+    if block.gathers:
+        down, output = "mlp.down.product.gradient", "attention.output.product.gradient"
+    gradients = down, "mlp.up.output.gradient", output, "attention.qkv.output.gradient"
+    return {name: (f"{name}.input", made) for name, made in zip(PRODUCTS, gradients, strict=True)}
+
+
+def _weight_gradients(block: CompiledBlock) -> int:
+    """Return the peak bytes of computing the queued weight gradients one after another: each result less the inputs
+    that the products before it freed."""
+    most = used = 0
+    for name, pair in _operands(block).items():
+        most = max(most, block.bytes(f"weight gradient of {name.rpartition('.')[2]}") - used)
+        used += sum(block.bytes(each) for each in pair if each != GRADIENT)
+    return most

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshwright.planner.memory.tensors import Temporary
+from meshwright.planner.memory.snapshot import Temporary
 
 
 class Buffer(NamedTuple):

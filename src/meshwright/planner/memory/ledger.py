@@ -15,7 +15,7 @@ from meshwright.layout import Layout
 from meshwright.names import check_options, unknown
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed, Starts
 from meshwright.planner.cost.teacher import TeacherWork
-from meshwright.planner.memory.compiled_blocks import known
+from meshwright.planner.memory.compiled_blocks import has_tables
 from meshwright.planner.memory.saved import position_tables, saved_activations
 from meshwright.planner.memory.snapshot import BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
@@ -47,7 +47,7 @@ DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "flo
 STORED = {"fp8": "bf16"}
 """What a precision of products keeps parameters and activations in, where it is another."""
 
-OF_STATE = {
+CATEGORY_OF_STATE = {
     "parameters": "parameters", "masters": "optimizer", "gradients": "gradients", "gradient_buffers": "gradients",
     "optimizer": "optimizer", "buffers": "buffers",
 }  # fmt: skip
@@ -97,13 +97,13 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """All tensors of one rank at its memory peak. items: the tensors. peak_bytes: their sum at the memory snapshot
-    `moment`, without "framework", which torch's allocator does not count. between_steps: persistent bytes. framework:
-    (least, most) bytes. compiled: every layer is predicted as compiled."""
+    """All tensors of one rank at its memory peak. items: the tensors. peak_bytes: their sum, without "framework", which
+    torch's allocator does not count. peak_snapshot: name of the memory snapshot at the peak. between_steps: persistent
+    bytes. framework: (least, most) bytes. compiled: every layer is predicted as compiled."""
 
     items: tuple[Item, ...]
     peak_bytes: int
-    moment: str
+    peak_snapshot: str
     between_steps: int
     framework: tuple[int, int] = (0, 0)
     compiled: bool = False
@@ -242,14 +242,13 @@ class _Step:
         items.append(Item("framework", "CUDA context", (), "", framework[1], None, "start", "end"))
         items.append(Item("unexplained", "not itemised", (), "", 0, None, "start", "end"))
         assert sum(item.bytes for item in items) == total + framework[1]
-        layers = {layer for part in self.stages.values() for layer in part.stage.layers}
-        compiled = self.compiled and all(known(self.at, layer) for layer in layers)
-        return Ledger(tuple(items), total, moment_found.name, base, framework, compiled)
+        return Ledger(tuple(items), total, moment_found.name, base, framework, self.compiled and has_tables(self.at))
 
     def _staying(self) -> Iterator[Item]:
         """Yield the tensors that are allocated for the whole step: model states, position tables, batch ..."""
         for state in self.states:
-            yield Item(OF_STATE[state.kind], state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
+            category = CATEGORY_OF_STATE[state.kind]
+            yield Item(category, state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
             for table in position_tables(self.config, self.at.whole, self.at.dtype):
                 yield Item("workspace", table.name, table.shape, table.dtype, table.bytes, None, "start", "end")
@@ -285,7 +284,7 @@ class _Step:
             else:
                 alive.pop(key, None)
 
-        under_way: tuple[Reduction, ...] = ()
+        in_flight: tuple[Reduction, ...] = ()
         for at, kind, stage, replica, micro_batch in self._steps():
             if kind not in _COMPUTING:
                 value = compute_carried_value(kind, stage, replica, micro_batch)
@@ -305,15 +304,15 @@ class _Step:
             kept = FOLLOWED if followed else WAITING
             if kind in (_BACKWARD, _INPUT_GRADIENT):
                 left[stage] -= 1
-                change("activations", kept, stage, -part.kept)
+                change("activations", kept, stage, -part.saved_bytes)
             later, over = self.passes[stage] - left[stage] > 1, left[stage] == 0
-            highest = self._highest(part, kind, later, over, under_way)
+            highest = self._highest(part, kind, later, over, in_flight)
             yield highest, now
             if kind == _FORWARD:
-                change("activations", kept, stage, part.kept)
+                change("activations", kept, stage, part.saved_bytes)
             elif kind != _BACKWARD:
                 change("activations", QUEUE, stage, part.queue if kind == _INPUT_GRADIENT else -part.queue)
-            under_way = highest.leaves
+            in_flight = highest.leaves
             makes = kind == _FORWARD and stage < last
             if makes or (kind in (_BACKWARD, _INPUT_GRADIENT) and stage > 0):
                 change("communication", _SENT, stage, stream)
@@ -335,7 +334,7 @@ class _Step:
             moment = max(moments, key=lambda moment: moment.bytes)
             leaves = before
             if kind == _FORWARD:
-                moment = moment.beside(part.under_way(before))
+                moment = moment.with_more(part.in_flight(before))
             else:
                 half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
                 leaves = (*before, *part.reduced(state, half))[-REDUCTIONS_IN_FLIGHT:]
@@ -358,7 +357,7 @@ class _Step:
         )
         flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
         buffers = Buffers(self.partition.units(stage), flats, gradient_buffers(self.flats), self.table.tied)
-        return StageSnapshots(self.at, stage, buffers, kept, whole, compiled=self.compiled, queued=self.split)
+        return StageSnapshots(self.at, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split)
 
     def _stream(self) -> int:
         """Return the bytes of the hidden states that pass from stage to stage."""
@@ -387,7 +386,7 @@ class _Step:
         for (category, name, of), size in others.items():
             if name in (WAITING, FOLLOWED):
                 part = self.stage(of, name == FOLLOWED)
-                count = size // part.kept
+                count = size // part.saved_bytes
                 for each in part.saved:
                     title = each.name if count == 1 else f"{each.name} x {count}"
                     yield Item(category, title, each.shape, each.dtype, each.bytes * count, of, "forward", "backward")

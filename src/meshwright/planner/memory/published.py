@@ -1,207 +1,132 @@
 """Activation memory of a layer under other engines, as published, and the arithmetic of model states.
 
-Sizes: s tokens in a row, b rows, h hidden, a heads, f MLP columns; t ranks of tensor parallelism. Bytes, with two for a
-number in the narrow type. These are closed forms from papers, not measured here; our own engine's are in `saved.py`.
+Bytes, with two for a number in the narrow type. These are closed forms from papers, not measured here; those of the
+engine `meshwright` are in `saved.py`.
+
+Megatron-LM (Korthikanti et al. 2022, arXiv:2205.05198, section 4): fused kernels that save their inputs. For a GPT (f =
+4h, multi-head, dropout, no flash attention) the sum is sbh (34 + 5as/h), and with tensor and sequence parallelism its
+published parts (equations 1, 2, 4 and 6); grouped queries, SwiGLU and flash attention are counted in the same way.
+Eager PyTorch, as in Hugging Face and torchtitan: counted from the operations; float32 norms, all operands of products,
+norms and activations saved. torchtitan's selective recomputation "op" saves every second matrix product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
-from meshwright.errors import UserError
-from meshwright.layout import Layout
-from meshwright.names import unknown
-from meshwright.spec.config import ModelConfig
+from meshwright.planner.cost.micro_batch import MicroBatch, Number
 
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Sizes of a layer and a micro-batch, as input of published closed forms for activation memory.
-
-    rows, sequence: sequences of the micro-batch, and tokens of each; flash: attention scores are never written to
-    memory; dropout: dropout masks are saved, one byte per element; mixture: the layer's MLP is a mixture of experts.
-    """
-
-    rows: int
-    sequence: int
-    config: ModelConfig
-    layout: Layout
-    flash: bool = True
-    dropout: bool = False
-    mixture: bool = False
-    compiled: bool = False
-
-    @property
-    def mlp(self) -> tuple[float, float]:
-        """Pair: number of MLP inputs per token (one for each chosen expert), and total hidden columns of these MLPs on
-        a rank."""
-        config, layout = self.config, self.layout
-        if not self.mixture:
-            return 1.0, config.intermediate / layout.tp
-        cut = layout.etp if layout.expert_parallel else layout.tp
-        columns = config.experts_per_token * config.expert_intermediate / cut + config.shared_intermediate / layout.tp
-        return config.experts_per_token + (config.shared_intermediate > 0), columns
+Saved = Iterator[tuple[str, Number]]
 
 
-class PublishedEngine(Protocol):
-    """Interface of a training engine whose saved activations are published. name: such as "megatron"; source: the
-    publication."""
-
-    name: str
-    source: str
-
-    def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
-        """Yield (operation, bytes) of the activations that one layer saves on one rank. shape: sizes of layer and
-        micro-batch."""
+def published_layer(at: MicroBatch, mixture: bool = False) -> dict[str, Number]:
+    """Return the bytes of the activations that one layer saves on one rank under the micro-batch's engine, by
+    operation. mixture: the layer's MLP is a mixture of experts. Megatron's, for an engine without published figures."""
+    return dict(_ENGINES.get(at.engine.name, _megatron)(at, mixture))
 
 
-class Megatron:
-    """Activation memory of Megatron-LM's transformer layer: fused kernels that save their inputs in the 16-bit type.
-
-    For a GPT (f = 4h, multi-head, dropout, no flash attention) the sum is sbh (34 + 5as/h), and with tensor and
-    sequence parallelism its published parts (Korthikanti et al. 2022, arXiv:2205.05198, equations 1, 2, 4 and 6).
-    Grouped queries, SwiGLU and flash attention are counted in the same way.
-    """
-
-    name = "megatron"
-    source = "Korthikanti et al. 2022, arXiv:2205.05198, section 4, equations 1 to 6"
-
-    def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
-        """Yield (operation, bytes) of the activations that one Megatron-LM layer saves on one rank. shape: sizes of
-        layer and micro-batch."""
-        config, layout = shape.config, shape.layout
-        t = layout.tp
-        whole = t if t > 1 and layout.tensor_sequence_parallel else 1  # what only sequence parallelism cuts
-        tokens = shape.rows * shape.sequence / layout.cp
-        h, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-        if layout.recompute == "full":
-            yield "layer.input", 2 * tokens * h / whole
-            return
-        yield "attention_norm.input", 2 * tokens * h / whole
-        yield "attention.qkv.input", 2 * tokens * h / whole
-        yield "attention.query_key", 2 * tokens * (query + key) / t
-        yield "attention.value", 2 * tokens * key / t
-        if not shape.flash and layout.recompute == "none":
-            scores = config.heads * shape.sequence * tokens / t
-            yield "attention.softmax", 2 * scores
-            if shape.dropout:
-                yield "attention.dropout_mask", scores
-                yield "attention.dropout", 2 * scores
-        yield "attention.output.input", 2 * tokens * query / t
-        if shape.dropout:
-            yield "attention.output.dropout_mask", tokens * h / whole
-        yield "mlp_norm.input", 2 * tokens * h / whole
-        copies, columns = shape.mlp
-        yield "mlp.up.input", 2 * tokens * copies * h / whole
-        yield "mlp.activation.input", 2 * tokens * columns * (2 if config.gated else 1)
-        yield "mlp.down.input", 2 * tokens * columns
-        if shape.dropout:
-            yield "mlp.dropout_mask", tokens * h / whole
+def _mlp(at: MicroBatch, mixture: bool) -> tuple[Number, Number]:
+    """Return (MLP inputs of a token, one for each chosen expert; total hidden columns of these MLPs on a rank)."""
+    config = at.config
+    if not mixture:
+        return 1.0, config.intermediate / at.tp
+    expert = config.experts_per_token * config.expert_intermediate / (at.etp if at.expert_parallel else at.tp)
+    return config.experts_per_token + (config.shared_intermediate > 0), expert + config.shared_intermediate / at.tp
 
 
-class TorchEager:
-    """Activation memory of a Llama layer of eager PyTorch operations, as in Hugging Face and torchtitan: float32 norms,
-    all SwiGLU operands saved.
-
-    every_second: True if selective recomputation is torchtitan's "op" (every second matrix product is saved).
-    """
-
-    name = "torchtitan"
-    source = "counted from the operations; an operand of every product, norm and activation"
-    every_second = True
-
-    def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
-        """Yield (operation, bytes) of the activations that one eager PyTorch layer saves on one rank. shape: sizes of
-        layer and micro-batch."""
-        config, layout = shape.config, shape.layout
-        t = layout.tp
-        whole = t if t > 1 and layout.tensor_sequence_parallel else 1
-        tokens = shape.rows * shape.sequence / layout.cp
-        h, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-        if layout.recompute == "full":
-            yield "layer.input", 2 * tokens * h / whole
-            return
-        copies, columns = shape.mlp
-        if layout.recompute == "selective" and self.every_second and not shape.mixture:
-            # The block's input, every second product (queries, values, half of the MLP's way up, its way down) and the
-            # core of attention, with the logarithm of each row's sum.
-            yield "layer.input", 2 * tokens * h / whole
-            yield "attention.query_and_value", 2 * tokens * (query + key) / t
-            yield "attention.output.input", (2 * query + 4 * config.heads) * tokens / t
-            yield "mlp.up.output", 2 * tokens * columns
-            if not shape.compiled:
-                yield "mlp.down.output", 2 * tokens * h / whole
-            return
-        for name in ("attention_norm", "mlp_norm"):
-            yield f"{name}.input_and_output", 2 * 2 * tokens * h / whole
-            yield f"{name}.in_float32", 3 * 2 * tokens * h / whole
-        yield "attention.qkv.output", 2 * tokens * (query + 2 * key) / t
-        yield "attention.rotated", 2 * tokens * (query + key) / t
-        if config.query_key_norm:
-            yield "attention.query_key_norm", 3 * 2 * tokens * (query + key) / t
-        if not shape.flash and layout.recompute == "none":
-            yield "attention.scores", 5 * config.heads * shape.sequence * tokens / t
-        yield "attention.output.input", 2 * tokens * query / t
-        if shape.mixture:
-            yield "mlp.dispatched", 2 * tokens * copies * h / whole
-        yield "mlp", 2 * tokens * columns * (4 if config.gated else 2)
+def _megatron(at: MicroBatch, mixture: bool) -> Saved:
+    """Yield (operation, bytes) of the activations that one Megatron-LM layer saves on one rank."""
+    config, layout, t = at.config, at.layout, at.tp
+    tokens = at.rows * at.whole / at.cp
+    h, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    stream = 2 * tokens * h / (t if layout.tensor_sequence_parallel else 1)
+    if layout.recompute == "full":
+        yield "layer.input", stream
+        return
+    yield "attention_norm.input", stream
+    yield "attention.qkv.input", stream
+    yield "attention.query_key", 2 * tokens * (query + key) / t
+    yield "attention.value", 2 * tokens * key / t
+    if at.kernel == "scores" and layout.recompute == "none":
+        scores = config.heads * at.whole * tokens / t
+        yield "attention.softmax", 2 * scores
+        if at.engine.dropout:
+            yield "attention.dropout_mask", scores
+            yield "attention.dropout", 2 * scores
+    yield "attention.output.input", 2 * tokens * query / t
+    if at.engine.dropout:
+        yield "attention.output.dropout_mask", stream / 2
+    yield "mlp_norm.input", stream
+    copies, columns = _mlp(at, mixture)
+    yield "mlp.up.input", copies * stream
+    yield "mlp.activation.input", 2 * tokens * columns * (2 if config.gated else 1)
+    yield "mlp.down.input", 2 * tokens * columns
+    if at.engine.dropout:
+        yield "mlp.dropout_mask", stream / 2
 
 
-class Foundry(TorchEager):
-    """Activation memory of a layer of MosaicML's llm-foundry (MPT): eager PyTorch operations under FSDP."""
-
-    name = "llm-foundry"
-    every_second = False
-
-
-class Nanotron(TorchEager):
-    """Activation memory of a layer of nanotron: eager PyTorch operations, whole blocks or nothing recomputed."""
-
-    name = "nanotron"
-    every_second = False
-
-
-class HaiLlm:
-    """Activation memory of a layer of DeepSeek-V3 in fp8 training: RMS norms, SwiGLU and the up-projections of latent
-    attention are recomputed (section 3.2.3), inputs of linear layers and of SwiGLU are saved in 8 bits, that of
-    attention's output projection in 12 (section 3.3.3)."""
-
-    name = "hai-llm"
-    source = "arXiv:2412.19437, sections 3.2.3 and 3.3.3"
-
-    def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
-        """Yield (operation, bytes) of the activations that one layer saves on one rank. shape: sizes of layer and
-        micro-batch, without tp."""
-        config, tokens = shape.config, shape.rows * shape.sequence / shape.layout.cp
-        yield "attention_norm.input", 2 * tokens * config.hidden
-        if shape.layout.recompute == "full":
-            return
-        latent = config.latent
-        vectors = (latent.query_rank or 0) + latent.cached_dim if latent else 3 * config.heads * config.head_dim
-        yield "attention.latents", tokens * vectors
-        yield "attention.output.input", (1.5 * config.value_dim + 4) * tokens * config.heads  # and the log-sum-exp
-        yield "mlp_norm.input", 2 * tokens * config.hidden
-        copies, columns = shape.mlp
-        yield "mlp.up.input", tokens * copies * config.hidden
-        yield "mlp.activation.input", 2 * tokens * columns
-        if shape.layout.recompute == "none":
-            yield "attention.query_key_value", 2 * tokens * config.heads * (2 * config.head_dim + config.value_dim)
-            yield "mlp.down.input", tokens * columns
+def _eager(at: MicroBatch, mixture: bool, every_second: bool = False) -> Saved:
+    """Yield (operation, bytes) of the activations that one layer of eager PyTorch operations saves on one rank.
+    every_second: selective recomputation saves every second matrix product."""
+    config, layout, t = at.config, at.layout, at.tp
+    tokens = at.rows * at.whole / at.cp
+    h, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    stream = 2 * tokens * h / (t if layout.tensor_sequence_parallel else 1)
+    copies, columns = _mlp(at, mixture)
+    if layout.recompute == "full":
+        yield "layer.input", stream
+        return
+    if layout.recompute == "selective" and every_second and not mixture:
+        # The block's input, every second product (queries, values, half of up and gate, down) and the attention core
+        # with its log-sum-exp.
+        yield "layer.input", stream
+        yield "attention.query_and_value", 2 * tokens * (query + key) / t
+        yield "attention.output.input", (2 * query + 4 * config.heads) * tokens / t
+        yield "mlp.up.output", 2 * tokens * columns
+        if at.engine.fusion != "compiled":
+            yield "mlp.down.output", stream
+        return
+    for name in ("attention_norm", "mlp_norm"):
+        yield f"{name}.input_and_output", 2 * stream
+        yield f"{name}.in_float32", 3 * stream
+    yield "attention.qkv.output", 2 * tokens * (query + 2 * key) / t
+    yield "attention.rotated", 2 * tokens * (query + key) / t
+    if config.query_key_norm:
+        yield "attention.query_key_norm", 3 * 2 * tokens * (query + key) / t
+    if at.kernel == "scores" and layout.recompute == "none":
+        yield "attention.scores", 5 * config.heads * at.whole * tokens / t
+    yield "attention.output.input", 2 * tokens * query / t
+    if mixture:
+        yield "mlp.dispatched", copies * stream
+    yield "mlp", 2 * tokens * columns * (4 if config.gated else 2)
 
 
-PUBLISHED: dict[str, PublishedEngine] = {
-    engine.name: engine for engine in (Megatron(), TorchEager(), Foundry(), Nanotron(), HaiLlm())
-}
+def _eight_bit(at: MicroBatch, mixture: bool) -> Saved:
+    """Yield (operation, bytes) of the activations that one layer of DeepSeek-V3 saves on one rank in fp8 training
+    (arXiv:2412.19437): norms, SwiGLU and the up-projections of latent attention are recomputed (section 3.2.3), inputs
+    of linear layers and of SwiGLU are saved in 8 bits, that of attention's output projection in 12 (section 3.3.3)."""
+    config, tokens, recompute = at.config, at.rows * at.whole / at.cp, at.layout.recompute
+    yield "attention_norm.input", 2 * tokens * config.hidden
+    if recompute == "full":
+        return
+    latent = config.latent
+    vectors = (latent.query_rank or 0) + latent.cached_dim if latent else 3 * config.heads * config.head_dim
+    yield "attention.latents", tokens * vectors
+    yield "attention.output.input", (1.5 * config.value_dim + 4) * tokens * config.heads  # and the log-sum-exp
+    yield "mlp_norm.input", 2 * tokens * config.hidden
+    copies, columns = _mlp(at, mixture)
+    yield "mlp.up.input", tokens * copies * config.hidden
+    yield "mlp.activation.input", 2 * tokens * columns
+    if recompute == "none":
+        yield "attention.query_key_value", 2 * tokens * config.heads * (2 * config.head_dim + config.value_dim)
+        yield "mlp.down.input", tokens * columns
 
 
-def published_layer(engine: str, shape: LayerShape) -> dict[str, float]:
-    """Return the bytes of the activations that one layer saves, by operation. engine: such as "megatron"; shape: sizes
-    of layer and micro-batch. Raises `UserError` for an engine without published figures."""
-    if engine not in PUBLISHED:
-        raise UserError(unknown("engine", engine, PUBLISHED))
-    return dict(PUBLISHED[engine].kept(shape))
+_ENGINES: dict[str, Callable[[MicroBatch, bool], Saved]] = {
+    "torchtitan": partial(_eager, every_second=True), "llm-foundry": _eager, "nanotron": _eager, "hai-llm": _eight_bit,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +142,12 @@ class StateBytes:
         """Sum of all bytes per parameter."""
         return self.weights + self.gradients + self.optimizer
 
+    def sharded(self, zero: int, ranks: Number) -> tuple[Number, Number, Number]:
+        """Return the bytes per parameter of (weights, gradients, optimizer state) on each of `ranks` ranks over which
+        ZeRO stage `zero` shards."""
+        each = self.weights, self.gradients, self.optimizer
+        return tuple(size / (ranks if zero >= level else 1) for size, level in zip(each, (3, 2, 1), strict=True))  # type: ignore[return-value]
+
 
 def state_bytes(zero: int, ranks: int, narrow: bool = True, wide_gradients: bool = False) -> StateBytes:
     """Return Adam's bytes per parameter on each of `ranks` ranks under ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054,
@@ -225,8 +156,5 @@ def state_bytes(zero: int, ranks: int, narrow: bool = True, wide_gradients: bool
     narrow: mixed precision, 2 + 2 + 12 bytes for weight, gradient and optimizer state, or 2 + 4 + 12 with
     wide_gradients (float32); else float32, 4 + 4 + 8.
     """
-    weights, gradients, optimizer = (2.0, 4.0 if wide_gradients else 2.0, 12.0) if narrow else (4.0, 4.0, 8.0)
-    return StateBytes(
-        weights / (ranks if zero == 3 else 1), gradients / (ranks if zero >= 2 else 1),
-        optimizer / (ranks if zero >= 1 else 1),
-    )  # fmt: skip
+    each = StateBytes(2.0, 4.0 if wide_gradients else 2.0, 12.0) if narrow else StateBytes(4.0, 4.0, 8.0)
+    return StateBytes(*each.sharded(zero, ranks))

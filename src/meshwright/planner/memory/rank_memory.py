@@ -15,21 +15,21 @@ from functools import lru_cache
 from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
-from meshwright.planner.cost.bubbles import in_flight, places_of
+from meshwright.planner.cost.bubbles import in_flight, stages_by_rank
 from meshwright.planner.cost.communication import count_parameters, group_of
-from meshwright.planner.cost.data_time import level_in_time
-from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch
+from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
+from meshwright.planner.cost.pipeline_times import communicated_level
 from meshwright.planner.cost.rates import attention_kernel
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.memory.activation_bytes import bytes_each
 from meshwright.planner.memory.ledger import CATEGORIES, CUDA_CONTEXT, STORED, Item, ledger
-from meshwright.planner.memory.published import PUBLISHED, LayerShape, published_layer
+from meshwright.planner.memory.published import published_layer
 from meshwright.planner.problem import Problem
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
 from meshwright.spec.work import count_predictions
 
-CONTRACT = ("parameters", "gradients", "optimizer", "activations", "workspace")
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
 """The parts of the peak in an answer; communication and logits are part of the workspace there."""
 
 SLACK = 0.05
@@ -59,7 +59,7 @@ class RankMemory:
         pp_rank: Pipeline rank.
         items: Tensors at the peak.
         peak_bytes: Sum of the items, as PyTorch's allocator counts.
-        moment: Name of the memory snapshot, such as "layers.3.mlp: backward".
+        peak_snapshot: Name of the memory snapshot, such as "layers.3.mlp: backward".
         framework_bytes: KernelMemory in addition by the CUDA context; on a CPU by interpreter and libraries.
         slack_bytes: KernelMemory in addition and unexplained, such as by fragmentation.
         exact: True if counted tensor by tensor, not in closed form.
@@ -69,7 +69,7 @@ class RankMemory:
     pp_rank: int
     items: tuple[Item, ...]
     peak_bytes: int
-    moment: str
+    peak_snapshot: str
     framework_bytes: int
     slack_bytes: int
     exact: bool
@@ -93,13 +93,13 @@ class RankMemory:
         """Return the GiB of each category, of their sum "peak", and of "framework" and "unexplained", which are not
         part of the peak; "workspace" includes communication and logits."""
         found = self.by_category()
-        parts = {name: found[name] / GIB for name in CONTRACT}
+        parts = {name: found[name] / GIB for name in MEMORY_PARTS}
         parts["workspace"] += (found["communication"] + found["logits"]) / GIB
         parts["peak"] = self.peak_bytes / GIB
         return parts | {"framework": self.framework_bytes / GIB, "unexplained": self.slack_bytes / GIB}
 
 
-def by_layers(items: Iterable[Item]) -> list[Item]:
+def merge_layers(items: Iterable[Item]) -> list[Item]:
     """Merge ledger items that differ only in the layer's number, such as `layers.0.mlp.up.input`, and add up their
     bytes; return the items, largest first."""
     found: dict[tuple[str, ...], list[Item]] = {}
@@ -132,7 +132,7 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
             teacher=problem.teacher, architecture=problem.cluster.device.architecture,
         )  # fmt: skip
         items = tuple(item for item in found.items if item.category not in ("framework", "unexplained"))
-        peak, moment, compiled = found.peak_bytes, found.moment, found.compiled
+        peak, moment, compiled = found.peak_bytes, found.peak_snapshot, found.compiled
     else:
         items = tuple(_published(problem, layout, pp_rank))
         peak, moment = sum(item.bytes for item in items), "most micro-batches under way"
@@ -143,7 +143,7 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
     )  # fmt: skip
 
 
-def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:
+def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
     """Return the pipeline ranks whose memory is to be computed: of each set of ranks with equal stages, the first and
     the last.
 
@@ -160,7 +160,7 @@ def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
     """Return the pipeline stages of each pipeline rank, one list per rank; under a bidirectional schedule, those of
     both replicas."""
     if layout.schedule in SCHEDULE_CHUNKS and layout.schedule != "auto":
-        places = places_of(layout.schedule, layout.pp, layout.chunks)
+        places = stages_by_rank(layout.schedule, layout.pp, layout.chunks)
     else:  # a program of one's own puts them where it likes
         places = program_for(layout, problem.config, problem.sequence).stages_by_rank
     count = 1 + max(max(place) for place in places)
@@ -171,49 +171,44 @@ def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
 def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]:
     """Yield the memory of a pipeline rank under another engine (framework) than Meshwright, by its published closed
     forms, as items that add up to its peak."""
-    config, engine, sequence = problem.config, problem.engine, problem.sequence
-    x = ITEM_BYTES[DTYPES[problem.precision]]
+    config, engine = problem.config, problem.engine
     place = stages_at(problem, layout)[pp_rank]
-    sizes = count_parameters(MicroBatch.of(config, layout, 1, sequence))
-    dense, spread = (sum(part) for part in zip(*(sizes.of_stage(config, stage) for stage in place), strict=True))
-    each = bytes_each(problem)
-    for kind, numel, axis in (("dense", dense, "shard"), ("experts", spread, "expert_shard")):
-        if not numel:
-            continue
-        ranks = group_of(layout, axis, problem.cluster).ranks
-        for category, size, sharded in (
-            ("parameters", each.weights, 3), ("gradients", each.gradients, 2), ("optimizer", each.optimizer, 1),
-        ):  # fmt: skip
-            yield _line(category, f"{kind} {category}", numel * size / (ranks if layout.zero >= sharded else 1))
     rows = problem.batch // (layout.dp * layout.micro_batches)
-    flash = attention_kernel(engine, problem.cluster, problem.config) != "scores"
-    whose = engine.name if engine.name in PUBLISHED else "megatron"
+    at = MicroBatch.of(
+        config, layout, rows, problem.sequence, dtype=DTYPES[problem.precision], engine=engine,
+        kernel=attention_kernel(engine, problem.cluster, config),
+    )  # fmt: skip
+    x, sizes = at.itemsize, count_parameters(at)
+    dense, experts = (sum(part) for part in zip(*(sizes.of_stage(config, stage) for stage in place), strict=True))
+    each = bytes_each(problem)
+    for kind, numel, axis in (("dense", dense, "shard"), ("experts", experts, "expert_shard")):
+        ranks = group_of(layout, axis, problem.cluster).ranks
+        for category, size in zip(MEMORY_PARTS, each.sharded(layout.zero, ranks), strict=False) if numel else ():
+            yield _line(category, f"{kind} {category}", numel * size)
     waiting, _ = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     flying = float(waiting[:, pp_rank].max())
     again = 0.0
     if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch passes one of the rank's two stages
         flying /= len(place)
-    for mixture, layers in Counter(config.has_experts(at) for stage in place for at in stage.layers).items():
-        compiled = engine.fusion == "compiled"
-        shape = LayerShape(rows, sequence, config, layout, flash, engine.dropout, mixture, compiled)
-        kept = published_layer(whose, shape)
-        for name, size in kept.items():
+    unrecomputed = replace(at, layout=layout.with_(recompute="none"))
+    for mixture, layers in Counter(config.has_experts(layer) for stage in place for layer in stage.layers).items():
+        saved = published_layer(at, mixture)
+        for name, size in saved.items():
             yield _line("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
-        whole = replace(shape, layout=layout.with_(recompute="none"))
-        again = max(again, sum(published_layer(whose, whole).values()) - sum(kept.values()))
+        again = max(again, sum(published_layer(unrecomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
-        tokens = count_predictions(config, rows, sequence) / layout.cp
-        logits = tokens * -(-config.vocabulary // layout.tp) * (x + engine.loss_holds)
-    # The loss is through when a layer is computed again: the larger of the two counts.
+        tokens = count_predictions(config, rows, problem.sequence) / layout.cp
+        logits = tokens * at.vocabulary * (x + engine.loss_holds)
+    # The loss is through when a layer is recomputed: the larger of the two counts.
     if again * x / 2 > logits:
         yield _line("activations", "a recomputed layer", again * x / 2)
     elif logits:
         yield _line("logits", "logits", logits)
-    if level_in_time(layout.zero, layout.pp, engine) < layout.zero:
+    if communicated_level(layout.zero, layout.pp, engine) < layout.zero:
         if layout.zero == 3:
-            yield _line("communication", "gathered parameters", (dense + spread) * x)
-        yield _line("gradients", "unsharded gradients", (dense + spread) * each.gradients)
+            yield _line("communication", "gathered parameters", (dense + experts) * x)
+        yield _line("gradients", "unsharded gradients", (dense + experts) * each.gradients)
     elif layout.zero == 3:
         layer = max(sum(sizes.layer), sum(sizes.mixture))
         yield _line("communication", "gathered layers", 2 * layer * x)
@@ -225,9 +220,9 @@ def _line(category: str, name: str, size: float) -> Item:
 
 
 @lru_cache(maxsize=64)
-def fullest(problem: Problem, layout: Layout) -> RankMemory:
+def fullest_rank(problem: Problem, layout: Layout) -> RankMemory:
     """Return the memory of the pipeline rank with the highest peak."""
-    return max((memory_of(problem, layout, rank) for rank in unlike_ranks(problem, layout)), key=_size)
+    return max((memory_of(problem, layout, rank) for rank in distinct_ranks(problem, layout)), key=_size)
 
 
 def _size(rank: RankMemory) -> int:

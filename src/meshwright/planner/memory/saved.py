@@ -17,8 +17,8 @@ from meshwright.planner.cost.blocks import block, embedding, norm
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
 from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
-from meshwright.planner.memory import compiled_blocks, compiled_layers
-from meshwright.planner.memory.tensors import Saved
+from meshwright.planner.memory import compiled_blocks, compiled_peaks
+from meshwright.planner.memory.snapshot import Saved
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
@@ -71,7 +71,7 @@ def _tensors(at: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled
     layers: dict[object, list[SavedTensor]] = {}
     for layer in stage.layers:
         begins = layer == stage.layers[0] and not stage.first  # its input is the stage's
-        whole = compiled and compiled_blocks.known(at, layer)
+        whole = compiled and compiled_blocks.has_tables(at)
         if not begins and (whole or recompute != "none"):
             yield SavedTensor(f"layers.{layer}.input", stream, "x")
         key = layer if layer in at.routed else layer_kind(config, layer)
@@ -102,15 +102,16 @@ def layer_tensors(at: MicroBatch, layer: int, arrives: bool = True) -> Iterator[
     recompute = at.layout.recompute
     for operator in block(at, layer, arrives) if recompute != "full" else ():
         yield from operator.saved if recompute == "none" else operator.kept
-    if recompute != "none" and at.spread and at.config.has_experts(layer):  # recompute uses the routes of forward
+    # The recomputed forward uses the routes of the first.
+    if recompute != "none" and at.expert_parallel and at.config.has_experts(layer):
         yield SavedTensor("mlp.experts.counts", (at.etp, at.config.experts), "index")
 
 
 def _compiled_layer(at: MicroBatch, layer: int) -> Iterator[SavedTensor]:
     """Yield the tensors that a compiled layer saves in addition to its input. An expert-parallel mixture is not
     compiled: it saves what eager ones save."""
-    yield from compiled_layers.kept(at, layer)
-    if not (at.spread and at.config.has_experts(layer)):
+    yield from compiled_peaks.saved_tensors(at, layer)
+    if not (at.expert_parallel and at.config.has_experts(layer)):
         return
     if at.layout.recompute == "selective":
         yield SavedTensor("mlp.input", (at.rows, at.slice, at.config.hidden), "x")

@@ -1,4 +1,4 @@
-"""A memory snapshot of a pipeline stage, and the state in which a backward begins."""
+"""Memory snapshots of a pipeline stage, the tensors of which they consist, and the state in which a backward begins."""
 
 from __future__ import annotations
 
@@ -6,8 +6,47 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from meshwright.planner.cost.micro_batch import Number
 from meshwright.planner.memory.states import Flat
-from meshwright.planner.memory.tensors import Saved, Temporary
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """An activation saved by a forward for its backward. name: such as "layers.3.mlp.up.input"; dtype: torch's type
+    name; bytes: of its whole storage."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: Number
+
+
+class Temporary(NamedTuple):
+    """A tensor of a memory snapshot that is neither persistent nor a saved activation. category: of the memory ledger,
+    such as "workspace"; bytes: negative for a saved activation that is already freed."""
+
+    category: str
+    name: str
+    bytes: int
+
+
+NamedSnapshot = tuple[str, list[Temporary]]
+"""A snapshot's name, to follow that of its unit, such as ".attention", and its temporaries."""
+
+
+def activation(name: str, size: int) -> Temporary:
+    """Return an activation or a gradient of one, of `size` bytes, that is allocated for a moment."""
+    return Temporary("activations", name, size)
+
+
+def workspace(name: str, size: int) -> Temporary:
+    """Return a workspace of `size` bytes: what a kernel or a loop allocates while it runs."""
+    return Temporary("workspace", name, size)
+
+
+def message(name: str, size: int) -> Temporary:
+    """Return a tensor of `size` bytes on its way between ranks."""
+    return Temporary("communication", name, size)
 
 
 class Reduction(NamedTuple):
@@ -51,14 +90,14 @@ class Snapshot:
 
     Attributes:
         name: Such as "layers.3: forward".
-        kept: Bytes of the stage's own saved activations of this micro-batch.
+        saved_bytes: Bytes of the stage's own saved activations of this micro-batch.
         temporaries: Other tensors.
         stage: Index of the stage; None for a snapshot without saved activations.
-        list_saved: Function that returns the saved activations whose bytes `kept` sums.
+        list_saved: Function that returns the saved activations whose bytes `saved_bytes` sums.
     """
 
     name: str
-    kept: int
+    saved_bytes: int
     temporaries: tuple[Temporary, ...]
     stage: int | None = None
     list_saved: Callable[[], list[Saved]] = list
@@ -66,8 +105,8 @@ class Snapshot:
     @property
     def bytes(self) -> int:
         """Total bytes of the snapshot."""
-        return self.kept + sum(one.bytes for one in self.temporaries)
+        return self.saved_bytes + sum(one.bytes for one in self.temporaries)
 
-    def beside(self, more: Sequence[Temporary]) -> Snapshot:
+    def with_more(self, more: Sequence[Temporary]) -> Snapshot:
         """Return a copy of the snapshot with the tensors `more` added."""
         return replace(self, temporaries=(*self.temporaries, *more)) if more else self

@@ -3,90 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 
-from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number, layer_kind
-from meshwright.planner.memory import compiled_split
-from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, known
-from meshwright.planner.memory.compiled_peaks import COLLECTED, backward_extras, forward_extras, spread_backward
-from meshwright.planner.memory.compiled_split import split_backward_extras
-from meshwright.planner.memory.end_temporaries import loss_backward, loss_snapshots, table_backward
-from meshwright.planner.memory.snapshot import FIRST_AND_LAST, BackwardState, Buffers, Reduction, Snapshot
+from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
+from meshwright.planner.memory import compiled_peaks, temporaries
+from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, has_tables
+from meshwright.planner.memory.compiled_peaks import COLLECTED, Backward
+from meshwright.planner.memory.snapshot import (
+    FIRST_AND_LAST,
+    BackwardState,
+    Buffers,
+    NamedSnapshot,
+    Reduction,
+    Saved,
+    Snapshot,
+    Temporary,
+    activation,
+    message,
+    workspace,
+)  # fmt: skip
 from meshwright.planner.memory.states import Flat
-from meshwright.planner.memory.temporaries import attention_backward, mixture_backward, unpacked_weight
-from meshwright.planner.memory.tensors import Saved, Temporary
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL
 from meshwright.spec.stages import LOOKED_UP, Stage
 
 OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
-"""How the names of what the head's unit keeps begin."""
+"""How the names of what the head's unit saves begin."""
 
 
-def queued_bytes(at: MicroBatch, whole: Sequence[Saved], layer: int, x: int, attention: bool = True) -> Number:
+def queued_bytes(at: MicroBatch, whole: Sequence[Saved], layer: int, attention: bool = True) -> Number:
     """Return the bytes that a layer's queued weight gradients keep: its products' inputs and output gradients.
 
-    at: sizes; whole: saved activations without recompute; x: bytes of an element; attention: include its products.
+    whole: saved activations without recompute; attention: include its products.
     """
-    config = at.config
+    config, tokens = at.config, at.all_tokens
     names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
     found: Number = 0
     for each in whole:
         if each.name.startswith(f"layers.{layer}.") and each.name.endswith(names):
             found = found + each.bytes
-    hidden, tokens = config.hidden, at.all_tokens
-    if attention:
-        found = found + tokens * (hidden + at.qkv_width) * x
+    gradients = tokens * (config.hidden + at.qkv_width) if attention else 0
     if config.has_experts(layer):
-        found = found + at.copies * (at.etp if at.spread else 1) * (hidden + 2 * at.expert_width) * x
+        computed = at.copies * (at.etp if at.expert_parallel else 1)
+        gradients = gradients + computed * (config.hidden + 2 * at.expert_width)
         if config.shared_intermediate:
-            found = found + tokens * (hidden + 2 * config.shared_intermediate // at.tp) * x
+            gradients = gradients + tokens * (config.hidden + 2 * config.shared_intermediate // at.tp)
     else:
-        width = config.intermediate // at.tp * (2 if config.gated else 1)
-        found = found + tokens * (hidden + width) * x
-    return found
+        gradients = gradients + tokens * (config.hidden + config.intermediate // at.tp * (2 if config.gated else 1))
+    return found + gradients * at.itemsize
 
 
 class StageSnapshots:
     """Generator of the memory snapshots of a stage's forward and backward on one rank.
 
     saved: saved activations of the forward; whole: the same without recompute; compiled: blocks, norm and loss are
-    compiled; queued: split backwards queue weight gradients.
+    compiled; queues: split backwards queue weight gradients.
     """
 
     def __init__(
-        self,
-        at: MicroBatch,
-        stage: Stage,
-        buffers: Buffers,
-        saved: Sequence[Saved],
-        whole: Sequence[Saved],
-        *,
-        compiled: bool = False,
-        queued: bool = False,
-    ) -> None:
-        self.compiled, self.queued, self.tapped = compiled, queued, compiled and queued
-        self.at, self.stage, self.saved, self.whole = at, stage, saved, whole
-        self.units, self.flats, self.pooled, self.tied = buffers
-        units = buffers.units
-        self.x, self.master = at.itemsize, ITEM_BYTES[at.sum_dtype]
-        self.wide = max(4, self.x)
-        self.fused = self.x == self.master  # products add their weight gradients to the sums themselves
-        self._by_units: dict[str, list[Saved]] = {}
-        self._unit = {unit: number for number, unit in enumerate(units)}
+        self, at: MicroBatch, stage: Stage, buffers: Buffers, saved: Sequence[Saved], whole: Sequence[Saved], *,
+        compiled: bool = False, queues: bool = False,
+    ) -> None:  # fmt: skip
+        self.at, self.stage, self.saved, self.whole, self.buffers = at, stage, saved, whole, buffers
+        self.compiled, self.queues, self.units = compiled, queues, buffers.units
+        self.fused = at.itemsize == at.wide  # products add their weight gradients to the sums themselves
+        self._unit = {unit: number for number, unit in enumerate(self.units)}
+        self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
         self.of_unit, self.of_whole = self._by_unit(saved), self._by_unit(whole)
         self.of_loss = sum(each.bytes for each in saved if _of_loss(each))
-        self.kept = sum(each.bytes for each in saved)
-        self.stream = at.rows * at.slice * at.config.hidden * self.x
-        self.tokens = at.rows * at.tokens
-        layers = [unit for unit in units if unit.startswith("layers.")] if queued else []
-        self.queue = sum(map(self._queue_of, layers))
+        self.saved_bytes = sum(each.bytes for each in saved)
+        self.stream = at.rows * at.slice * at.config.hidden * at.itemsize
+        self.queue = sum(map(self._queue_of, self._layer)) if queues else 0
+
+    @property
+    def _both_ends(self) -> bool:
+        """True if head and embedding share a matrix, and the stage has both."""
+        return self.buffers.tied and self.stage.first and self.stage.last
 
     def _place(self, saved: Saved) -> int:
         """Return the index of the unit that saved an activation; -1 if none did, and it stays until the end."""
         if saved.name.startswith(OF_HEAD):
             return self._unit["head"]
-        return self._unit.get(".".join(saved.name.split(".")[:2]), -1)
+        return self._unit.get(_unit_of(saved), -1)
 
     def _by_unit(self, saved: Sequence[Saved]) -> list[int]:
         """Return the saved bytes by index of the unit; the last entry is of activations that belong to no unit."""
@@ -95,297 +93,273 @@ class StageSnapshots:
             found[self._place(each)] += each.bytes
         return found
 
-    def saved_at(self, place: int, back: bool) -> list[Saved]:
+    def _saved_at(self, place: int, back: bool) -> list[Saved]:
         """Return the saved activations in memory when the forward (`back`: the backward) is at unit `place`: the index
         of a layer, the embedding or the head."""
         return [
             each for each in self.saved if self._place(each) < place + back or (back and _of_loss(each))
         ]  # what the loss keeps stays until the whole backward is over
 
+    def _snapshot(self, name: str, saved: int, tensors: Sequence[Temporary], place: int, back: bool) -> Snapshot:
+        """Return a snapshot of the forward (`back`: the backward) at unit `place`. saved: bytes of the saved
+        activations in memory."""
+        return Snapshot(name, saved, tuple(tensors), self.stage.index, partial(self._saved_at, place, back))
+
     def forward(self) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the forward of one micro-batch."""
         before = self.of_unit[-1]
         for place, unit in enumerate(self.units):
-            gathered = self._gathered(place, +1)
-            loss = unit == "head"
-            found = (
-                loss_snapshots(self.at, self.saved, self.compiled, False)
-                if loss
-                else [("", list(self._layer_forward(place)))]
-            )
+            found = [("", list(self._layer_forward(place)))]
+            if unit == "head":
+                found = temporaries.loss_snapshots(self.at, self.saved, self.compiled, False)
             for what, extras in found:
-                yield Snapshot(
-                    f"{unit}{what}: forward",
-                    before,
-                    (*gathered, *extras),
-                    self.stage.index,
-                    partial(self.saved_at, place, False),
-                )
+                tensors = *self._gathered(place, +1), *extras
+                yield self._snapshot(f"{unit}{what}: forward", before, tensors, place, False)
             before += self.of_unit[place]
         if not self.stage.last:
-            out = (Temporary("communication", "output", self.stream),)
-            yield Snapshot(
-                "end of forward", before, out, self.stage.index, partial(self.saved_at, len(self.units), False)
-            )
+            out = (message("output", self.stream),)
+            yield self._snapshot("end of forward", before, out, len(self.units), False)
 
     def _layer_forward(self, place: int) -> Iterator[Temporary]:
         """Yield the tensors in memory during the forward of the unit with index `place`, a layer or an embedding."""
-        unit = self.units[place]
-        if not unit.startswith("layers."):
-            yield Temporary("workspace", f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
-            return
-        if self._known(unit) and not self._spread(unit):
-            yield from forward_extras(self.at, int(unit.split(".")[1]), self.x)
-            return
-        yield Temporary("activations", f"{unit} being computed", max(self.of_whole[place], self.of_unit[place]))
-        yield Temporary("workspace", f"{unit} product and sums", 2 * self.stream)
-        for one in unpacked_weight(self.at, int(unit.split(".")[1])):  # what follows it is not saved yet
-            saved = sum(each.bytes for each in self._of(unit) if ".mlp." in each.name)
-            yield one._replace(bytes=max(0, one.bytes - saved))
-        if self.at.config.has_experts(int(unit.split(".")[1])):  # what is sent, what comes back, and that times weights
-            copies = self.at.routed_tokens * self.at.config.experts_per_token * self.at.config.hidden * self.x
-            yield Temporary("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
+        unit, at = self.units[place], self.at
+        if unit not in self._layer:
+            yield workspace(f"{unit} rows", at.all_tokens * at.config.hidden * at.itemsize)
+        elif self._compiled(unit) and not self._expert_parallel(unit):
+            yield from compiled_peaks.forward_extras(at, self._layer[unit])
+        else:
+            yield activation(f"{unit} being computed", max(self.of_whole[place], self.of_unit[place]))
+            yield workspace(f"{unit} product and sums", 2 * self.stream)
+            for one in temporaries.unpacked_weight(at, self._layer[unit]):  # what follows it is not saved yet
+                saved = sum(each.bytes for each in self._saved_of.get(unit, []) if ".mlp." in each.name)
+                yield one._replace(bytes=max(0, one.bytes - saved))
+            if at.config.has_experts(self._layer[unit]):  # what is sent, what comes back, and that times weights
+                copies = at.copies * at.config.hidden * at.itemsize
+                yield activation(f"{unit} copies of tokens", (2 + at.expert_parallel) * copies)
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
         """Yield the snapshots of a backward that begins in state `state`. split: it computes only input gradients."""
-        left = self.kept
+        config, left, frozen = self.at.config, self.saved_bytes, self.at.config.adapter is not None
+        matrix = self.at.vocabulary * config.hidden * self.at.itemsize
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
-            whole = self._known(unit) and not self._spread(unit)
-            around = [*self._gathered(place, -1), *self._reductions(place, state, split, whole)]
-            opened = self._opened(place) if whole and not split else []
-            frozen = self.at.config.adapter is not None
-            if self.tied and unit != "head" and self.stage.first and self.stage.last and not frozen:
+            at_end = self._compiled(unit) and not self._expert_parallel(unit)  # gradient buffers come at its end
+            around = [*self._gathered(place, -1), *self._reductions(place, state, split, at_end)]
+            opened = self._opened(place) if at_end and not split else []
+            if self._both_ends and unit != "head" and not frozen:
                 # Autograd holds it until what looking up rows adds is there too.
-                table = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
-                around.append(Temporary("gradients", "head's part of the embedding's gradient", table * self.x))
-            elif split and self.stage.last and unit != "head" and self.at.config.head == "next" and not frozen:
-                weight = -(-self.at.config.vocabulary // self.at.layout.tp) * self.at.config.hidden
-                around.append(Temporary("gradients", "head weight gradient, held", weight * self.x))
+                around.append(Temporary("gradients", "head's part of the embedding's gradient", matrix))
+            elif split and self.stage.last and unit != "head" and config.head == "next" and not frozen:
+                around.append(Temporary("gradients", "head weight gradient, held", matrix))
             if queue:
-                around.append(Temporary("activations", "queue of weight gradients", queue))
+                around.append(activation("queue of weight gradients", queue))
             if place < len(self.units) - 1 and not self.stage.last and not split:  # else the queue has it
-                around.append(Temporary("communication", "gradient from the next stage", self.stream))
+                around.append(message("gradient from the next stage", self.stream))
             for name, extras in self._unit_backward(place, split):
-                more = opened if name == COLLECTED else []
-                yield Snapshot(
-                    f"{unit}{name}: backward",
-                    left,
-                    (*around, *more, *extras),
-                    self.stage.index,
-                    partial(self.saved_at, place, True),
-                )
-            if split and unit.startswith("layers."):
+                tensors = *around, *(opened if name == COLLECTED else []), *extras
+                yield self._snapshot(f"{unit}{name}: backward", left, tensors, place, True)
+            if split and unit in self._layer:
                 queue += self._queue_of(unit)
             left -= self.of_unit[place] - (self.of_loss if unit == "head" else 0)
         if split:  # units without products are complete: until now their gradients were held beside the sums
             ends = [each for place in range(len(self.units)) if not self._waits(place) for each in self._opened(place)]
-            waiting = Temporary("activations", "queue of weight gradients", queue)
-            yield Snapshot(
-                "input gradients",
-                left,
-                (waiting, *ends, *self.under_way(state.before)),
-                self.stage.index,
-                partial(self.saved_at, -1, True),
-            )
+            waiting = activation("queue of weight gradients", queue)
+            yield self._snapshot("input gradients", left, (waiting, *ends, *self.in_flight(state.before)), -1, True)
 
     def weight_gradients(self, state: BackwardState) -> Iterator[Snapshot]:
         """Yield the snapshots of the pass that computes queued weight gradients, which begins in state `state`."""
-        widest = max(self._weight_bytes(), default=0)
-        extras = () if self.fused else (Temporary("workspace", "weight gradient", widest),)
-        around = [*self.under_way([*state.before, *self.reduced(state, True)]), *self._opened(0)]
+        at, config = self.at, self.at.config
+        columns = max(at.qkv_width, config.intermediate // at.layout.tp * (2 if config.gated else 1))
+        extras = [] if self.fused else [workspace("weight gradient", columns * config.hidden * at.itemsize)]
+        around = [*self.in_flight([*state.before, *self.reduced(state, True)]), *self._opened(0)]
         yield Snapshot("weight gradients", 0, (*extras, *around))
 
-    def _weight_bytes(self) -> Iterator[int]:
-        """Yield the bytes of the weight of the QKV product and of the first MLP product on this rank."""
-        config, tp = self.at.config, self.at.layout.tp
-        yield (self.at.heads + 2 * self.at.kv_heads) * config.head_dim * config.hidden * self.x
-        yield config.intermediate // tp * (2 if config.gated else 1) * config.hidden * self.x
-
-    def _unit_backward(self, place: int, split: bool) -> Iterator[tuple[str, list[Temporary]]]:
-        """Yield (snapshot name, tensors) of the backward of unit `place` (index); split: input gradients only."""
+    def _unit_backward(self, place: int, split: bool) -> Iterator[NamedSnapshot]:
+        """Yield the snapshots of the backward of unit `place` (index); split: input gradients only."""
         unit = self.units[place]
         if unit == "head":
             if self.at.config.encoder:
-                yield ".rows", [Temporary("activations", "gradient of the last layer's output", self.stream)]
+                yield ".rows", [activation("gradient of the last layer's output", self.stream)]
             if self.at.config.head not in ("next", "masked"):
                 return
-            yield "", [*loss_backward(self.at, self.saved)]
+            yield "", [*temporaries.loss_backward(self.at, self.saved)]
             if not any(each.name == "head.hidden.gradient" for each in self.saved):
-                yield from loss_snapshots(self.at, self.saved, self.compiled, True)
-        elif self._known(unit):
+                yield from temporaries.loss_snapshots(self.at, self.saved, self.compiled, True)
+        elif self._compiled(unit):
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
-            arrived = frozenset(name for name, end in ends.items() if end == unit)
-            layer = int(unit.split(".")[1])
-            if self._spread(unit):
-                parts = self.whole, self.saved
-                yield from spread_backward(self.at, layer, self.x, parts, self.stream, arrived)
-            elif self.tapped:
-                yield from split_backward_extras(self.at, layer, self.x, arrived, not split, self.fused)
+            arrived, layer = frozenset(name for name, end in ends.items() if end == unit), self._layer[unit]
+            if self._expert_parallel(unit):
+                saved = self.whole, self.saved
+                yield from compiled_peaks.mixture_backward_extras(
+                    self.at, layer, saved, self.stream, Backward(arrived)
+                )  # fmt: skip
             else:
-                yield from backward_extras(self.at, layer, self.x, arrived)
-        elif unit.startswith("layers."):
+                state = Backward(arrived, self.queues, self.queues and not split)
+                yield from compiled_peaks.backward_extras(self.at, layer, state)
+        elif unit in self._layer:
             again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
-            more = [Temporary("activations", "recomputed", again)] if again > 0 else []
+            more = [activation("recomputed", again)] if again > 0 else []
             for name, extras in self._layer_backward(unit, split):
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP and self.at.config.adapter is None:
-            yield "", [*table_backward(self.at, unit)]
+            yield "", [*temporaries.table_backward(self.at, unit)]
 
     def _beside(self, unit: str) -> int:
         """Return the bytes of a layer's saved activations that stay in addition to the recomputed ones: its narrow
         input, and results that the backward never reads. unit: "layers.N"."""
-        if self.at.layout.recompute == "none":
+        at = self.at
+        if at.layout.recompute == "none":
             return 0
-        names = [f"{unit}.input"] if self.x < self.wide else []
-        if not self.at.config.post_norms:
+        names = [f"{unit}.input"] if at.narrow else []
+        if not at.config.post_norms:
             names += [f"{unit}.mlp.{what}" for what in ("down.sum", "output")]
-            down = self.at.config.intermediate // self.at.layout.tp * self.at.config.hidden
-            if not self.queued and down < FUSED_ACCUMULATION_MIN_NUMEL:
+            down = at.config.intermediate // at.layout.tp * at.config.hidden
+            if not self.queues and down < FUSED_ACCUMULATION_MIN_NUMEL:
                 names.append(f"{unit}.mlp.down.product")  # of a larger weight it is read: its own function makes it
         return sum(each.bytes for each in self.saved if each.name in names)
 
-    def _layer_backward(self, unit: str, split: bool) -> Iterator[tuple[str, list[Temporary]]]:
-        """Yield (snapshot name, tensors) of an uncompiled layer's backward. unit: "layers.N"; split: no weight
-        gradients."""
-        at, config, layout, x = self.at, self.at.config, self.at.layout, self.x
-        gradient = Temporary("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
-        weights, number = not (self.fused or split or config.adapter), int(unit.split(".")[1])
+    def _layer_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
+        """Yield the snapshots of an uncompiled layer's backward. unit: "layers.N"; split: no weight gradients."""
+        at, config, layout, number = self.at, self.at.config, self.at.layout, self._layer[unit]
+        gradient = activation("gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
         after = config.encoder  # norms follow the residual additions: their backward comes first
-        gone = [f"{unit}.mlp_norm."] if after else []
-        around = [gradient, *self._used(gone)]
+        around = [gradient, *(self._used([f"{unit}.mlp_norm."]) if after else ())]
         if config.has_experts(number):
-            for name, extras in mixture_backward(at, f"{unit}.mlp", self.whole, x, split):
+            for name, extras in temporaries.mixture_backward(at, f"{unit}.mlp", self.whole, split):
                 yield f".mlp{name}", [gradient, *extras]
         else:
             width = config.intermediate // layout.tp
-            columns = self.tokens * width * x
-            product = width * config.hidden * x if weights else 0
+            columns = at.all_tokens * width * at.itemsize
+            product = 0 if self.fused or split or config.adapter else width * config.hidden * at.itemsize
             if config.gated:
-                both = Temporary("activations", "gradients of gate and up", (2 + split) * columns)
-                yield ".mlp", [gradient, both]
+                yield ".mlp", [gradient, activation("gradients of gate and up", (2 + split) * columns)]
                 if product > columns:
-                    grads = Temporary("activations", "gradient of down's input", columns)
-                    yield ".mlp.down", [gradient, grads, Temporary("workspace", "weight gradient of down", product)]
+                    made = workspace("weight gradient of down", product)
+                    yield ".mlp.down", [gradient, activation("gradient of down's input", columns), made]
             else:
-                extra = Temporary("activations", "gradient of up's output", columns + (columns if split else 0))
-                yield ".mlp", [*around, extra, Temporary("workspace", "weight gradient", product)]
+                extra = activation("gradient of up's output", (1 + split) * columns)
+                yield ".mlp", [*around, extra, workspace("weight gradient", product)]
             if config.adapter and config.adapter.packed:
-                yield ".mlp.down.unpack", [gradient, *unpacked_weight(at, number, "mlp.down", columns)]
+                yield ".mlp.down.unpack", [gradient, *temporaries.unpacked_weight(at, number, "mlp.down", columns)]
                 used = self._used([f"{unit}.mlp.{each}" for each in ("up.output", "activation", "down.")])
-                both = Temporary("activations", "gradient of up's output", columns * (2 if config.gated else 1))
-                yield ".mlp.up.unpack", [gradient, both, *used, *unpacked_weight(at, number, "mlp.up", self.stream)]
+                both = activation("gradient of up's output", columns * (2 if config.gated else 1))
+                weight = temporaries.unpacked_weight(at, number, "mlp.up", self.stream)
+                yield ".mlp.up.unpack", [gradient, both, *used, *weight]
         if config.norm == "rmsnorm" and not (split or after):
-            sums = Temporary("workspace", "gradients inside a norm", 4 * (self.stream // x) * self.wide)
-            yield (
-                ".mlp_norm",
-                [gradient._replace(bytes=self.stream), *self._used([f"{unit}.mlp.", f"{unit}.mlp_post_norm."]), sums],
-            )
+            sums = workspace("gradients inside a norm", 4 * (self.stream // at.itemsize) * at.wide)
+            used = self._used([f"{unit}.mlp.", f"{unit}.mlp_post_norm."])
+            yield ".mlp_norm", [gradient._replace(bytes=self.stream), *used, sums]
         # Everything of the MLP is freed when attention's turn comes, but for what weight gradients wait for.
         gone = [f"{unit}.{each}." for each in ("mlp", "mlp_norm", "mlp_post_norm", "attention_post_norm")]
         gone += [] if at.ring or split else [f"{unit}.attention.output."]
         around = [gradient, *self._used([*gone, *([f"{unit}.attention_norm."] if after else [])])]
         if split:
-            of_products = queued_bytes(at, self._of(unit), number, x, attention=False)
-            around.append(Temporary("activations", "queue of the MLP's weight gradients", of_products))
+            of_products = queued_bytes(at, self._saved_of.get(unit, []), number, attention=False)
+            around.append(activation("queue of the MLP's weight gradients", of_products))
         elif unit == self.units[-1]:  # of a stage that is not the last one
-            around.append(Temporary("communication", "gradient from the next stage", self.stream))
-        for name, extras in attention_backward(at, layer_kind(config, number), x):
+            around.append(message("gradient from the next stage", self.stream))
+        for name, extras in temporaries.attention_backward(at, layer_kind(config, number)):
             yield f".attention{name}", [*around, *extras]
 
-    def _of(self, unit: str) -> list[Saved]:
-        """Return the activations that a unit such as "layers.3" saves without recompute; indexed at the first call."""
-        if not self._by_units:
-            for each in self.whole:
-                self._by_units.setdefault(".".join(each.name.split(".")[:2]), []).append(each)
-        return self._by_units.get(unit, [])
+    @cached_property
+    def _saved_of(self) -> dict[str, list[Saved]]:
+        """Activations that a unit such as "layers.3" saves without recompute, by unit."""
+        found: dict[str, list[Saved]] = {}
+        for each in self.whole:
+            found.setdefault(_unit_of(each), []).append(each)
+        return found
 
     def _used(self, names: Sequence[str]) -> Iterator[Temporary]:
-        """Yield an entry of negative bytes for freed saved activations: those whose names begin with one of `names`."""
-        begin = tuple(names)
-        units = {".".join(name.split(".")[:2]) for name in begin}
-        freed = sum(each.bytes for unit in units for each in self._of(unit) if each.name.startswith(begin))
+        """Yield an entry of negative bytes for freed saved activations: those whose names begin with one of `names`,
+        all of one unit."""
+        unit = ".".join(names[0].split(".")[:2])
+        freed = sum(each.bytes for each in self._saved_of.get(unit, []) if each.name.startswith(tuple(names)))
         if freed:
-            yield Temporary("activations", "freed", -freed)
+            yield activation("freed", -freed)
 
     def _queue_of(self, unit: str) -> int:
         """Return the bytes that a layer's queued weight gradients keep allocated. unit: such as "layers.3"."""
-        layer = int(unit.split(".")[1])
-        if self._known(unit):
-            return compiled_split.queued_bytes(self.at, layer, self.x)
-        return int(queued_bytes(self.at, self._of(unit), layer, self.x))
+        if self._compiled(unit):
+            return compiled_peaks.queued_bytes(self.at, self._layer[unit])
+        return int(queued_bytes(self.at, self._saved_of.get(unit, []), self._layer[unit]))
 
-    def _gathered(self, place: int, step: int) -> list[Temporary]:
-        """Return ZeRO-3's gathered parameters of units `place` and `place + step` (1 in forward, -1 in backward)."""
-        following = place + step
-        names = {self.units[place], *((self.units[following],) if 0 <= following < len(self.units) else ())}
-        if step < 0:
-            names -= set(LOOKED_UP)
-        if self.tied and ("head" in names or (step > 0 and self.stage.first and self.stage.last)):
-            names.add("embedding")
-        return [
-            Temporary("communication", f"{flat.name} gathered", flat.held_bytes(flat.padded, self.x))
-            for name in sorted(names)
-            for flat in self.flats.get(name, ())
-            if flat.zero == 3
-        ]
+    def _compiled(self, unit: str) -> bool:
+        """Return True if a unit such as "layers.3" is a compiled layer whose kernels are known."""
+        return self.compiled and unit in self._layer and has_tables(self.at)
 
-    def _reductions(self, place: int, state: BackwardState, split: bool, later: bool = False) -> list[Temporary]:
-        """Return the tensors of gradient reductions in flight, and unsharded gradient buffers, in the backward of unit
-        `place` (index). split: input gradients only; later: the unit allocates its gradient buffers at its end."""
-        if split:
-            return self.under_way(state.before)
-        posted = [*state.before, *self._reduced(range(place + 1, len(self.units)), state)]
-        return [*self.under_way(posted), *([] if later else self._opened(place))]
-
-    def _opened(self, place: int) -> list[Temporary]:
-        """Return the unsharded gradient buffers of unit `place` (index), and of an embedding tied to the head."""
-        now = list(self.flats.get(self.units[place], ())) if place < len(self.units) else []
-        opened = list(now)
-        if self.tied and self.stage.first and self.stage.last:  # the head's part of it is there from the beginning
-            opened += [flat for flat in self.flats.get("embedding", ()) if flat not in now]
-        return [each for flat in opened for each in self._whole(flat)]
-
-    def _known(self, unit: str) -> bool:
-        """Return True if a unit such as "layers.3" is a compiled layer whose kernels are modelled."""
-        return self.compiled and unit.startswith("layers.") and known(self.at, int(unit.split(".")[1]))
-
-    def _spread(self, unit: str) -> bool:
+    def _expert_parallel(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""
-        return self.at.spread and unit.startswith("layers.") and self.at.config.has_experts(int(unit.split(".")[1]))
+        return self.at.expert_parallel and unit in self._layer and self.at.config.has_experts(self._layer[unit])
 
     def _waits(self, place: int) -> bool:
         """Return True if unit `place` is a layer: its gradients are complete only after the weight-gradient pass."""
-        return self.units[place].startswith("layers.")
+        return self.units[place] in self._layer
 
-    def _reduced(self, places: Iterable[int], state: BackwardState) -> list[Reduction]:
-        """Return, in order, the reductions that a backward in state `state` starts for the units `places` (indices)."""
-        flats = [flat for place in sorted(places, reverse=True) for flat in self.flats.get(self.units[place], ())]
-        return [Reduction(flat, state.later) for flat in flats if flat.zero >= 2 or state.last]
+    # --- parameters and gradients
 
-    def under_way(self, posted: Sequence[Reduction]) -> list[Temporary]:
+    def _gathered(self, place: int, step: int) -> list[Temporary]:
+        """Return ZeRO-3's gathered parameters of units `place` and `place + step` (1 in forward, -1 in backward)."""
+        names = {self.units[at] for at in (place, place + step) if 0 <= at < len(self.units)}
+        if step < 0:
+            names -= set(LOOKED_UP)
+        if self.buffers.tied and ("head" in names or (step > 0 and self._both_ends)):
+            names.add("embedding")
+        return [
+            message(f"{flat.name} gathered", flat.held_bytes(flat.padded, self.at.itemsize))
+            for name in sorted(names)
+            for flat in self.buffers.flats.get(name, ())
+            if flat.zero == 3
+        ]
+
+    def _reductions(self, place: int, state: BackwardState, split: bool, at_end: bool) -> list[Temporary]:
+        """Return the tensors of gradient reductions in flight, and unsharded gradient buffers, in the backward of unit
+        `place` (index). split: input gradients only; at_end: the unit allocates its gradient buffers at its end."""
+        if split:
+            return self.in_flight(state.before)
+        posted = [*state.before, *self._reduced(range(place + 1, len(self.units)), state)]
+        return [*self.in_flight(posted), *([] if at_end else self._opened(place))]
+
+    def _opened(self, place: int) -> list[Temporary]:
+        """Return the unsharded gradient buffers of unit `place` (index), and of an embedding tied to the head."""
+        opened = list(self.buffers.flats.get(self.units[place], ())) if self.units else []
+        if self._both_ends:  # the head's part of it is there from the beginning
+            opened += [flat for flat in self.buffers.flats.get("embedding", ()) if flat not in opened]
+        return [each for flat in opened for each in self._unsharded(flat)]
+
+    def _unsharded(self, flat: Flat) -> list[Temporary]:
+        """Return the unsharded gradient of a flat buffer under ZeRO-2 and 3, unless it is one of the reused buffers."""
+        if flat.zero < 2 or flat.padded in self.buffers.reused:
+            return []
+        return [Temporary("gradients", f"{flat.name} unsharded gradient", flat.padded * self.at.wide)]
+
+    def in_flight(self, posted: Sequence[Reduction]) -> list[Temporary]:
         """Return the tensors that reductions in flight hold: the last of `posted`, all reductions started."""
         found = []
         for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
-            shard = flat.padded // flat.shards * self.master
+            shard = flat.padded // flat.shards * self.at.wide
             if flat.zero >= 2 and later:
-                found.append(Temporary("communication", f"{flat.name} shard of a later micro-batch", shard))
+                found.append(message(f"{flat.name} shard of a later micro-batch", shard))
             if self.at.device == "cpu":  # gloo sends to each rank alone
-                found.append(Temporary("communication", f"{flat.name} parts of other ranks", shard * (flat.shards - 1)))
-            found += self._whole(flat)
+                found.append(message(f"{flat.name} parts of other ranks", shard * (flat.shards - 1)))
+            found += self._unsharded(flat)
         return found
-
-    def _whole(self, flat: Flat) -> list[Temporary]:
-        """Return the unsharded gradient of a flat buffer under ZeRO-2 and 3, unless it is one of the reused buffers."""
-        if flat.zero < 2 or flat.padded in self.pooled:
-            return []
-        return [Temporary("gradients", f"{flat.name} unsharded gradient", flat.padded * self.master)]
 
     def reduced(self, state: BackwardState, weights: bool | None = None) -> list[Reduction]:
         """Return the reductions a backward starts. weights: True its weight pass, False its input pass, None both."""
         places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
         return self._reduced(places, state)
+
+    def _reduced(self, places: Iterable[int], state: BackwardState) -> list[Reduction]:
+        """Return, in order, the reductions that a backward in state `state` starts for the units `places` (indices)."""
+        units = (self.units[place] for place in sorted(places, reverse=True))
+        flats = (flat for unit in units for flat in self.buffers.flats.get(unit, ()))
+        return [Reduction(flat, state.later) for flat in flats if flat.zero >= 2 or state.last]
+
+
+def _unit_of(saved: Saved) -> str:
+    """Return the first two parts of a saved activation's name, such as "layers.3"."""
+    return ".".join(saved.name.split(".")[:2])
 
 
 def _of_loss(saved: Saved) -> bool:

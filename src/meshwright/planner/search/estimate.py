@@ -1,7 +1,4 @@
-"""Predicted cost of a layout: time, memory, and if it fits.
-
-meshwright.planner.evaluate("llama-3-8b", "64xh100-sxm", "dp8 zero1 tp8 mb64", sequence=8192, batch=512)
-"""
+"""Predicted cost of a layout: time, memory, and if it fits."""
 
 from __future__ import annotations
 
@@ -18,12 +15,13 @@ from meshwright.names import check_options
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.flops import FLOPS_CONVENTION, training_flops_per_token
-from meshwright.planner.cost.reference_step import in_place
-from meshwright.planner.cost.step_time import Step, StepTime, default_precision
+from meshwright.planner.cost.reference_step import measured_step_factors
+from meshwright.planner.cost.step_time import StepPredictor, StepTime, default_precision
 from meshwright.planner.cost.teacher import make_teacher_work
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.process_constants import find_process_items
-from meshwright.planner.memory.rank_memory import RankMemory, fullest
+from meshwright.planner.memory.compiled_blocks import version_warning
+from meshwright.planner.memory.rank_memory import RankMemory, fullest_rank
 from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.models import config_of, is_recipe, model_of, model_substitution_note, recipe_of
 from meshwright.planner.problem import Problem
@@ -64,13 +62,13 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """True if the layout fits into device memory, less the reserve that is to stay free."""
-        return self.memory.device_bytes <= self.problem.room
+        return self.memory.device_bytes <= self.problem.usable_bytes
 
     @property
     def tight(self) -> bool:
         """True if the layout fits, but leaves free less than the fraction `TIGHT` (5%) of the memory that it may
         take."""
-        return self.fits and self.memory.device_bytes > (1 - TIGHT) * self.problem.room
+        return self.fits and self.memory.device_bytes > (1 - TIGHT) * self.problem.usable_bytes
 
     @property
     def exposed_seconds(self) -> float:
@@ -121,7 +119,7 @@ class Estimate:
                 "flops_convention": FLOPS_CONVENTION,
                 "breakdown_seconds": dict(self.time.breakdown),
                 "communication_seconds": {"exposed": self.exposed_seconds, "total": self.communication_seconds},
-                "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.moment},
+                "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.peak_snapshot},
             }
             | self.time.bounds.document()
             | self._calibration()
@@ -136,19 +134,19 @@ class Estimate:
 
 
 class ProblemOptions(TypedDict, total=False):
-    """Keyword options of `problem_of` and `evaluate`.
+    """Keyword options of `problem_of`.
 
     Attributes:
         engine: Training engine (framework) whose kernels and buffers are modelled; `"meshwright"` unless given.
         compile: Predict for blocks compiled with torch.compile.
-        optimizer: Such as `"adamw"`, the default.
+        optimizer: Such as `"adamw"`, the default where it is None.
         precision: Such as `"bf16"`; the layout's, else the cluster's default, unless given.
         documents: Average number of documents packed into one sequence; 1 unless given.
     """
 
     engine: str | Engine
-    compile: bool
-    optimizer: str
+    compile: bool | None
+    optimizer: str | None
     precision: str | None
     documents: float
 
@@ -168,8 +166,8 @@ def problem_of(
     `ProblemOptions`. Raises `UserError` for an unknown name, with the most similar one, and for numbers out of range.
     """
     check_options(problem_of, options, ProblemOptions)
-    documents, compile = options.get("documents", 1.0), options.get("compile", False)
-    optimizer = options.get("optimizer", "adamw")
+    documents, compile = options.get("documents", 1.0), bool(options.get("compile"))
+    optimizer = options.get("optimizer") or "adamw"
     for name, value in (("sequence", sequence), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{name}: takes a whole number, at least 1, not {shorten_repr(value)}")
@@ -206,52 +204,29 @@ def problem_of(
     )  # fmt: skip
 
 
-def evaluate(
-    model: ModelConfig | str | Path | Mapping[str, Any],
-    cluster: Cluster | str | Mapping[str, Any],
-    layout: Layout | str,
-    *,
-    sequence: int,
-    batch: int,
-    **options: Unpack[ProblemOptions],
-) -> Estimate:
-    """Predict time and memory of one layout.
-
-    model: a preset, a Hugging Face directory, a config.json or its content, or a recipe; cluster: text such as
-    "64xh100-sxm", a file, "this" (this machine), or a mapping with `device` and `devices`; sequence: tokens of a
-    sequence; batch: sequences a step over all ranks; options: fields of `ProblemOptions`. Raises `UserError` for
-    unknown names, and for an infeasible layout with the reason.
-    """
-    check_options(evaluate, options, ProblemOptions)
-    parsed = Layout.parse(layout) if isinstance(layout, str) else layout
-    if parsed.precision is not None:
-        options["precision"] = parsed.precision
-    return priced(problem_of(model, cluster, sequence=sequence, batch=batch, **options), parsed)
-
-
-def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estimate:
-    """Predict time and memory of a layout for a planning problem. step: an existing `Step` of this layout, whose
-    results are reused. Raises `UserError` with the reason if the layout cannot run."""
+def estimate_layout(problem: Problem, layout: Layout, step: StepPredictor | None = None) -> Estimate:
+    """Predict time and memory of a layout for a planning problem. step: an existing predictor of this
+    layout, whose results are reused. Raises `UserError` with the reason if the layout cannot run."""
     layout = layout.with_(precision=problem.precision)
     refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
     if layout.offload is not None:
         raise UserError(f'layout "{layout}": offloading is not priced yet; remove offload:{layout.offload}')
     time = (step or _step(problem, layout)).price()
-    memory = fullest(problem, layout)
+    memory = fullest_rank(problem, layout)
     warnings = [*_warnings(problem, layout, memory), *(f"bounds are wider: {line}" for line in time.bounds.outside)]
     return Estimate(problem, layout, time, memory, tuple(warnings))
 
 
-def _step(problem: Problem, layout: Layout) -> Step:
-    """Return the `Step` (predictor of step time) of a layout for a planning problem."""
-    return Step(problem, layout, in_place(problem.cluster, problem.precision, problem.engine))
+def _step(problem: Problem, layout: Layout) -> StepPredictor:
+    """Return the predictor of the step time of a layout for a planning problem."""
+    return StepPredictor(problem, layout, measured_step_factors(problem.cluster, problem.precision, problem.engine))
 
 
 def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
     """Return the estimate of a recipe's own layout in its own precision, or the reason why it cannot run on the
     problem's cluster as text."""
     try:
-        return priced(replace(problem, precision=layout.precision or problem.precision), layout)
+        return estimate_layout(replace(problem, precision=layout.precision or problem.precision), layout)
     except UserError as error:
         return str(error)
 
@@ -303,6 +278,8 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
         found.append("memory is that of tensors alone: that of a process was not measured on this machine")
     if problem.compile and not memory.compiled:
         found.append("memory is that of uncompiled blocks")
+    elif problem.compile and (line := version_warning()):
+        found.append(line)
     return found
 
 

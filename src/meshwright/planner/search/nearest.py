@@ -12,12 +12,12 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.hardware.cluster import Cluster, cluster
 from meshwright.planner.hardware.devices import find_device
-from meshwright.planner.memory.rank_memory import fullest
+from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.decided import DOUBT_ABOVE, on_device
-from meshwright.planner.search.estimate import Estimate, priced
-from meshwright.planner.search.screen import Priced, screen
-from meshwright.planner.search.search import Found
+from meshwright.planner.search.estimate import Estimate, estimate_layout
+from meshwright.planner.search.screen import ScreenedLayouts, screen
+from meshwright.planner.search.search import SearchResult
+from meshwright.planner.search.shortlist import DOUBT_ABOVE, on_device
 from meshwright.spec.refuse import refuse
 
 MOST_ASKED = 8
@@ -52,26 +52,26 @@ class Nearest:
         }
 
 
-def nearest(found: Found) -> Nearest | None:
+def nearest(found: SearchResult) -> Nearest | None:
     """Return the layouts that are closest to fitting. found: result of a search in which none fits. None if training
     refuses the layouts with the lowest memory too."""
-    assert found.priced is not None and not found.best
-    least = _least(found.problem, found.priced)
+    assert found.screened is not None and not found.best
+    least = _least(found.problem, found.screened)
     return None if least is None else Nearest(least, _enough(least))
 
 
-def _least(problem: Problem, every: Priced) -> Estimate | None:
+def _least(problem: Problem, every: ScreenedLayouts) -> Estimate | None:
     """Return the estimate of the layout with the lowest peak by the memory ledger; if several fit, the fastest; None if
     training refuses all tried. every: closed-form time and memory of all layouts, of which the ones with the lowest
     memory are tried."""
-    room = problem.room
+    room = problem.usable_bytes
     best: tuple[float, float, Layout] | None = None
     asked = 0
     for at in np.argsort(every.bytes, kind="stable"):
         layout = every.layout(at)
         try:
             refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
-            size = fullest(problem, layout).device_bytes
+            size = fullest_rank(problem, layout).device_bytes
         except UserError:
             continue
         this = max(float(size), room), float(every.seconds[at]), layout
@@ -80,13 +80,13 @@ def _least(problem: Problem, every: Priced) -> Estimate | None:
         asked += 1
         if asked == MOST_ASKED:
             break
-    return None if best is None else priced(problem, best[2])
+    return None if best is None else estimate_layout(problem, best[2])
 
 
 def _enough(least: Estimate) -> Estimate | None:
     """Return the estimate of a layout that fits on 2, 4, ... times the devices of `least`, the layout with the lowest
     memory peak; None if none fits or the links are unknown."""
-    problem, room = least.problem, least.problem.room
+    problem, room = least.problem, least.problem.usable_bytes
     # What more ranks can share is at most all of it.
     factor = max(2, 2 ** math.floor(math.log2(least.memory.device_bytes / room)))
     for _ in range(MOST_DOUBLINGS):

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.layout import LEAST_MICRO_BATCHES, Layout
-from meshwright.names import BIDIRECTIONAL_SCHEDULES
-from meshwright.planner.cost.bubbles import closed_makespan, in_flight, places_of
-from meshwright.planner.cost.data_time import passes_beside
+from meshwright.names import BIDIRECTIONAL_SCHEDULES, RECOMPUTE
+from meshwright.planner.cost.bubbles import closed_makespan, in_flight, stages_by_rank
 from meshwright.planner.cost.piece_times import PieceTimes
-from meshwright.planner.cost.pipeline_times import PipelineTimes
+from meshwright.planner.cost.pipeline_times import PipelineTimes, overlapping_passes
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
-from meshwright.planner.cost.rates import waits
-from meshwright.planner.cost.reference_step import in_place
+from meshwright.planner.cost.rates import straggler_terms
+from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.memory.activation_bytes import ActivationBytes, bytes_each, state_sizes
 from meshwright.planner.problem import Candidate, Problem
-from meshwright.planner.search.space import Pipe, candidates, layout_of, pipes
+from meshwright.planner.search.space import PipelineCandidate, candidates, layout_of, pipeline_candidates
 from meshwright.program.durations import Floats
+
+CANDIDATE_PROPERTIES: dict[str, Callable[[Candidate], Any]] = {
+    "tp": lambda one: one.layout.tp, "cp": lambda one: one.layout.cp, "rows": lambda one: one.rows,
+    "recompute": lambda one: RECOMPUTE.index(one.layout.recompute),
+    "sequence": lambda one: one.layout.tensor_sequence_parallel * 2 + (one.layout.cp_method == "ring"),
+    "experts": lambda one: (one.layout.ep, one.layout.etp), "ep": lambda one: one.layout.ep,
+}  # fmt: skip
+PIPELINE_PROPERTIES: dict[str, Callable[[PipelineCandidate], Any]] = {
+    "pp": lambda pipe: pipe.ranks, "schedule": lambda pipe: (pipe.schedule, pipe.chunks),
+    "schedule name": lambda pipe: pipe.schedule,
+}  # fmt: skip
 
 
 @dataclass(slots=True)
-class Priced:
+class ScreenedLayouts:
     """Closed-form predictions as columns, one entry per layout.
 
     Attributes:
         candidates: Candidates for the work of a stage.
         pieces: Times of each candidate's pieces.
-        pipes: Candidate pipelines.
-        candidate, pipe: Index into `candidates` and into `pipes`.
+        pipelines: Candidate pipelines.
+        candidate, pipe: Index into `candidates` and into `pipelines`.
         zero: ZeRO stage.
         hybrid: Ranks of a ZeRO sharding group; 0: all.
         seconds: Of a step.
@@ -40,7 +50,7 @@ class Priced:
 
     candidates: list[Candidate]
     pieces: PieceTimes
-    pipes: list[Pipe]
+    pipelines: list[PipelineCandidate]
     candidate: Array
     pipe: Array
     zero: Array
@@ -48,28 +58,51 @@ class Priced:
     seconds: Floats
     bytes: Floats
 
+    def column(self, name: str) -> Array:
+        """Return a property of every layout, one of `CANDIDATE_PROPERTIES` or `PIPELINE_PROPERTIES`, as an array; of
+        schedules and of experts as numbers that are equal for equal ones."""
+        if name in CANDIDATE_PROPERTIES:
+            return self.by_candidate(CANDIDATE_PROPERTIES[name])
+        return self.by_pipeline(PIPELINE_PROPERTIES[name])
+
+    def by_candidate(self, get: Callable[[Candidate], Any]) -> Array:
+        """Return a property of every layout's stage as an array. get: function that returns it."""
+        return _as_numbers(map(get, self.candidates))[self.candidate]
+
+    def by_pipeline(self, get: Callable[[PipelineCandidate], Any]) -> Array:
+        """Return a property of every layout's pipeline as an array. get: function that returns it."""
+        return _as_numbers(map(get, self.pipelines))[self.pipe]
+
     def layout(self, at: int) -> Layout:
         """Return the layout with index `at`."""
         return layout_of(
-            self.pieces.problem, self.candidates[self.candidate[at]], self.pipes[self.pipe[at]], int(self.zero[at]),
+            self.pieces.problem, self.candidates[self.candidate[at]], self.pipelines[self.pipe[at]], int(self.zero[at]),
             int(self.hybrid[at]),
         )  # fmt: skip
 
 
-def screen(problem: Problem) -> Priced:
+def _as_numbers(values: Iterable[Any]) -> Array:
+    """Return numbers as an array, and other values as numbers that are equal for equal ones."""
+    numbers: dict[object, int] = {}
+    return np.array(
+        [each if isinstance(each, int | float) else numbers.setdefault(each, len(numbers)) for each in values]
+    )
+
+
+def screen(problem: Problem) -> ScreenedLayouts:
     """Return the closed-form seconds and bytes of every layout of the search space of a planning problem."""
     every = candidates(problem)
-    factors = in_place(problem.cluster, problem.precision, problem.engine)
+    factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
     pieces = PieceTimes(problem, every, factors)
     summed, memory = pieces.summed(), ActivationBytes(problem, every, pieces.kinds)
     blocks: list[tuple[Array, ...]] = []
-    found = list(pipes(problem))
+    found = list(pipeline_candidates(problem))
     numbers = {pipe: number for number, pipe in enumerate(found)}
     for ranks in dict.fromkeys(pipe.ranks for pipe in found):
         grid = _Grid(summed, ranks)
         pipelines: dict[tuple[Any, ...], _Pipeline] = {}
         for pipe in (pipe for pipe in found if pipe.ranks == ranks):
-            places = places_of(pipe.schedule, ranks, pipe.chunks)
+            places = stages_by_rank(pipe.schedule, ranks, pipe.chunks)
             key = pipe.chunks, tuple(map(tuple, places))
             if key not in pipelines:
                 pipelines[key] = _Pipeline(grid, memory, pipe, places)
@@ -80,9 +113,9 @@ def screen(problem: Problem) -> Priced:
     candidate, zero, hybrid, seconds, size, pipe_column = (
         np.concatenate(column) for column in zip(*blocks, strict=True)
     )
-    factor, once = waits(problem.cluster)
+    factor, once = straggler_terms(problem.cluster)
     seconds = (factor * seconds + once) * problem.cluster.time_factor
-    return Priced(every, pieces, found, candidate, pipe_column, zero, hybrid, seconds, size)
+    return ScreenedLayouts(every, pieces, found, candidate, pipe_column, zero, hybrid, seconds, size)
 
 
 class _Sharding(NamedTuple):
@@ -142,7 +175,7 @@ class _Grid:
 class _Pipeline:
     """A pipeline under all candidates of a grid: times of its ranks, and their memory."""
 
-    def __init__(self, grid: _Grid, memory: ActivationBytes, pipe: Pipe, places: list[list[int]]) -> None:
+    def __init__(self, grid: _Grid, memory: ActivationBytes, pipe: PipelineCandidate, places: list[list[int]]) -> None:
         self.grid, self.memory, problem = grid, memory, grid.pieces.problem
         stages = problem.engine.stages(problem.config, pipe.ranks * pipe.chunks, problem.sequence)
         self.of = of = PipelineTimes(grid.pieces, grid.index, stages, places)
@@ -154,14 +187,14 @@ class _Pipeline:
         self._seconds: dict[tuple[bool, int, bool, bool], tuple[Floats, Floats]] = {}
         self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
 
-    def seconds(self, pipe: Pipe, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
+    def seconds(self, pipe: PipelineCandidate, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
         """Return, of distinct ranks, (seconds of a micro-batch [phases, candidates, ranks], seconds once a step).
         at_once: backwards directly follow forwards; zero: ZeRO stage; inside: it shards only inside nodes."""
         key = at_once, zero, inside, pipe.schedule == "interleaved"
         if key not in self._seconds:
             of, groups = self.of, self.grid.sharding[inside].groups
             ranks = of.of_ranks(of.times(at_once, zero, groups))
-            passes = passes_beside(pipe.schedule, pipe.ranks, self.grid.micro)
+            passes = overlapping_passes(pipe.schedule, pipe.ranks, self.grid.micro)
             once = of.gradients(zero, groups, ranks, passes).max(axis=0) + of.update(zero, groups)
             self._seconds[key] = np.moveaxis(ranks[..., 0], -1, 0), once
         return self._seconds[key]
@@ -171,24 +204,24 @@ class _Pipeline:
         [candidates])."""
         if (zero, inside) not in self._states:
             of, problem = self.of, self.grid.pieces.problem
-            shards, spread_shards = (each[:, None] for each in self.grid.sharding[inside].groups.shards)
-            dense, spread = of.rank_dense, of.rank_spread
+            shards, expert_shards = (each[:, None] for each in self.grid.sharding[inside].groups.shards)
+            dense, expert = of.rank_dense, of.rank_expert
             if problem.config.tied_head and of.count > 1:  # a rank with both ends has their matrix once
                 both = (of.of_rank @ of.first) * (of.of_rank @ of.last)
                 matrix = problem.config.vocabulary * problem.config.hidden / self.grid.pieces.tp[self.grid.index]
                 dense = dense - np.outer(matrix, both / of.replicas**2)
-            stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, spread, spread_shards)
+            stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, expert, expert_shards)
             layer, itemsize = np.zeros(len(stay)), self.grid.pieces.itemsize
             if of.level(zero) < zero:  # held until the pipeline is through
                 gathered = itemsize if zero == 3 else 0
-                stay = stay + (dense + spread) * (gathered + bytes_each(problem).gradients)
+                stay = stay + (dense + expert) * (gathered + bytes_each(problem).gradients)
             elif zero >= 2:
-                largest = ((of.dense + of.spread) / of.layers).max(axis=1)
+                largest = ((of.dense + of.expert) / of.layers).max(axis=1)
                 layer = largest * (3 * self.grid.pieces.gradient_bytes + (2 * itemsize if zero == 3 else 0))
             self._states[zero, inside] = stay, layer
         return self._states[zero, inside]
 
-    def activations(self, pipe: Pipe, at_once: bool) -> Floats:
+    def activations(self, pipe: PipelineCandidate, at_once: bool) -> Floats:
         """Return the bytes of activations of all micro-batches in flight, at the peak of each distinct rank
         [candidates, ranks]. at_once: backwards directly follow forwards."""
         of, grid = self.of, self.grid
@@ -204,7 +237,7 @@ class _Pipeline:
         return found / of.replicas
 
 
-def _priced(of: _Pipeline, pipe: Pipe) -> Iterator[tuple[Array, ...]]:
+def _priced(of: _Pipeline, pipe: PipelineCandidate) -> Iterator[tuple[Array, ...]]:
     """Yield columns for each ZeRO stage: candidate indices, stage, ranks of a sharding group, seconds, bytes."""
     grid = of.grid
     fits = grid.micro >= LEAST_MICRO_BATCHES.get(pipe.schedule, 0) * pipe.ranks

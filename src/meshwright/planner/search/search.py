@@ -8,9 +8,8 @@ take their new places. The search ends when nothing that is left can be better t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -18,11 +17,11 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE
 from meshwright.planner.cost.process_groups import Array
-from meshwright.planner.problem import Problem
-from meshwright.planner.search.decided import Decided, device_bytes, on_device
+from meshwright.planner.cost.step_time import PARTS
+from meshwright.planner.problem import Candidate, Problem
 from meshwright.planner.search.estimate import Estimate
-from meshwright.planner.search.screen import Priced, screen
-from meshwright.planner.search.selection import describe_losses, fastest_of_kinds
+from meshwright.planner.search.screen import ScreenedLayouts, screen
+from meshwright.planner.search.shortlist import Shortlist, device_bytes, on_device
 from meshwright.spec.refuse import refuse
 
 FINAL = 20
@@ -38,8 +37,12 @@ MOST_ADVICE = 4
 """Changes of which the ledger is asked, of each number of changes."""
 
 
+MOST_KINDS = 12
+"""Kinds whose fastest layouts are looked for; further layouts of a longer list are the next fastest of any kind."""
+
+
 @dataclass(frozen=True, slots=True)
-class Advice:
+class TooLargeLayout:
     """A fast layout that does not fit into device memory, and a change that makes it fit.
 
     layout, seconds, bytes: the layout, its step time, its device memory; change: such as "ac:full", None if none is
@@ -55,12 +58,12 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """Result of a search over all layouts. best: estimates of different kinds of layouts, fastest first; reasons: why
     each is slower than the first; searched: number of layouts; seconds: that the search took.
 
     differences: relative errors of the closed-form times against the simulator; advice: fast layouts that do not fit;
-    priced: closed-form time and memory of all layouts; undecided: number of layouts that may be better, left when the
+    screened: closed-form time and memory of all layouts; undecided: number of layouts that may be better, left when the
     search reached its limit of exact predictions.
     """
 
@@ -70,12 +73,12 @@ class Found:
     searched: int
     seconds: float
     differences: tuple[float, ...] = ()
-    advice: tuple[Advice, ...] = ()
-    priced: Priced | None = field(default=None, repr=False)
+    advice: tuple[TooLargeLayout, ...] = ()
+    screened: ScreenedLayouts | None = field(default=None, repr=False)
     undecided: int = 0
 
 
-def search(problem: Problem, top: int = 5) -> Found:
+def search(problem: Problem, top: int = 5) -> SearchResult:
     """Search all layouts of a planning problem; return the up to `top` best that fit and that training accepts (the
     fastest of each kind, then the next fastest), and advice. `best` of the result is empty if none fits."""
     begun = time.perf_counter()
@@ -84,13 +87,13 @@ def search(problem: Problem, top: int = 5) -> Found:
     every = screen(problem)
     if not len(every.candidate):
         raise UserError(_nothing(problem))
-    decided = Decided(problem, every, max(top, FINAL))
-    differences = tuple(decided.differences)
-    best = fastest_of_kinds(decided, top)
-    advice = sorted(_advice(decided, best[0].time.seconds if best else np.inf), key=lambda one: one.seconds)
-    return Found(
+    shortlist = Shortlist(problem, every, max(top, FINAL))
+    differences = tuple(shortlist.differences)
+    best = fastest_of_kinds(shortlist, top)
+    advice = sorted(_advice(shortlist, best[0].time.seconds if best else np.inf), key=lambda one: one.seconds)
+    return SearchResult(
         problem, tuple(best), tuple(describe_losses(best)), len(every.candidate), time.perf_counter() - begun,
-        differences, tuple(advice), every, decided.undecided(best, top),
+        differences, tuple(advice), every, shortlist.undecided(best, top),
     )  # fmt: skip
 
 
@@ -103,43 +106,46 @@ def _nothing(problem: Problem) -> str:
     )
 
 
-def _advice(decided: Decided, first: float) -> Iterator[Advice]:
+def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
     """Yield advice on the fastest layouts that do not fit, if faster than `first` seconds, each with another tp, cp, pp
     or recompute."""
-    problem, every, room = decided.problem, decided.every, decided.room
+    problem, every, room = shortlist.problem, shortlist.every, shortlist.room
     fit = on_device(problem, every.bytes) <= room
-    expected = decided.expected()
+    expected = shortlist.expected()
     told = np.where(fit, np.inf, expected)
-    columns = _columns(problem, every)
+    zero = every.zero * 2 + (every.hybrid > 0)
+    columns = {name: zero if name == "zero" else every.column(name) for name in _CHANGES}
     found = 0
     for _ in range(MOST_LOOKED_AT):
         at = int(told.argmin())
         if told[at] >= first or found == MOST_TOLD:
             return
-        layout = decided.layout(at)
-        if not decided.takes(layout):
+        layout = shortlist.layout(at)
+        if not shortlist.takes(layout):
             told[at] = np.inf
             continue
-        seconds = decided.seconds(at, layout)
+        seconds = shortlist.seconds(at, layout)
         if seconds >= first:  # as may be all of its kind
-            told[decided.kinds == decided.kinds[at]] *= seconds / told[at]
+            told[shortlist.kinds == shortlist.kinds[at]] *= seconds / told[at]
             told[at] = np.inf
             continue
         told[_alike(columns, at, "tp", "cp", "pp", "recompute")] = np.inf
         if (size := device_bytes(problem, layout)) <= room:
             continue
         found += 1
-        chosen = _find_change(decided, columns, at, fit, expected)
+        chosen = _find_change(shortlist, columns, at, fit, expected)
         if chosen is None:
-            yield Advice(layout, seconds, size, None, None, None)
+            yield TooLargeLayout(layout, seconds, size, None, None, None)
         else:
-            instead = decided.layout(chosen)
+            instead = shortlist.layout(chosen)
             changes = [_CHANGES[name](instead) for name in columns if columns[name][chosen] != columns[name][at]]
             change = " and ".join(dict.fromkeys(changes))
-            yield Advice(layout, seconds, size, change, instead, decided.seconds(chosen, instead))
+            yield TooLargeLayout(layout, seconds, size, change, instead, shortlist.seconds(chosen, instead))
 
 
-def _find_change(decided: Decided, columns: Mapping[str, Array], at: int, fit: Array, expected: Array) -> int | None:
+def _find_change(
+    shortlist: Shortlist, columns: Mapping[str, Array], at: int, fit: Array, expected: Array
+) -> int | None:
     """Return the index of the fastest fitting candidate with the fewest differences from candidate `at`; None if there
     is none with up to three.
 
@@ -149,7 +155,7 @@ def _find_change(decided: Decided, columns: Mapping[str, Array], at: int, fit: A
     for changes in range(1, MOST_CHANGES + 1):
         near = np.flatnonzero(fit & (unlike == changes))
         for each in near[np.argsort(expected[near])][:MOST_ADVICE].tolist():
-            if decided.fits(decided.layout(each)):
+            if shortlist.fits(shortlist.layout(each)):
                 return int(each)
     return None
 
@@ -160,37 +166,75 @@ def _alike(columns: Mapping[str, Array], at: int, *names: str) -> Array:
 
 
 _CHANGES: dict[str, Callable[[Layout], str]] = {
-    "recompute": lambda one: f"ac:{one.recompute}",
-    "zero": lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else ""),
-    "rows": lambda one: f"mb{one.micro_batches}",
-    "schedule": lambda one: f"pp{one.pp}{one._format_schedule()}",
     "tp": lambda one: f"tp{one.tp}",
     "cp": lambda one: f"cp{one.cp}",
     "pp": lambda one: f"pp{one.pp}",
-    "experts": lambda one: f"ep{one.ep}:etp{one.etp}",
+    "rows": lambda one: f"mb{one.micro_batches}",
+    "recompute": lambda one: f"ac:{one.recompute}",
+    "zero": lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else ""),
+    "schedule": lambda one: f"pp{one.pp}{one._format_schedule()}",
     "sequence": lambda one: "sequence-parallel norms" if one.tensor_sequence_parallel else "tp:nosp",
+    "experts": lambda one: f"ep{one.ep}:etp{one.etp}",
 }
+"""Properties in which a suggested layout may differ, and the notation of its value."""
 
 
-def _columns(problem: Problem, every: Priced) -> dict[str, Array]:
-    """Return the properties in which candidates may differ as arrays over all candidates, by name ("tp", "zero"
-    ...)."""
+def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
+    """Return estimates of `top` layouts, fastest first: the fastest layout of each kind (`layout_kinds`), then the next
+    fastest of all. shortlist: candidates of a search with exact predictions, to which it adds more.
 
-    def of_way(get: Any) -> Array:
-        """Return a property of each candidate's stage layout as an array."""
-        return np.array([get(one) for one in every.candidates])[every.candidate]
+    Layouts of one kind differ only in the sizes of the axes, and their times mostly by less than the error bounds.
+    """
+    kinds, told, stopped = layout_kinds(shortlist.every), shortlist.pending.copy(), shortlist.stopped
+    found: list[Estimate] = []
+    others: list[tuple[float, int, Layout]] = []
+    budget = shortlist.budget // 3
+    for _ in range(min(top, MOST_KINDS)):
+        best = shortlist.estimates(1)
+        if not best:
+            break
+        found += best
+        alike = kinds == kinds[shortlist.best[0][1]]
+        others += [entry for entry in shortlist.best[1:] if alike[entry[1]]]
+        if len(found) < top:
+            budget -= shortlist.leave_out(alike, budget)
+    told[list(shortlist.difference)] = np.inf  # decided by now
+    shortlist.pending, shortlist.stopped = told, stopped
+    if len(found) < top:
+        shortlist.best = sorted(others)[: top + len(found)]
+        found += shortlist.estimates(top - len(found))
+    return sorted(found, key=lambda one: one.time.seconds)
 
-    def of_pipe(get: Any) -> Array:
-        """Return a property of each candidate's pipeline as an array."""
-        return np.array([get(pipe) for pipe in every.pipes])[every.pipe]
 
-    schedules = dict[tuple[str, int], int]()
-    return {
-        "tp": of_way(lambda way: way.layout.tp), "cp": of_way(lambda way: way.layout.cp),
-        "pp": of_pipe(lambda pipe: pipe.ranks), "rows": of_way(lambda way: way.rows),
-        "recompute": of_way(lambda way: RECOMPUTE.index(way.layout.recompute)),
-        "zero": every.zero * 2 + (every.hybrid > 0),
-        "schedule": of_pipe(lambda pipe: schedules.setdefault((pipe.schedule, pipe.chunks), len(schedules))),
-        "sequence": of_way(lambda way: way.layout.tensor_sequence_parallel * 2 + (way.layout.cp_method == "ring")),
-        "experts": of_way(lambda way: way.layout.ep * 1000 + way.layout.etp),
-    }  # fmt: skip
+def layout_kinds(every: ScreenedLayouts) -> Array:
+    """Return an integer for each candidate layout that is equal for layouts of one kind: the same axes are larger than
+    1, recompute is the same, and ZeRO shards the same of nothing, optimizer states or parameters. every: the
+    candidates."""
+
+    def of_stage(one: Candidate) -> int:
+        """Return an integer that is equal for stages of one kind."""
+        layout = one.layout
+        axes = (layout.tp > 1) + 2 * (layout.cp > 1) + 4 * (layout.ep > 1)
+        return axes + 8 * RECOMPUTE.index(layout.recompute)
+
+    pipelined, level = every.by_pipeline(lambda pipe: pipe.ranks > 1), np.array([0, 1, 1, 2])[every.zero]
+    return np.asarray((every.by_candidate(of_stage) * 2 + pipelined) * 3 + level)
+
+
+def describe_losses(best: Sequence[Estimate]) -> Iterator[str]:
+    """Yield, for each of the best estimates, text on why it is slower than the first: parts that take longer, in % of
+    the first's step."""
+    for number, one in enumerate(best):
+        if number == 0:
+            yield "the fastest"
+            continue
+        first = best[0].time
+        more = {part: (one.time.breakdown[part] - first.breakdown[part]) / first.seconds for part in PARTS}
+        worse = sorted((part for part in PARTS if more[part] >= 0.001), key=lambda part: -more[part])[:3]
+        less = [part for part in PARTS if more[part] <= -0.001]
+        most = max(PARTS, key=lambda part: more[part])
+        least = f"{most} +{more[most]:.2%}" if more[most] >= 5e-5 else "as fast"
+        text = ", ".join(f"{part} +{more[part]:.1%}" for part in worse) or least
+        yield text + (
+            f" (less {' and '.join(sorted(less, key=lambda part: more[part])[:2])})" if less and worse else ""
+        )

@@ -27,7 +27,7 @@ CHUNKS = (2, 3, 4, 5, 6, 8)
 """Stages per rank that the search tries for interleaved schedules."""
 
 
-class Pipe(NamedTuple):
+class PipelineCandidate(NamedTuple):
     """A candidate pipeline, without its number of micro-batches. ranks: pipeline ranks; schedule: such as "1f1b";
     chunks: model chunks (stages) of each rank."""
 
@@ -94,12 +94,12 @@ def _experts(config: ModelConfig, engine: Engine, devices: int, tp: int) -> Iter
                     yield ep, etp
 
 
-def pipes(problem: Problem) -> Iterator[Pipe]:
+def pipeline_candidates(problem: Problem) -> Iterator[PipelineCandidate]:
     """Yield every (pipeline ranks, schedule, chunks) that the engine and the model's layers admit."""
     config, engine = problem.config, problem.engine
     for ranks in divisors(problem.cluster.devices):
         if ranks == 1:
-            yield Pipe(1, "1f1b", 1)
+            yield PipelineCandidate(1, "1f1b", 1)
             continue
         if "pp" not in engine.axes or ranks > config.layers or config.encoder:  # `refuse` has the reason
             continue
@@ -107,10 +107,10 @@ def pipes(problem: Problem) -> Iterator[Pipe]:
             usual, _, most = SCHEDULE_CHUNKS[schedule]
             for chunks in CHUNKS if most is None else (usual,):
                 if ranks * chunks <= config.layers and not (schedule in ("dualpipe", "chimera") and ranks % 2):
-                    yield Pipe(ranks, schedule, chunks)
+                    yield PipelineCandidate(ranks, schedule, chunks)
 
 
-def layout_of(problem: Problem, candidate: Candidate, pipe: Pipe, zero: int, hybrid: int) -> Layout:
+def layout_of(problem: Problem, candidate: Candidate, pipe: PipelineCandidate, zero: int, hybrid: int) -> Layout:
     """Return the whole layout that consists of a stage's candidate and a pipeline (`pipe`). zero: ZeRO stage;
     hybrid: ranks of a ZeRO sharding group, 0 for all data-parallel ranks."""
     one = candidate.layout

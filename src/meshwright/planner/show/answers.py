@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.collectives.quantities import GIB
-from meshwright.planner.memory.rank_memory import memory_of, unlike_ranks
+from meshwright.planner.memory.rank_memory import distinct_ranks, memory_of
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.decided import MOST_PRICED
 from meshwright.planner.search.estimate import Estimate, model_document
-from meshwright.planner.search.search import Found
+from meshwright.planner.search.search import SearchResult
+from meshwright.planner.search.shortlist import MOST_PRICED
 
 MOST_TOP = 100
 """Layouts that a search can be asked for: it prices somewhat more exactly."""
 
 
-def document(problem: Problem, best: Sequence[Estimate], found: Found | None = None) -> dict[str, Any]:
+def document(problem: Problem, best: Sequence[Estimate], found: SearchResult | None = None) -> dict[str, Any]:
     """Return the JSON document of a plan, as `meshwright plan --json` prints it.
 
     problem: model, cluster, batch and engine of the plan. best: estimates to list, fastest first. found: result of the
@@ -50,10 +50,10 @@ def ledgers(one: Estimate) -> list[dict[str, Any]]:
     Keys of an item: name, category, shape, dtype; bytes: of all equal tensors together; stage: pipeline stage, null if
     it belongs to none; first, last: events between which it is allocated.
     """
-    ranks = (memory_of(one.problem, one.layout, rank) for rank in unlike_ranks(one.problem, one.layout))
+    ranks = (memory_of(one.problem, one.layout, rank) for rank in distinct_ranks(one.problem, one.layout))
     return [
         {
-            "pp": rank.pp_rank, "when": rank.moment, "peak_bytes": rank.peak_bytes,
+            "pp": rank.pp_rank, "when": rank.peak_snapshot, "peak_bytes": rank.peak_bytes,
             "framework_bytes": rank.framework_bytes, "unexplained_bytes": rank.slack_bytes,
             "items": [
                 {
@@ -67,13 +67,13 @@ def ledgers(one: Estimate) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def nothing_fits(found: Found) -> str:
+def no_fit_error(found: SearchResult) -> str:
     """Return the error line for a search in which no layout fits: number of devices, GiB of each, and what to change.
     found: the search's result."""
     problem, count = found.problem, found.problem.cluster.devices
     reserved = f", with {problem.reserve / GIB:.1f} GiB more reserved" if problem.reserve else ""
     none = f"none of the {MOST_PRICED} fastest layouts" if found.undecided else "no layout"
     return (
-        f"{none} of {count:,} device{'s' * (count > 1)} fits into {problem.room / GIB:.1f} GiB each{reserved}; "
+        f"{none} of {count:,} device{'s' * (count > 1)} fits into {problem.usable_bytes / GIB:.1f} GiB each{reserved}; "
         "use more devices, a smaller batch or shorter sequences"
     )

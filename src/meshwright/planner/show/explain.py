@@ -11,16 +11,16 @@ from meshwright.planner.cost.operations import operations
 from meshwright.planner.cost.operators import Operation
 from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS
 from meshwright.planner.cost.rates import Rates, attention_kernel
-from meshwright.planner.cost.reference_step import in_place
+from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import followed_at_once
-from meshwright.planner.memory.rank_memory import stages_at, unlike_ranks
+from meshwright.planner.memory.rank_memory import distinct_ranks, stages_at
 from meshwright.planner.problem import Problem
 
 _COMPUTE = MICRO_BATCH_PARTS.index("compute")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OperationTime:
     """One operation of a micro-batch in one phase, with its predicted cost.
 
     Attributes:
@@ -57,12 +57,13 @@ class Row:
         }  # fmt: skip
 
 
-def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
+def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[OperationTime]:
     """Return the operations of one micro-batch on pipeline rank `pp_rank`, with their predicted cost, longest first."""
     rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
     kernel = attention_kernel(problem.engine, problem.cluster, problem.config)
     rows = problem.batch // (layout.dp * layout.micro_batches)
-    longer = problem.cluster.time_factor * in_place(problem.cluster, problem.precision, problem.engine)[_COMPUTE]
+    factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
+    longer = problem.cluster.time_factor * factors[_COMPUTE]
     at = MicroBatch.of(
         problem.config, layout, rows, problem.sequence, dtype=DTYPES[problem.precision], engine=problem.engine,
         kernel=kernel, documents=problem.documents, eight_bit=rates.eight_bit,
@@ -81,17 +82,17 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
 def busiest(problem: Problem, layout: Layout) -> int:
     """Return the index of the pipeline rank that computes longest for a micro-batch."""
     return max(
-        unlike_ranks(problem, layout), key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank))
+        distinct_ranks(problem, layout), key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank))
     )
 
 
-def _longest(row: Row) -> float:
+def _longest(row: OperationTime) -> float:
     """Return the sort key that puts the longest operation first."""
     return -row.seconds
 
 
-def _row(name: str, phase: str, each: list[tuple[Operation, float]], whole: float, rates: Rates) -> Row:
-    """Return the `Row` of an operation in a phase. each: its calls, (operation, seconds) for each size; whole: seconds
+def _row(name: str, phase: str, each: list[tuple[Operation, float]], whole: float, rates: Rates) -> OperationTime:
+    """Return the cost of an operation in a phase. each: its calls, (operation, seconds) for each size; whole: seconds
     of the micro-batch; rates: speeds of the device, from which `bound` is determined."""
     count = sum(one.count for one, _ in each)
     flops, moved = (sum(getattr(one, of) * one.count for one, _ in each) for of in ("flops", "bytes"))
@@ -102,4 +103,4 @@ def _row(name: str, phase: str, each: list[tuple[Operation, float]], whole: floa
     )
     parts = {"compute": flops / rates.product, "memory": moved / rates.memory, "start": starts}
     bound = max(parts, key=lambda part: parts[part])
-    return Row(name, phase, count, first.shape or (), flops, moved, seconds, seconds / whole, bound)
+    return OperationTime(name, phase, count, first.shape or (), flops, moved, seconds, seconds / whole, bound)

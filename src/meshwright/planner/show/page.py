@@ -11,26 +11,25 @@ from meshwright.draw.markup import Content, Markup, element
 from meshwright.draw.page import paragraph, table
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.reference_step import in_place
+from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import PARTS, pipeline_durations
-from meshwright.planner.memory.rank_memory import RankMemory, by_layers, memory_of, unlike_ranks
+from meshwright.planner.memory.rank_memory import RankMemory, distinct_ranks, memory_of, merge_layers
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.nearest import Nearest
-from meshwright.planner.search.search import Found
+from meshwright.planner.search.search import SearchResult
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
-from meshwright.planner.show.pictures import cloud, memory_bars, time_bar
+from meshwright.planner.show.pictures import memory_bars, memory_time_scatter, time_bar
 from meshwright.planner.show.text import (
     LEAST_PART,
     Unit,
-    around,
     communication_text,
     headline,
     marked_reasons,
     memory_text,
     nearest_line,
-    shape_text,
-    there,
+    seconds_text,
+    tensor_rows,
     undecided_text,
 )
 from meshwright.program.simulate_pipeline import simulate_pipeline
@@ -45,7 +44,11 @@ MOST_DRAWN = 60_000
 
 
 def page(
-    problem: Problem, model: str, best: Sequence[Estimate], found: Found | None = None, least: Nearest | None = None
+    problem: Problem,
+    model: str,
+    best: Sequence[Estimate],
+    found: SearchResult | None = None,
+    least: Nearest | None = None,
 ) -> str:
     """Return a plan as an HTML page.
 
@@ -63,7 +66,7 @@ def page(
     return draw.page(f"plan of {model}", *parts)
 
 
-def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
+def _search(found: SearchResult, least: Nearest | None) -> Iterator[Markup]:
     """Yield the page's sections on a search: best layouts, faster ones that do not fit, memory against time. least:
     layouts closest to fitting, where none fits."""
     if found.best:
@@ -81,18 +84,19 @@ def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
         yield element("h2", "Faster layouts that do not fit")
         larger = [
             (
-                str(one.layout), around(found.problem, one.layout, one.seconds), Unit.of(one.bytes).say(one.bytes),
+                str(one.layout), seconds_text(found.problem, one.layout, one.seconds),
+                Unit.of(one.bytes).say(one.bytes),
                 "no combination of three changes" if one.instead is None or one.instead_seconds is None
-                else f"{one.change}: {around(found.problem, one.instead, one.instead_seconds)}",
+                else f"{one.change}: {seconds_text(found.problem, one.instead, one.instead_seconds)}",
             )
             for one in found.advice
         ]  # fmt: skip
         yield table(("layout", "step", "memory", "fits with"), larger)
     yield element("h2", "Memory against time")
-    yield cloud(found, found.best or ([least.least] if least else []))
+    yield memory_time_scatter(found, found.best or ([least.least] if least else []))
 
 
-def _best(found: Found) -> Markup:
+def _best(found: SearchResult) -> Markup:
     """Return the HTML table of the best layouts of a search."""
     unit = Unit.of(max(one.memory.device_bytes for one in found.best))
     head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
@@ -108,7 +112,7 @@ def _best(found: Found) -> Markup:
 
 def _layout(one: Estimate) -> Iterator[Markup]:
     """Yield the page's sections on one layout: time by part, memory of each stage, largest tensors, pipeline."""
-    time, problem, room = one.time, one.problem, one.problem.room
+    time, problem, room = one.time, one.problem, one.problem.usable_bytes
     yield element("h2", str(one.layout))
     yield paragraph(
         f"{time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
@@ -129,7 +133,7 @@ def _layout(one: Estimate) -> Iterator[Markup]:
             muted=True,
         )
     yield element("h2", "Memory of each stage")
-    places = range(one.layout.pp) if one.layout.pp <= MOST_RANKS else unlike_ranks(problem, one.layout)
+    places = range(one.layout.pp) if one.layout.pp <= MOST_RANKS else distinct_ranks(problem, one.layout)
     ranks = [memory_of(problem, one.layout, rank) for rank in places]
     yield memory_bars(
         [(f"pp {rank.pp_rank}", {k: float(v) for k, v in rank.by_category().items()}) for rank in ranks], room
@@ -158,7 +162,7 @@ def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
     rows = [(part, *(unit.number(rank.by_category()[part]) for rank in shown)) for part in named]
     rows.append(("total", *(unit.number(rank.device_bytes) for rank in shown)))
     yield table((f"{unit.name} of rank", *(f"pp {rank.pp_rank}" for rank in shown)), rows)
-    yield paragraph("Peak at: " + "; ".join(f"pp {rank.pp_rank} {rank.moment}" for rank in shown), muted=True)
+    yield paragraph("Peak at: " + "; ".join(f"pp {rank.pp_rank} {rank.peak_snapshot}" for rank in shown), muted=True)
 
 
 def _device(rank: RankMemory) -> int:
@@ -168,17 +172,10 @@ def _device(rank: RankMemory) -> int:
 
 def _bill(memory: RankMemory) -> Iterator[Markup]:
     """Yield the page's section with the table of a pipeline rank's tensors at its memory peak."""
-    yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.moment})")
+    yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.peak_snapshot})")
     unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
-    items = by_layers(memory.items)
-    rows = [
-        (
-            item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
-            "-" if item.stage is None else str(item.stage), there(item),
-        )
-        for item in items
-        if abs(item.bytes) >= smallest
-    ]  # fmt: skip
+    items = merge_layers(memory.items)
+    rows = tensor_rows([item for item in items if abs(item.bytes) >= smallest], unit)
     rest = sum(item.bytes for item in items if abs(item.bytes) < smallest)
     rows.append((f"{len(items) - len(rows)} smaller tensors", "", "", "", unit.number(rest), "", ""))
     yield table(("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime"), rows)
@@ -189,7 +186,7 @@ def _pipeline(one: Estimate) -> Iterator[Markup]:
     problem, layout = one.problem, one.layout
     short = _shortened(one)
     part = replace(problem, batch=problem.batch // layout.micro_batches * short.micro_batches)
-    factors = in_place(problem.cluster, problem.precision, problem.engine)
+    factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
     program, durations = pipeline_durations(part, short, factors)
     many = f", with {short.micro_batches} of its {layout.micro_batches} micro-batches" if short != layout else ""
     timeline = build_pipeline_timeline(program, simulate_pipeline(program, durations))

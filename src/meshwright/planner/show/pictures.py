@@ -11,9 +11,9 @@ from meshwright.draw.bars import draw_stacked_bars
 from meshwright.draw.markup import Markup, join
 from meshwright.draw.page import legend
 from meshwright.draw.scatter import draw_scatter
-from meshwright.planner.search.decided import on_device
 from meshwright.planner.search.estimate import Estimate
-from meshwright.planner.search.search import Found
+from meshwright.planner.search.search import SearchResult
+from meshwright.planner.search.shortlist import on_device
 from meshwright.planner.show.text import Unit, share_text
 
 COLOURS = {
@@ -27,12 +27,12 @@ SLOWEST, LARGEST = 6, 32
 """Layouts that a picture shows take so many times the fastest one's time, and a device's memory, at most."""
 
 
-def cloud(found: Found, marked: Sequence[Estimate]) -> Markup:
+def memory_time_scatter(found: SearchResult, marked: Sequence[Estimate]) -> Markup:
     """Return a log-log scatter plot of memory against step time for a sample of the layouts of a search. marked:
     estimates to highlight."""
-    every = found.priced
+    every = found.screened
     assert every is not None
-    room = found.problem.room
+    room = found.problem.usable_bytes
     size = on_device(found.problem, every.bytes)
     near = np.flatnonzero((every.seconds < SLOWEST * every.seconds.min()) & (size < LARGEST * room))
     chosen = near[:: max(1, len(near) // MOST_DOTS)]

@@ -11,13 +11,13 @@ from meshwright.planner.calibrate import RunFigures
 from meshwright.planner.cost.bounds import Request, with_bounds
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.memory.ledger import Item
-from meshwright.planner.memory.rank_memory import RankMemory, by_layers
+from meshwright.planner.memory.rank_memory import RankMemory, merge_layers
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.decided import MOST_PRICED
 from meshwright.planner.search.estimate import Estimate, model_document
 from meshwright.planner.search.nearest import Nearest
-from meshwright.planner.search.search import Advice, Found
-from meshwright.planner.show.explain import Row
+from meshwright.planner.search.search import SearchResult, TooLargeLayout
+from meshwright.planner.search.shortlist import MOST_PRICED
+from meshwright.planner.show.explain import OperationTime
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
 
 WIDE = 200
@@ -48,7 +48,7 @@ def headline(problem: Problem, model: str) -> str:
     )
 
 
-def found_text(found: Found, width: int = WIDE) -> str:
+def search_text(found: SearchResult, width: int = WIDE) -> str:
     """Format the result of a search as text. width: characters of a line, which long words may exceed."""
     lines = [f"searched {found.searched:,} layouts in {found.seconds:.2f} s"]
     if not found.best:
@@ -64,7 +64,7 @@ def found_text(found: Found, width: int = WIDE) -> str:
     return "\n".join(lines)
 
 
-def _best(found: Found, width: int) -> Iterator[str]:
+def _best(found: SearchResult, width: int) -> Iterator[str]:
     """Yield the lines of the table of a search's best layouts. width: characters of a line, which long words may
     exceed."""
     unit = Unit.of(max(one.memory.device_bytes for one in found.best))
@@ -83,25 +83,25 @@ def _best(found: Found, width: int) -> Iterator[str]:
         yield from wrapped(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
 
 
-def marked_reasons(found: Found) -> list[str]:
+def marked_reasons(found: SearchResult) -> list[str]:
     """Return, for each of a search's best layouts, why it is slower than the first, with the mark "tight" if little
     memory stays free."""
     return [f"{why}; tight" if one.tight else why for one, why in zip(found.best, found.reasons, strict=True)]
 
 
-def advice_text(found: Found, one: Advice) -> str:
+def advice_text(found: SearchResult, one: TooLargeLayout) -> str:
     """Format a faster layout that does not fit (`one`), with the change that makes it fit. found: the search's
     result."""
     problem = found.problem
-    room = problem.room
+    room = problem.usable_bytes
     more = one.bytes - room
-    wants = f"{one.layout}: {around(problem, one.layout, one.seconds)}, but {Unit.of(more).say(more)} too much"
+    wants = f"{one.layout}: {seconds_text(problem, one.layout, one.seconds)}, but {Unit.of(more).say(more)} too much"
     if one.instead is None or one.instead_seconds is None:
         return f"{wants}; no combination of three changes makes it fit"
-    return f"{wants}; it fits with {one.change}: {around(problem, one.instead, one.instead_seconds)}"
+    return f"{wants}; it fits with {one.change}: {seconds_text(problem, one.instead, one.instead_seconds)}"
 
 
-def around(problem: Problem, layout: Layout, seconds: float) -> str:
+def seconds_text(problem: Problem, layout: Layout, seconds: float) -> str:
     """Format a layout's step time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: expected, calibrated."""
     cluster = problem.cluster
     seconds, low, high, _ = with_bounds(cluster, Request.of(problem, layout, seconds / cluster.time_factor))
@@ -123,11 +123,11 @@ def nearest_line(found: Nearest) -> str:
     memory = enough.memory.device_bytes
     return (
         f"{found.devices:,} devices would suffice: {enough.layout}, "
-        f"{around(enough.problem, enough.layout, enough.time.seconds)}, {Unit.of(memory).say(memory)} per device."
+        f"{seconds_text(enough.problem, enough.layout, enough.time.seconds)}, {Unit.of(memory).say(memory)} per device."
     )
 
 
-def undecided_text(found: Found) -> str:
+def undecided_text(found: SearchResult) -> str:
     """Format a note on the layouts that a search left undecided, as it stopped at its limit."""
     what = "better than the last one listed" if found.best else "small enough"
     return f"stopped after {MOST_PRICED} exact prices: {found.undecided:,} more layouts may be {what}"
@@ -152,7 +152,7 @@ def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
     beside = "" if best is None else f": {own.time.seconds / best.time.seconds:.2f} times the first"
     memory = own.memory.device_bytes
     return (
-        f"the recipe's own layout: {own.layout}, {around(own.problem, own.layout, own.time.seconds)}{beside}; "
+        f"the recipe's own layout: {own.layout}, {seconds_text(own.problem, own.layout, own.time.seconds)}{beside}; "
         f"{Unit.of(memory).say(memory)}{fits}"
     )
 
@@ -186,12 +186,12 @@ def estimate_text(one: Estimate, width: int = WIDE) -> str:
 
 def memory_text(one: Estimate) -> str:
     """Format an estimate's bytes per device and the limit, whether it fits, and the memory snapshot of the peak."""
-    memory, room = one.memory, one.problem.room
+    memory, room = one.memory, one.problem.usable_bytes
     over = memory.device_bytes - room
     verdict = f"fits{', tight' * one.tight}" if one.fits else f"does not fit: {Unit.of(over).say(over)} too much"
     where = f" on pipeline rank {memory.pp_rank}" if one.layout.pp > 1 else ""
     used = Unit.of(memory.device_bytes).say(memory.device_bytes)
-    return f"{used} of {Unit.of(room).say(room)}, {verdict}; peak{where} at {memory.moment}"
+    return f"{used} of {Unit.of(room).say(room)}, {verdict}; peak{where} at {memory.peak_snapshot}"
 
 
 def communication_text(one: Estimate) -> str:
@@ -222,7 +222,7 @@ def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
     for category, size in memory.by_category().items():
         if not size:
             continue
-        largest = by_layers(item for item in memory.items if item.category == category)
+        largest = merge_layers(item for item in memory.items if item.category == category)
         if category == "framework":
             yield category, unit.number(size), ", ".join(f"{name} {unit.number(part)}" for name, part in process)
             continue
@@ -236,18 +236,23 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
     is wider than `width` characters."""
     unit = Unit.of(memory.peak_bytes)
     head = ("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")
-    rows = [
-        (
-            item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
-            "-" if item.stage is None else str(item.stage), there(item),
-        )
-        for item in by_layers(memory.items)
-    ]  # fmt: skip
-    title = f"pipeline rank {memory.pp_rank} at {memory.moment}: {unit.say(memory.peak_bytes)} of tensors"
+    rows = tensor_rows(merge_layers(memory.items), unit)
+    title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.say(memory.peak_bytes)} of tensors"
     return "\n".join([title, *narrowed([head, *rows], width, ("category", "stage", "lifetime", "dtype", "shape"))])
 
 
-def there(item: Item) -> str:
+def tensor_rows(items: Sequence[Item], unit: Unit) -> list[tuple[str, ...]]:
+    """Return the cells of a table of tensors: name, category, shape, dtype, size in `unit`, stage, lifetime."""
+    return [
+        (
+            item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
+            "-" if item.stage is None else str(item.stage), lifetime_text(item),
+        )
+        for item in items
+    ]  # fmt: skip
+
+
+def lifetime_text(item: Item) -> str:
     """Format the lifetime of a tensor in memory, such as `forward to backward`; "temporary" if it begins and ends at
     one event."""
     return "temporary" if item.first == item.last else f"{item.first} to {item.last}"
@@ -274,7 +279,7 @@ def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -
     return "\n".join([*table([head, *rows]), f"{found.line}{memory}", f"cluster file: {path}"])
 
 
-def explain_text(layout: Layout, pp_rank: int, rows: Sequence[Row], width: int = WIDE, most: int = 24) -> str:
+def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], width: int = WIDE, most: int = 24) -> str:
     """Format the `most` longest operations of a pipeline rank's micro-batch as a table. rows: all operations, longest
     first. Columns are dropped if it is wider than `width` characters."""
     head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")

@@ -11,11 +11,11 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE
 from meshwright.planner.cost.process_groups import Array
-from meshwright.planner.cost.step_time import Step
-from meshwright.planner.memory.rank_memory import context_bytes, memory_of, slack, unlike_ranks
+from meshwright.planner.cost.step_time import StepPredictor
+from meshwright.planner.memory.rank_memory import context_bytes, distinct_ranks, memory_of, slack
 from meshwright.planner.problem import Problem
-from meshwright.planner.search.estimate import Estimate, priced
-from meshwright.planner.search.screen import Priced
+from meshwright.planner.search.estimate import Estimate, estimate_layout
+from meshwright.planner.search.screen import ScreenedLayouts
 from meshwright.program.makespan import MakespanCache
 from meshwright.spec.refuse import refuse
 
@@ -32,25 +32,27 @@ def on_device(problem: Problem, peak: Array) -> Array:
     return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem)
 
 
-class Decided:
+class Shortlist:
     """The best candidate layouts of a search with exact predictions: seconds by the simulator, memory by the ledger if
     the closed form is near the limit. every: closed-form predictions of all candidates; wanted: number of layouts to
     decide."""
 
-    def __init__(self, problem: Problem, every: Priced, wanted: int) -> None:
+    def __init__(self, problem: Problem, every: ScreenedLayouts, wanted: int) -> None:
         self.problem, self.every = problem, every
-        self.room = problem.room
+        self.room = problem.usable_bytes
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
         self.makespans = MakespanCache()
-        self.kinds, self._memory = self._kinds(), self._memory_kinds()
+        self.kinds = self._kinds()
+        # Their closed-form memory has similar errors.
+        self._memory = every.column("schedule name") * len(RECOMPUTE) + every.column("recompute")
         self.factors: dict[int, float] = {}
         self.stopped = False
         self._wanted, self.budget, self.asked = wanted, MOST_PRICED, 0
         self._needed = on_device(problem, every.bytes)
         self._left = self._needed <= self.room * DOUBT_ABOVE
         # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
-        self.told = np.where(self._left, every.seconds, np.inf)
+        self.pending = np.where(self._left, every.seconds, np.inf)
         self._decide()
 
     @property
@@ -62,15 +64,15 @@ class Decided:
         """Predict candidates exactly, fastest by closed form first, until as many as wanted are decided or the budget
         is used."""
         every, problem, wanted = self.every, self.problem, self._wanted
-        needed, left, told = self._needed, self._left, self.told
+        needed, left, pending = self._needed, self._left, self.pending
         kinds, factors = self.kinds, self.factors
         for _ in range(self.budget):
             self.asked += 1
-            at = int(told.argmin())
-            if told[at] == np.inf or (len(self.best) >= wanted and told[at] > self.best[wanted - 1][0]):
+            at = int(pending.argmin())
+            if pending[at] == np.inf or (len(self.best) >= wanted and pending[at] > self.best[wanted - 1][0]):
                 break
-            closed = told[at]
-            told[at], left[at] = np.inf, False
+            closed = pending[at]
+            pending[at], left[at] = np.inf, False
             layout = self.layout(at)
             if not self.takes(layout):
                 continue
@@ -83,7 +85,7 @@ class Decided:
             kind, ratio = int(kinds[at]), seconds / float(every.seconds[at])
             if kind not in factors or abs(ratio / factors[kind] - 1) > 0.002:
                 alike = (kinds == kind) & left
-                told[alike] = every.seconds[alike] * ratio
+                pending[alike] = every.seconds[alike] * ratio
                 if (
                     kind not in factors and abs(ratio - 1) > 0.002
                 ):  # what it is to be compared with is the corrected one
@@ -98,7 +100,7 @@ class Decided:
         """Exclude the candidates of a mask (`alike`), and decide the best of the others. budget: most exact predictions
         to make; return how many were made."""
         before, self.budget = self.asked, budget
-        self.told[alike], self._left[alike], self._wanted = np.inf, False, 1
+        self.pending[alike], self._left[alike], self._wanted = np.inf, False, 1
         self.best = [entry for entry in self.best if not alike[entry[1]]]
         self._decide()
         return self.asked - before
@@ -109,27 +111,16 @@ class Decided:
         alike = self._memory == self._memory[at]
         self._needed[alike] *= exact / self._needed[at]
         too_large = alike & self._left & (self._needed > self.room * DOUBT_ABOVE)
-        self.told[too_large], self._left[too_large] = np.inf, False
+        self.pending[too_large], self._left[too_large] = np.inf, False
 
     def _kinds(self) -> Array:
         """Return an integer for each candidate, equal for equal pipelines and micro-batches per pipeline rank (rounded
         to a power of two): their closed-form times have similar errors."""
-        every = self.every
-        inner = np.array([one.layout.tp * one.layout.cp * 1.0 / one.rows for one in every.candidates])[every.candidate]
-        ranks = np.array([pipe.ranks for pipe in every.pipes])[every.pipe]
+        every, ranks = self.every, self.every.column("pp")
+        inner = every.by_candidate(lambda one: one.layout.tp * one.layout.cp / one.rows)
         micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
         rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)
         return np.asarray(every.pipe * 64 + rounds)
-
-    def _memory_kinds(self) -> Array:
-        """Return an integer for each candidate, equal for equal schedules and recompute: their closed-form memory has
-        similar errors."""
-        schedules = list(dict.fromkeys(pipe.schedule for pipe in self.every.pipes))
-        of_pipe = np.array([schedules.index(pipe.schedule) for pipe in self.every.pipes])[self.every.pipe]
-        of_way = np.array([RECOMPUTE.index(one.layout.recompute) for one in self.every.candidates])[
-            self.every.candidate
-        ]
-        return np.asarray(of_pipe * len(RECOMPUTE) + of_way)
 
     def takes(self, layout: Layout) -> bool:
         """Return True if training accepts the layout (or, for models and engines that can only be planned, if it is
@@ -155,11 +146,11 @@ class Decided:
         factor[list(self.factors)] = list(self.factors.values())
         return np.asarray(self.every.seconds * factor[self.kinds])
 
-    def _step(self, at: int, layout: Layout) -> Step:
+    def _step(self, at: int, layout: Layout) -> StepPredictor:
         """Return the step-time predictor of one candidate, which reuses results of earlier candidates. at: index of the
         candidate. layout: its layout."""
         pieces = self.every.pieces.take(int(self.every.candidate[at]))
-        return Step(self.problem, layout, pieces=pieces, makespans=self.makespans)
+        return StepPredictor(self.problem, layout, pieces=pieces, makespans=self.makespans)
 
     def layout(self, at: int) -> Layout:
         """Return the layout of the candidate with index `at`."""
@@ -170,7 +161,7 @@ class Decided:
         stopped. top: number of layouts asked for."""
         if not self.stopped:
             return 0
-        return int((self.told < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
+        return int((self.pending < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
 
     def estimates(self, top: int) -> list[Estimate]:
         """Return the full estimates of the `top` best layouts; those that turn out not to fit are replaced by the next
@@ -184,7 +175,7 @@ class Decided:
                     too_large[at] = size
                     continue
                 if at not in found:
-                    found[at] = priced(self.problem, layout, self._step(at, layout))
+                    found[at] = estimate_layout(self.problem, layout, self._step(at, layout))
                 fit.append(found[at])
                 if len(fit) == top:
                     break
@@ -199,7 +190,7 @@ class Decided:
         """Return the device bytes of the first pipeline rank that needs more than a device may use; None if none
         does."""
         layout = layout.with_(precision=self.problem.precision)
-        sizes = (memory_of(self.problem, layout, rank).device_bytes for rank in unlike_ranks(self.problem, layout))
+        sizes = (memory_of(self.problem, layout, rank).device_bytes for rank in distinct_ranks(self.problem, layout))
         return next((size for size in sizes if size > self.room), None)
 
 
