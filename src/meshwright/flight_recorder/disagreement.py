@@ -79,10 +79,11 @@ def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergenc
 
 def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
     """Complete recorded calls that lack operation, site or shape because the recorder's space for texts was full: copy
-    these from the most common call among the other ranks whose known texts are equal.
+    these from the most common complete call of the other ranks that agrees with the incomplete call in the texts that
+    it has.
 
-    here: rank -> the rank's call at one index of a group. Return the same mapping with completed calls; calls without a
-    unique most common candidate are left out.
+    here: rank -> the rank's call at one index of a group. Return the same mapping with completed calls; incomplete
+    calls without a unique such match are left out.
     """
     if all(call.form and call.operation != "?" for call in here.values()):
         return here

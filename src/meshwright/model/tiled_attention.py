@@ -57,8 +57,8 @@ class Scores(NamedTuple):
     sinks: torch.Tensor | None = None
 
     def of_heads(self, q_BKGSD: torch.Tensor, heads: slice) -> Scores:
-        """Return a copy that has the sinks of some key-value heads only, [heads, G]. `q_BKGSD`: queries, from whose
-        shape the numbers of heads are taken; `heads`: slice of the K key-value heads."""
+        """Return a copy for the key-value heads in the slice `heads` only: sinks [K G] become [K, G] and are sliced.
+        `q_BKGSD`: queries, of which only K and G are read."""
         return self if self.sinks is None else self._replace(sinks=self.sinks.view(q_BKGSD.shape[1:3])[heads])
 
 

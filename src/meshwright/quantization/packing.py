@@ -90,7 +90,8 @@ class Packing(Unpacked):
         return RECORD_BYTES[self.name]
 
     def count(self, elements: int) -> int:
-        """Return the number of bytes that store `elements` weights, a multiple of 64."""
+        """Return the size in bytes of `elements` quantized weights with their scales; `elements` must be a multiple of
+        64."""
         assert elements % BLOCK == 0, elements
         return elements // BLOCK * self.record_bytes
 

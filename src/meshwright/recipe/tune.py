@@ -199,8 +199,8 @@ class TuneRecipe(Table):
 
 
 def check_searched_keys(dimensions: Sequence[Dimension], schema: Schema[Any]) -> None:
-    """Check that the searched keys are keys of the recipe whose values change the result of training but not the
-    measure of it, and that ranges of whole numbers have whole bounds. schema: the keys of a recipe. Raises ValueError
+    """Check that each searched key is a recipe key that affects training but not how its result is measured (as the
+    validation data do), and that ranges of whole numbers have whole bounds. schema: the keys of a recipe. Raises ValueError
     with the key and the reason."""
     known = schema.keys
     for dimension in dimensions:

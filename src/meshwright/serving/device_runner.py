@@ -279,7 +279,7 @@ class DeviceRunner:
 
     def _grouped_product(self, layer: Any, x_NX: torch.Tensor, groups: Sequence[Any], first: int = 0) -> torch.Tensor:
         """Return x Wᵀ + b, [N, Y], of token copies `x_NX` for the stacked weights and biases of all experts in `layer`.
-        groups: expert of each copy, ascending, and where each expert's end. first: output from which on b is added."""
+        groups: (expert of each copy, ascending; end row of each expert). first: first output to which b is added."""
         experts = len(groups[1])
         y_NY = self._operations.grouped_product(x_NX, layer.weight.unflatten(0, (experts, -1)), groups[1])
         if layer.bias is not None:

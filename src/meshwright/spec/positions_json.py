@@ -187,9 +187,9 @@ def resize_patterns(config: ModelConfig, layers: int) -> dict[str, Any]:
 def _continue_pattern(pattern: list[bool], layers: int, period: int | None, marked: bool) -> list[bool]:
     """Return `pattern`, which has one value per layer, cut or continued to `layers` layers.
 
-    period: None: the last value is repeated. Otherwise the usual period of the family, in layers: every `period`-th
-    layer has the value `marked`, all others the opposite. A pattern with another period, or without such a rule, is
-    continued by repeating its shortest repeating part.
+    period: None: the last value is repeated. Otherwise the period of the family's models, in layers: every `period`-th
+    layer has the value `marked`, all others the opposite. A `pattern` that follows this rule, with this period or
+    another one, is continued by it; any other by repeating its shortest repeating part.
     """
     if period is None or layers <= len(pattern):
         return (pattern + pattern[-1:] * layers)[:layers]

@@ -60,7 +60,7 @@ def layer_operations(at: MicroBatch, layer: int) -> list[Operation]:
 
 
 def computed(operators: Iterable[Operator]) -> list[Operation]:
-    """Return the operations of operators, in order."""
+    """Return the compute kernels (operations, each with FLOPs, bytes and phase) of a layer's operators, in order."""
     return [one for operator in operators for one in operator.operations]
 
 

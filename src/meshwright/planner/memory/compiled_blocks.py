@@ -229,7 +229,8 @@ class CompiledBlock:
         return SavedTensor(name, tuple(self.sizes[size] for size in sizes), kind)
 
     def bytes(self, name: str) -> int:
-        """Return the bytes of a buffer."""
+        """Return the size in bytes of the buffer `name`, a key of the table of buffers, for one micro-batch on one
+        rank."""
         entry = self.entry(name)
         each = {"x": self.at.itemsize, "wide": self.at.wide, "index": ITEM_BYTES["int64"], "int32": ITEM_BYTES["int32"]}
         return math.prod(entry.shape) * each[entry.kind]
@@ -268,7 +269,8 @@ class CompiledBlock:
         return highest([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
 
     def _kernels(self, name: str, order: str = "") -> list[Kernel]:
-        """Return the kernels of a list of the tables. order: of a mixture's backward."""
+        """Return the kernels that the table `name` ("forward", "backward") lists for this block. order: name of the
+        order of kernels in the backward of a mixture of experts, a condition in the table; "" for none."""
         true = {*self.true, order}
         for each, condition in self.tables.conditions.items():
             if _holds(condition, true):

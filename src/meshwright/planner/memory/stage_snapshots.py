@@ -138,7 +138,8 @@ class StageSnapshots:
                 yield activation(f"{unit} copies of tokens", (2 + at.expert_parallel) * copies)
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
-        """Yield the snapshots of a backward that begins in state `state`. split: it computes only input gradients."""
+        """Yield the memory in use at each point of one micro-batch's backward on the stage. state: whether it is the
+        step's first and last backward. split: True if it computes input gradients only."""
         config, left, frozen = self.at.config, self.saved_bytes, self.at.config.adapter is not None
         matrix = self.at.vocabulary * config.hidden * self.at.itemsize
         queue = 0  # of a split backward: what weight gradients need
