@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,12 +30,13 @@ from meshwright.serving.offline import run_requests
 from meshwright.serving.pipeline_engine import PipelineEngine
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
-from meshwright.serving.runner import build_runner
+from meshwright.serving.runner import _build_device_runner, build_runner
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model
 from tests.serving import device_reference
 from tests.serving.pool_checks import check_scheduler
@@ -266,6 +269,18 @@ def test_unsupported_configurations_on_gpu_are_refused(
     monkeypatch.delattr(kernels, "triton_kernels", raising=False)
     with pytest.raises(UserError, match="serving on a GPU needs triton: run pip install triton"):
         build_runner(RankPlan(str(directory), "dp1", "float32", LIMITS), mesh)
+    for name, tp, said in (
+        ("gpt-oss-20b", 2, "serving on a GPU needs triton"),  # the first reason: the model itself is supported
+        ("deepseek-v3", 2, "serving deepseek_v3 on a GPU: there are no kernels for latent attention; --device cpu"),
+        ("llama-4-scout", 1, "serving llama4_text on a GPU: .* attention in chunks .*; --device cpu serves it"),
+        ("olmo2-tiny", 2, "tp2 on a GPU: no kernel normalises the queries of several ranks .*; use dp or pp"),
+        ("olmo2-tiny", 1, "serving on a GPU needs triton"),
+    ):
+        ranks = SimpleNamespace(device=mesh.device, layout=Layout(tp=tp), tp=SimpleNamespace(size=tp))
+        with pytest.raises(UserError, match=said):
+            _build_device_runner(
+                cast(Any, SimpleNamespace(config=preset(name))), cast(Any, ranks), RankPlan("", "", "float32", LIMITS)
+            )
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -12,7 +12,8 @@ import torch
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.kernels.choice import PLAIN_TORCH, load_kernels
-from meshwright.planner.serving.ledger import KERNEL_DTYPES, find_kernel_gap
+from meshwright.layout import Layout
+from meshwright.planner.serving.ledger import KERNEL_DTYPES, find_device_gap, find_kernel_gap
 from meshwright.serving.logit_rows import StepOutput
 from meshwright.serving.native_runner import NativeRunner
 from meshwright.serving.rank_starter import RankPlan
@@ -78,9 +79,10 @@ def _build_device_runner(weights: RankWeights, mesh: Mesh, plan: RankPlan) -> Ru
         raise UserError(f"dtype {plan.dtype}: on a GPU serving takes {', '.join(DEVICE_DTYPES)}")
     if mesh.layout.expert_parallel:
         raise UserError(f"ep{mesh.ep.size}: expert parallelism is not supported on GPUs yet; tp splits each expert")
-    if gap := find_kernel_gap(weights.config, mesh.layout):
-        instead = "--device cpu serves it" if weights.config.latent else "use dp or pp"
-        raise UserError(f"tp{mesh.tp.size} on a GPU: {gap}; {instead}")
+    if gap := find_device_gap(weights.config, mesh.layout):
+        if find_device_gap(weights.config, Layout()):
+            raise UserError(f"serving {weights.config.family} on a GPU: {gap}; --device cpu serves it")
+        raise UserError(f"tp{mesh.tp.size} on a GPU: {gap}; use dp or pp")
     try:
         from meshwright.serving import device_operations
     except ModuleNotFoundError as error:

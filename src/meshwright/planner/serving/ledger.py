@@ -46,12 +46,17 @@ _PANEL = 16  # output columns of a packed panel
 
 
 def find_kernel_gap(config: ModelConfig, layout: Layout) -> str | None:
-    """Return the reason, as text for users, why the kernels cannot serve a model on a layout; None if they can. Without
-    kernels a CPU computes in plain torch."""
-    if config.latent is not None:
-        return "there are no kernels for latent attention"
+    """Return the reason, as text for users, why the CPU kernels cannot serve a model on a layout; None if they can.
+    Without kernels a CPU computes in plain torch."""
     if config.attention_sinks:
         return "there are no kernels for attention sinks and experts with biases"
+    return find_device_gap(config, layout)
+
+
+def find_device_gap(config: ModelConfig, layout: Layout) -> str | None:
+    """Return the reason, as text for users, why GPUs cannot serve a model on a layout; None if they can."""
+    if config.latent is not None:
+        return "there are no kernels for latent attention"
     if config.window_chunks or config.routed_input:
         return "there are no kernels for attention in chunks and weighted inputs of experts"
     if config.projection_norm and layout.tp > 1:
