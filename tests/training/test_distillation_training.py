@@ -23,8 +23,13 @@ from meshwright.data.tokenizers.tokenizer import find_tokenizer
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_recipe, check_teacher_tokenizer
 from meshwright.layout import Layout
+from meshwright.model.initialise import initialise
+from meshwright.model.transformer import Transformer
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loop import resolve_model_config
+from meshwright.training.on_policy import _DenseCache
 from meshwright.training.precision import Arithmetic
 from meshwright.training.task import RunStart
 from meshwright.training.teacher_cache import MANIFEST, TeacherCache
@@ -265,6 +270,16 @@ def test_on_policy_step_trains_on_samples_of_the_current_student(home: Path):
             ended, drawn = ended or text[-1] == 256, drawn + 1
         assert tokens[row].tolist() == text[:-1]
     assert drawn > 50
+
+
+@pytest.mark.parametrize("name", ["llama4-tiny", "gpt-oss-tiny"])
+def test_logits_of_sampling_are_those_of_whole_sequences(name: str):
+    config = dataclasses.replace(preset(name), sliding_window=5, initializer_range=0.3)
+    model = Transformer(config, dtype=torch.float64).requires_grad_(False)
+    initialise(model, parameter_table(config), seed=0)
+    tokens, cache = torch.randint(2048, (2, 13), generator=torch.Generator().manual_seed(1)), _DenseCache(config, 2, 13)
+    parts = [model.scores(model.hidden(token, cache=cache)) for token in tokens.split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model.logits(tokens), rtol=0, atol=1e-10)
 
 
 def make_task(home: Path, distill: dict[str, Any]) -> Any:

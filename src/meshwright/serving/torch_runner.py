@@ -73,8 +73,7 @@ class PagedCache:
         depth = 1 + max(tables.layers[layer][1] for layer in layers)
         self.pairs = [torch.empty(shape, dtype=dtype) for _ in range(depth)]  # keys, values
         self._layers, self._scale, self._softcap = tables.layers, config.score_scale, config.attention_softcap
-        self._windows = {layer: config.layer_window(layer) for layer in layers}
-        self._chunks = config.window_chunks
+        self._config = config
         self._segments: list[tuple[int, torch.Tensor]] = []  # of each selected token: row, slots [W, C] of its context
         self._slots_WT = torch.zeros(len(tables.windows), 0, dtype=torch.long)
 
@@ -120,9 +119,7 @@ class PagedCache:
         """Return the attention [N, D] of one token's queries `q_ND` over its context, the KV-cache slots `slots_C`, in
         the layer with index `layer`; computed in float32 or float64. sinks: one more score of each query head [N];
         None: none."""
-        window = self._windows[layer]
-        if window is not None:  # blocks before the window may have been freed
-            slots_C = slots_C[-((len(slots_C) - 1) % window + 1 if self._chunks else window) :]
+        slots_C = slots_C[self._config.first_key(layer, len(slots_C) - 1) :]  # blocks before it may have been freed
         wide = at_least_float32(q_ND.dtype)
         k_KCD, *values = (each[slots_C].transpose(0, 1).to(wide) for each in self.pairs[self._layers[layer][1]])
         v_KCD = values[0] if values else k_KCD

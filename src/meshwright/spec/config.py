@@ -358,3 +358,10 @@ class ModelConfig:
         if self.windowed_layers is not None and not self.windowed_layers[layer]:
             return None
         return self.sliding_window
+
+    def first_key(self, layer: int, position: int) -> int:
+        """Return the first position to which the token at `position` attends in the layer with index `layer`."""
+        window = self.layer_window(layer)
+        if window is None:
+            return 0
+        return position // window * window if self.window_chunks else max(0, position + 1 - window)

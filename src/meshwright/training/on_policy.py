@@ -126,8 +126,7 @@ class _DenseCache:
             self._pairs[layer] = tuple(k_BKSD.new_zeros(shape) for shape in shapes)  # type: ignore[assignment]
         keys, values = self._pairs[layer]
         keys[:, :, self.length], values[:, :, self.length] = k_BKSD[:, :, 0], v_BKSD[:, :, 0]
-        window, stop = self._config.layer_window(layer), self.length + 1
-        seen = slice(0 if window is None else max(0, stop - window), stop)
+        seen = slice(self._config.first_key(layer, self.length), self.length + 1)
         wide = at_least_float32(q_BNSD.dtype)
         q = q_BNSD.to(wide).unflatten(1, (keys.shape[1], -1))[:, :, :, 0]
         scores = self._config.score_scale * torch.einsum("bkgd,bkcd->bkgc", q, keys[:, :, seen].to(wide))
