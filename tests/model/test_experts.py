@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import UserError
@@ -229,6 +230,20 @@ def test_router_bias_affects_only_choice_with_excess_load_gradient():
     assert float(loss.detach()) == 0
     load_E = torch.bincount(chosen_TK.flatten(), minlength=5)
     assert torch.equal(torch.autograd.grad(loss, router.bias)[0], load_E - 40 * 3 / 5)
+
+
+def test_llama4_ranks_experts_by_logits_whose_sigmoids_are_equal():
+    config = preset("llama4-tiny")
+    router, x_TH = Router(config), torch.randn(50, config.hidden, generator=torch.Generator().manual_seed(1))
+    sizes = {"hidden_size": config.hidden, "num_local_experts": config.experts}
+    theirs = Llama4Router(transformers.Llama4TextConfig(**sizes, num_experts_per_tok=config.experts_per_token))
+    with torch.no_grad():
+        router.weight.normal_(std=0.02, generator=torch.Generator().manual_seed(2)).mul_(1000)
+        theirs.weight.copy_(router.weight)
+        weights_TK, chosen_TK = router.choose(router.scores(x_TH))
+        scores_TE, logits_TE = theirs(x_TH)
+    assert (logits_TE.sigmoid() == 1).sum(dim=1).gt(1).any()
+    assert torch.equal(torch.zeros_like(scores_TE).scatter(1, chosen_TK, weights_TK), scores_TE)
 
 
 @pytest.mark.parametrize("ends", [[3, 3, 10, 12], [0, 0, 0, 12], [12, 12, 12, 12]], ids=str)

@@ -110,12 +110,14 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.experts, **options)) if biased else None
 
     def scores(self, x_TH: torch.Tensor, product: Callable[..., torch.Tensor] = F.linear) -> torch.Tensor:
-        """Return the router score of each of E experts for each of T tokens, [T, E], positive, in float32 or float64:
-        softmax or sigmoid of the router's logits. `product`: function (x, W, b) -> x Wᵀ + b that computes the logits;
-        b may be left out."""
+        """Return the router score of each of E experts for each of T tokens, [T, E], in float32 or float64: softmax or
+        sigmoid of the router's logits, positive; with `routed_input` the logits themselves, as Llama 4 ranks by them
+        (sigmoids of large logits are equal). `product`: function (x, W, b) -> x Wᵀ + b that computes the logits; b may
+        be left out."""
         wide = at_least_float32(x_TH.dtype)
         if self.config.router == "sigmoid":
-            return product(x_TH.to(wide), self.weight.to(wide)).sigmoid()
+            logits_TE = product(x_TH.to(wide), self.weight.to(wide))
+            return logits_TE if self.config.routed_input else logits_TE.sigmoid()
         bias = (self.bias,) if self.config.mlp_bias else ()
         return product(x_TH, self.weight, *bias).to(wide).softmax(dim=-1)
 
@@ -129,6 +131,8 @@ class Router(nn.Module):
             ranking_TE = self._keep_groups(ranking_TE)
         chosen_TK = ranking_TE.topk(self.config.experts_per_token, dim=-1).indices
         weights_TK = scores_TE.gather(1, chosen_TK)
+        if self.config.routed_input:
+            weights_TK = weights_TK.sigmoid()
         if self.config.normalise_choice:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
         return weights_TK * self.config.routed_scale, chosen_TK

@@ -321,7 +321,7 @@ class _Forward:
         if config.mlp_bias:
             logits_BSE = logits_BSE + self.weights[f"{name}.router.bias"]
         scores_BSE = logits_BSE.sigmoid() if config.router == "sigmoid" else logits_BSE.softmax(dim=-1)
-        ranking_BSE = scores_BSE.detach()
+        ranking_BSE = (logits_BSE if config.routed_input else scores_BSE).detach()
         if config.router_bias:
             ranking_BSE = ranking_BSE + self.weights[f"{name}.router.bias"].detach()
         if config.expert_groups > 1:
