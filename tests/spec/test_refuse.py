@@ -65,6 +65,14 @@ def test_intermediate_size_that_tp_does_not_divide_is_refused():
         refuse(Layout(tp=8), config, 1, planning=True)
 
 
+@pytest.mark.parametrize("layout", ["tp3:nosp", "dp3 ep1:etp3"])
+def test_experts_whose_output_bias_cannot_be_split_are_refused(layout: str):
+    config = dataclasses.replace(preset("gpt-oss-tiny"), hidden=50, heads=3, kv_heads=3)
+    axis = layout[:3] if layout.startswith("tp") else "etp3"
+    with pytest.raises(UserError, match=f"{axis} does not divide the model's hidden size 50; 2 or 5 would"):
+        refuse(Layout.parse(layout), config, batch=3, sequence=12)
+
+
 def test_vocabulary_with_an_empty_last_slice_is_refused():
     config = dataclasses.replace(TINY, vocabulary=9)
     with pytest.raises(UserError, match="vocabulary of 9 into slices of 2, of which the last rank gets none; tp5"):

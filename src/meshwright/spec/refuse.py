@@ -112,6 +112,7 @@ def _tensor_problem(layout: Layout, config: ModelConfig) -> str | None:
         ),
         (f"expert width {config.expert_intermediate}", 0 if layout.expert_parallel else config.expert_intermediate),
         (f"shared expert's width {config.shared_intermediate}", config.shared_intermediate),
+        (f"hidden size {config.hidden}", 0 if layout.expert_parallel else _split_bias(config)),
     ):
         if size % tp:
             return f"tp{tp} does not divide the model's {what}{_divisor_hint(size, tp)}"
@@ -203,7 +204,15 @@ def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
     if config.expert_intermediate % layout.etp:
         width = config.expert_intermediate
         return f"etp{layout.etp} does not divide the model's expert width {width}{_divisor_hint(width, layout.etp)}"
+    if (size := _split_bias(config)) % layout.etp:
+        return f"etp{layout.etp} does not divide the model's hidden size {size}{_divisor_hint(size, layout.etp)}"
     return None
+
+
+def _split_bias(config: ModelConfig) -> int:
+    """Return the length of the second bias of an expert, of which each rank that splits the expert's width adds a
+    slice; 0 if experts have none. config: configuration of the model."""
+    return config.hidden if config.experts and config.mlp_bias else 0
 
 
 def _adapter_problem(layout: Layout, config: ModelConfig) -> str | None:
