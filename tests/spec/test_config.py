@@ -270,6 +270,11 @@ def test_gpt2_intermediate_defaults_to_four_times_hidden():
         ({**GPT_OSS, "swiglu_limit": None, "swiglu_alpha": -1.0}, '"swiglu_alpha" must be a number above 0, not -1.0'),
         ({**GPT_OSS, "hidden_act": "gelu"}, "activation is always 'silu' in family gpt_oss, not 'gelu'"),
         ({**GPT_OSS, "experts_per_token": 3}, '"experts_per_token" = 3; gpt_oss supports only num_experts_per_tok'),
+        ({**GPT_OSS, "norm_topk_prob": False}, '"norm_topk_prob" = False; gpt_oss supports only True'),
+        (
+            {**GPT_OSS, "model_type": "granitemoe", "norm_topk_prob": False},
+            '"norm_topk_prob" = False; granitemoe supports only True',
+        ),
         ({**GPT_OSS, "mlp_bias": True}, '"mlp_bias" = True; gpt_oss supports only False'),
         ({**GPT2, "n_head": 5}, '"n_embd" 48 is not a multiple of "n_head" 5'),
     ],
@@ -280,6 +285,24 @@ def test_unsupported_config_features_are_refused_by_name(config: dict[str, Any],
     assert message in str(error.value)
     assert str(error.value).startswith("some/config.json: ")
     assert "\n" not in str(error.value)
+
+
+def test_null_for_a_number_is_the_default_of_its_family():
+    gpt_oss, nothing = read(GPT_OSS), {"swiglu_limit": None, "swiglu_alpha": None}
+    assert read(GPT_OSS, **nothing) == gpt_oss and (gpt_oss.swiglu_limit, gpt_oss.swiglu_alpha) == (7.0, 1.702)
+    llama4 = {**LLAMA, "model_type": "llama4_text", "head_dim": 8}
+    scaled = read(llama4, attn_scale=None, floor_scale=None)
+    assert scaled == read(llama4) and (scaled.temperature_scale, scaled.temperature_floor) == (0.1, 8192)
+
+
+def test_load_balancing_loss_of_gpt_oss_counts_only_where_its_file_switches_it_on():
+    loss = {"router_aux_loss_coef": 0.9}
+    assert [read(GPT_OSS, **loss, **more).router_loss for more in (
+        {}, {"output_router_logits": False}, {"output_router_logits": True})] == [0.0, 0.0, 0.9]  # fmt: skip
+    assert [preset(name).router_loss for name in ("gpt-oss-20b", "gpt-oss-120b", "gpt-oss-tiny")] == [0.0, 0.0, 0.02]
+    assert read({**LLAMA, "model_type": "mixtral"}, **loss, output_router_logits=False).router_loss == 0.9
+    for config in (preset("gpt-oss-20b"), preset("gpt-oss-tiny")):
+        assert read(config_to_huggingface(config)) == config
 
 
 def test_fixed_family_fields_cannot_be_changed():

@@ -171,7 +171,7 @@ _READ: dict[str, str] = {
     "glm4_moe": _LLAMA + _DEEPSEEK_MIXTURE + "attention_bias partial_rotary_factor use_qk_norm norm_topk_prob",
     "gpt_oss": _LLAMA
     + _MIXTURE
-    + "num_local_experts sliding_window layer_types attention_bias swiglu_limit swiglu_alpha",
+    + "num_local_experts sliding_window layer_types attention_bias swiglu_limit swiglu_alpha output_router_logits",
     "llama4_text": _LLAMA
     + "num_experts_per_tok num_local_experts intermediate_size_mlp moe_layers interleave_moe_layer_step use_qk_norm "
     "attention_bias attention_chunk_size layer_types no_rope_layers no_rope_layer_interval attn_temperature_tuning "
@@ -217,7 +217,10 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
     "mixtral": {"norm_topk_prob": _accept_only(True), "layer_types": _AS_ALL_LAYERS},
     "phi3": {"layer_types": _AS_ALL_LAYERS},
     "glm4_moe": {"num_local_experts": _EXPERTS},
-    "gpt_oss": {"num_experts": _EXPERTS, "experts_per_token": _USED_EXPERTS},
+    "gpt_oss": {
+        "norm_topk_prob": _accept_only(True), "num_experts": _EXPERTS, "experts_per_token": _USED_EXPERTS,
+    },
+    "granitemoe": {"norm_topk_prob": _accept_only(True)},
     "olmo3": {"rope_local_base_freq": _WINDOW_BASE},  # transformers does not know it
     "deepseek_v2": {
         "head_dim": _ROTARY_DIM, "qk_head_dim": _HEAD_DIM, "scoring_func": _accept_only("softmax"),

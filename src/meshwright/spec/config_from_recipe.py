@@ -155,7 +155,7 @@ def _default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> di
     if keys.normalised:
         written[keys.normalised] = True
     if keys.loss:
-        written[keys.loss] = 0.001
+        written |= {keys.loss: 0.001, "output_router_logits": keys.loss_switched}
     if keys.shared:
         written[keys.shared] = 1 if keys.shared_copies else width
     if keys.dense == "first":

@@ -213,11 +213,11 @@ def _read_settings(family: Family, read: Reader) -> dict[str, Any]:
         elif setting.kind == "switch":
             fields[name] = read.boolean(setting.key, numbers=True)
         elif setting.kind == "count":
-            fields[name] = read.integer("count", (setting.key,))
+            fields[name] = read.integer("count", (setting.key,), family.defaults.get(setting.key))
         elif setting.kind == "limit":
             fields[name] = None if read.get((setting.key,))[1] is None else read.number((setting.key,), 1.0)
         elif name != "window_rope_theta":  # which `read_rope` reads, as it may be nested
-            value = read.number((setting.key,), 1.0)
+            value = read.number((setting.key,), family.defaults.get(setting.key, 1.0))
             fields[name] = value**-0.5 if setting.kind == "inverse_square" else value
     return fields
 

@@ -30,6 +30,8 @@ def read_experts(read: Reader, keys: Experts, layers: int, intermediate: int) ->
     if keys.loss:
         _, weight = read.get((keys.loss,))
         fields["router_loss"] = 0.0 if weight == 0 else read.number((keys.loss,), 0.001)
+        if keys.loss_switched and not read.boolean("output_router_logits"):
+            fields["router_loss"] = 0.0
     if keys.shared:
         limit = "experts" if keys.shared_copies else "shared_intermediate"
         fields["shared_intermediate"] = read.integer(limit, (keys.shared,)) * (width if keys.shared_copies else 1)
@@ -59,7 +61,8 @@ def write_experts(config: ModelConfig, keys: Experts) -> dict[str, Any]:
     if keys.normalised:
         written[keys.normalised] = config.normalise_choice
     if keys.loss:
-        written |= {keys.loss: config.router_loss, "output_router_logits": False}
+        switched = keys.loss_switched and config.router_loss > 0
+        written |= {keys.loss: config.router_loss, "output_router_logits": switched}
     if keys.shared:
         copies = config.expert_intermediate if keys.shared_copies else 1
         written[keys.shared] = config.shared_intermediate // copies

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.spec.family_record import Experts, Family, Setting, Windows
 
 __all__ = ["FAMILIES", "NESTED", "OPTIONS", "Experts", "Family", "Setting", "Windows"]
@@ -79,6 +81,7 @@ _SIGMOID_ROUTER: dict[str, object] = {
     "router": "sigmoid", "router_bias": True, "router_loss": 0.0, "shared_gate": False,
 }  # fmt: skip
 
+_STACKED_EXPERTS = Experts(("num_local_experts",), None, None, stacked=True)
 _SIGMOID_EXPERTS = Experts(
     ("n_routed_experts",), loss=None, shared="n_shared_experts", shared_copies=True, scale="routed_scaling_factor",
     dense="first", groups="always",
@@ -230,7 +233,7 @@ FAMILIES: dict[str, Family] = {
             | {"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2}
             | {"router_aux_loss_coef": 0.001},
             _GRANITE_FACTORS,
-            experts=Experts(("num_local_experts",), None, None, stacked=True),
+            experts=_STACKED_EXPERTS,
         ),
         Family("olmo2", "Olmo2ForCausalLM", _OLMO | _NO_WINDOW, _OLMO_DEFAULTS),
         Family(
@@ -321,7 +324,7 @@ FAMILIES: dict[str, Family] = {
             | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
             {"swiglu_limit": Setting("swiglu_limit"), "swiglu_alpha": Setting("swiglu_alpha")},
             windows=Windows("periodic", period=2),
-            experts=Experts(("num_local_experts",), None, None, stacked=True, transposed=True, interleaved=True),
+            experts=replace(_STACKED_EXPERTS, loss_switched=True, transposed=True, interleaved=True),
         ),
         Family(
             "llama4_text",
@@ -344,14 +347,12 @@ FAMILIES: dict[str, Family] = {
             },
             {"intermediate": ("intermediate_size_mlp",)},
             windows=Windows("rotated", period=4, chunked=True),
-            experts=Experts(
-                ("num_local_experts",),
-                "intermediate_size",
-                None,
-                None,
-                "",
+            experts=replace(
+                _STACKED_EXPERTS,
+                width="intermediate_size",
+                loss=None,
+                shared="",
                 dense="interleaved",
-                stacked=True,
                 transposed=True,
             ),
             nested="llama4",

@@ -58,7 +58,8 @@ class Experts:
     Names of ``config.json`` keys: ``count``: key of the number of experts (in transformers 4, then 5). ``width``: key
     of an expert's MLP width; None: it equals that of the dense MLPs. ``normalised``: key of
     ``ModelConfig.normalise_choice``; None: the family fixes it. ``loss``: key of the coefficient of the load-balancing
-    loss; None: there is none. ``scale``: key of ``ModelConfig.routed_scale``; None: it is 1. ``shared``: key of the
+    loss; None: there is none. ``loss_switched``: True: there is one only where ``output_router_logits`` is true, as in
+    transformers. ``scale``: key of ``ModelConfig.routed_scale``; None: it is 1. ``shared``: key of the
     shared expert's width or, if ``shared_copies``, of that width divided by an expert's; None: no shared expert; "": it
     is as wide as the others, without a key.
 
@@ -75,6 +76,7 @@ class Experts:
     width: str | None = "moe_intermediate_size"
     normalised: str | None = "norm_topk_prob"
     loss: str | None = "router_aux_loss_coef"
+    loss_switched: bool = False
     shared: str | None = None
     shared_copies: bool = False
     scale: str | None = None
