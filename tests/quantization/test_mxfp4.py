@@ -81,7 +81,9 @@ def test_loaded_and_served_weights_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({f"{DOWN}_scales": None}, rf"tensor {DOWN} \[5, 96, 64\] is missing"),
+        ({f"{DOWN}_scales": None}, f"tensor {DOWN}_scales is missing"),
+        ({f"{DOWN}_blocks": None}, f"tensor {DOWN}_blocks is missing"),
+        ({f"{DOWN}_blocks": None, f"{DOWN}_scales": None}, rf"tensor {DOWN} \[5, 96, 64\] is missing"),
         ({f"{DOWN}_scales": torch.ones(5, 64, 2, dtype=torch.uint8)}, r"\[5, 64, 3, 16\] and .* \[5, 64, 2\]; MXFP4"),
         ({f"{DOWN}_scales": torch.ones(5, 64, 3)}, "is of type F32; MXFP4 is in U8"),
         ({f"{DOWN}_scales": torch.full((5, 64, 3), 255, dtype=torch.uint8)}, "values that are NaN or infinite"),

@@ -56,11 +56,15 @@ class CheckpointFiles:
             return packed if self.names.issuperset(packed) else ()
         return (name, name + SCALE_SUFFIX) if name + SCALE_SUFFIX in self.names else (name,)
 
+    def missing_part(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return, for errors, the tensor that is missing where weights `name` have no `parts`: of the two tensors of
+        packed weights the one that is not there, if the other is; else `name` and its `shape`."""
+        lacking = [part for part in (name + BLOCKS, name + SCALES) if part not in self.names]
+        return lacking[0] if len(lacking) == 1 else f"{name} {list(shape)}"
+
     def weights_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the weights `name`; for quantized ones the shape after dequantization."""
-        if name in self.names:
-            return self.shape(name)
-        return mxfp4.unpacked_shape(self.shape(name + BLOCKS))
+        return self.shape(name) if name in self.names else mxfp4.unpacked_shape(self.shape(name + BLOCKS))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor `name` without reading its values."""

@@ -130,9 +130,7 @@ class Router(nn.Module):
         if self.config.expert_groups > 1:
             ranking_TE = self._keep_groups(ranking_TE)
         chosen_TK = ranking_TE.topk(self.config.experts_per_token, dim=-1).indices
-        weights_TK = scores_TE.gather(1, chosen_TK)
-        if self.config.routed_input:
-            weights_TK = weights_TK.sigmoid()
+        weights_TK = (scores_TE.sigmoid() if self.config.routed_input else scores_TE).gather(1, chosen_TK)
         if self.config.normalise_choice:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
         return weights_TK * self.config.routed_scale, chosen_TK
