@@ -200,8 +200,8 @@ class TuneRecipe(Table):
 
 def check_searched_keys(dimensions: Sequence[Dimension], schema: Schema[Any]) -> None:
     """Check that each searched key is a recipe key that affects training but not how its result is measured (as the
-    validation data do), and that ranges of whole numbers have whole bounds. schema: the keys of a recipe. Raises ValueError
-    with the key and the reason."""
+    validation data do), and that ranges of whole numbers have whole bounds. schema: the keys of a recipe. Raises
+    ValueError with the key and the reason."""
     known = schema.keys
     for dimension in dimensions:
         key, numbers = dimension.key, (dimension.low, dimension.high, dimension.step or 1)

@@ -269,7 +269,7 @@ class CompiledBlock:
         return highest([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
 
     def _kernels(self, name: str, order: str = "") -> list[Kernel]:
-        """Return the kernels that the table `name` ("forward", "backward") lists for this block. order: name of the
+        """Return the kernels that the table lists under `name`, such as "attention", for this block. order: name of the
         order of kernels in the backward of a mixture of experts, a condition in the table; "" for none."""
         true = {*self.true, order}
         for each, condition in self.tables.conditions.items():
