@@ -19,7 +19,6 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import load_huggingface
 from meshwright.model.prediction import shift_by_one
-from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -120,8 +119,6 @@ def test_what_multi_token_prediction_cannot_do_is_refused_by_name():
         config_of("deepseek_v2", prediction_layers=1)
     with pytest.raises(UserError, match="prediction_layers is 0, or 1 in family deepseek_v3"):
         config_of("deepseek_v3", prediction_layers=2)
-    with pytest.raises(UserError, match="an adapter cannot be trained on latent attention yet"):
-        config_of("deepseek_v2", adapter=AdapterConfig(rank=2, alpha=4.0, targets=("o_proj",)))
     config = dataclasses.replace(preset("deepseek-v3-tiny"), prediction_layers=1)
     with pytest.raises(UserError, match="cp2 splits sequences, whose next tokens multi-token prediction needs"):
         refuse(Layout.parse("cp2"), config, batch=2)

@@ -10,6 +10,7 @@ import torch
 
 from meshwright.errors import UserError
 from meshwright.model.checkpoint_files import CheckpointFiles
+from meshwright.model.initialise import initial_value
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.adapter_json import ADAPTER_FILE, read_adapter_config, same_adapter
 from meshwright.spec.config import ModelConfig
@@ -27,7 +28,7 @@ def open_adapter(directory: str | Path) -> tuple[CheckpointFiles, AdapterConfig]
 def check_adapter(files: CheckpointFiles, config: ModelConfig) -> None:
     """Raise `UserError` unless the tensors in `files` are those of the adapter of `config`, in names and shapes."""
     try:
-        wanted = {entry.name: entry for entry in parameter_table(config).trained.entries}
+        wanted = {entry.name: entry for entry in parameter_table(config).trained.entries if entry.exported}
     except UserError as error:
         raise UserError(f"{files.directory}: the adapter is of another model: {error}") from None
     for name in sorted(files.names ^ wanted.keys()):
@@ -50,12 +51,14 @@ def with_adapter_of(files: CheckpointFiles, adapter: AdapterConfig, base: ModelC
     return config
 
 
-def read_peft_adapter(directory: str | Path, config: ModelConfig) -> Callable[[ParameterEntry], torch.Tensor]:
-    """Return a function (parameter entry of the adapter) -> tensor, which reads the adapter's tensors from a PEFT
-    directory. Raises `UserError` if the directory holds another adapter than that of the model configuration
-    `config`."""
+def read_peft_adapter(
+    directory: str | Path, config: ModelConfig, seed: int
+) -> Callable[[ParameterEntry], torch.Tensor]:
+    """Return a function (trained parameter entry) -> tensor, which reads the adapter's tensors from a PEFT directory,
+    and draws from `seed` those that are not exported, such as projections to a teacher's hidden states. Raises
+    `UserError` if the directory holds another adapter than that of the model configuration `config`."""
     files, adapter = open_adapter(directory)
     if (difference := same_adapter(config, adapter)) is not None:
         raise UserError(f"{directory}: holds an adapter with {difference}; give [adapter] the values of the directory")
     check_adapter(files, config)
-    return lambda entry: files.read_weights(entry.name)
+    return lambda entry: files.read_weights(entry.name) if entry.exported else initial_value(entry, seed)

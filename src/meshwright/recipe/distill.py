@@ -21,8 +21,8 @@ class DistillRecipe(Table):
     the text; the rest is temperature² times the divergence. hidden: also match hidden states, of the pairs of layers
     [student's, teacher's] in layer_map (empty: spread evenly), through learned projections, with hidden_weight. top_k:
     0: the teacher runs beside the student; else the number of most probable tokens that `meshwright data teacher` has
-    cached. on_policy: fraction of training sequences that the student continues itself, after on_policy_prompt tokens
-    (None: half of a sequence), sampled at on_policy_temperature.
+    cached. on_policy: fraction of the steps in which the student continues the sequences itself, after on_policy_prompt
+    tokens (None: half of a sequence), sampled at on_policy_temperature.
 
     layout: how the teacher is held on the run's ranks: "same" (tp, pp, cp and ep of the run; sharded under zero3, else
     replicated), "replicated", "zero3", each of the last two with " tp1" to leave it unsharded over tp. dtype: dtype of

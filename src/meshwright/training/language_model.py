@@ -245,7 +245,7 @@ class LanguageModelTask:
         names = match_entries(files, parameter_table(base), base)
         read_base = slice_entries(lambda entry: read_entry(files, entry, names))
         if self.recipe.adapter.from_path is not None:
-            adapter_value = read_peft_adapter(self.recipe.adapter.from_path, self.config)
+            adapter_value = read_peft_adapter(self.recipe.adapter.from_path, self.config, self.recipe.run.seed)
         else:
             adapter_value = make_initial_values(
                 parameter_table(base), lambda entry: read_entry(files, entry, names), self.recipe.run.seed

@@ -35,14 +35,14 @@ def chooses_samples(fraction: float, seed: int, step: int) -> bool:
 def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch.Tensor]:
     """Return the prompt of each sequence of a micro-batch, token IDs [tokens]. text_tokens: for plain text: the prompt
     is the part before this index that belongs to the last document there; None: for examples of records, the prompt is
-    everything before the first target."""
+    everything before the first target, the whole sequence if it has none."""
     tokens_BS, targets_BS, documents = micro_batch
     prompts = []
     for row, tokens_S in enumerate(tokens_BS):
         start, stop = 0, text_tokens
         if stop is None:
             trained = (targets_BS[row] != IGNORED).nonzero()
-            stop = int(trained[0]) + 1 if len(trained) else 1
+            stop = int(trained[0]) + 1 if len(trained) else len(tokens_S)
         elif documents.starts_BS is not None:
             start = int(documents.starts_BS[row, stop - 1])
         prompts.append(tokens_S[start:stop])

@@ -85,7 +85,7 @@ class TeacherCache:
                 done += count
                 for path in paths:
                     files[path.name] = {"sha256": hash_file(path), "bytes": path.stat().st_size}
-                outside = np.exp(np.load(paths[1], mmap_mode="r", allow_pickle=False)[..., -1])
+                outside = np.exp(self._map(paths[1])[..., -1])
                 rest, tokens = rest + float(outside.sum(dtype=np.float64)), tokens + outside.size
             write_atomic(self.directory / MANIFEST, canonical_json({"identity": self.identity, "files": files}))
         except OSError as error:
@@ -103,7 +103,9 @@ class TeacherCache:
         if not self._manifest:
             raise UserError(f"distill.top_k: the teacher's logits are not cached{self._explain_stale()}; {COMMAND}")
         for _, _, count, paths in self._shards():
-            if not self._shard_fits(paths, count):
+            known = self._manifest["files"]
+            cut = any(path.name not in known or find_damage(path, known[path.name], False) for path in paths)
+            if cut or not self._shard_fits(paths, count):
                 raise UserError(f"distill.top_k: {self.directory} is damaged ({paths[0].name}); {COMMAND} again")
 
     def read(self, split: str, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -125,14 +127,20 @@ class TeacherCache:
     def _map(self, path: Path) -> NDArray[Any]:
         """Map the .npy file `path` into memory; return it as an array."""
         if path not in self._maps:
-            self._maps[path] = np.load(path, mmap_mode="r", allow_pickle=False)
+            self._maps[path] = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and archives
         return self._maps[path]
 
     def _read_manifest(self) -> dict[str, Any]:
         """Return the manifest of this cache (JSON with identity, shapes and checksums); {} if there is none."""
         found = read_json(self.directory / MANIFEST)
-        valid = isinstance(found, dict) and found.get("identity") == self.identity
-        return found if valid and isinstance(found, dict) else {}
+        if not isinstance(found, dict) or found.get("identity") != self.identity:
+            return {}
+        files = found.get("files")
+        valid = isinstance(files, dict) and all(
+            isinstance(about, dict) and isinstance(about.get("bytes"), int) and isinstance(about.get("sha256"), str)
+            for about in files.values()
+        )
+        return found if valid else {}
 
     def _explain_stale(self) -> str:
         """Return the end of an error message, which says how the most similar cache of the same data differs from this
@@ -156,13 +164,15 @@ class TeacherCache:
                 yield split, first, min(ROWS, rows - first), [self.directory / name for name in names]
 
     def _shard_fits(self, paths: list[Path], count: int) -> bool:
-        """Return True if the two files of a shard of `count` sequences exist with the right shapes."""
+        """Return True if the two files of a shard of `count` sequences exist with the right shapes and dtypes."""
         k, sequence = self._recipe.distill.top_k, self._data.sequence
         try:
-            shapes = [self._map(path).shape for path in paths]
+            ids, values = map(self._map, paths)
         except (OSError, ValueError, EOFError):
             return False
-        return shapes == [(count, sequence, k), (count, sequence, k + 1)]
+        if ids.dtype != self._data.tokenizer.dtype or values.dtype != np.float32:
+            return False
+        return [ids.shape, values.shape] == [(count, sequence, k), (count, sequence, k + 1)]
 
     def _load_teacher(self) -> Any:
         """Load the teacher on one device, in float32."""
