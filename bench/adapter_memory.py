@@ -1,6 +1,6 @@
 """Peak memory of a process that trains fully, with LoRA and with QLoRA, predicted before the first step and measured.
 
-Runs `meshwright train` on a Llama of 23 million parameters in fp32, each in a process of its own; both figures are
+Runs `meshwright train` on a Llama of 23 million parameters in fp32, each in a separate process; both figures are
 those of the run's `result.json`: the highest resident set of the process, framework included. The allocator's peak is
 compared in `tests/planner/memory/test_ledger.py`.
 
@@ -53,7 +53,7 @@ def write_base(place: Path) -> None:
 
 
 def run(name: str, place: Path) -> dict[str, Any]:
-    """Train in a process of its own; return the peaks in bytes."""
+    """Train in a separate process; return the peaks in bytes."""
     from meshwright.toml import format_toml
 
     adapter = ADAPTERS[name]

@@ -10,6 +10,8 @@ import random
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,37 @@ def paired_ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
         "low": round(medians[100], 4),
         "high": round(medians[3899], 4),
         "pairs": len(ratios),
+    }
+
+
+def race_layers(steps: dict[str, Callable[[], Any]], gradient: Callable[[], Any], turns: int) -> dict[str, Any]:
+    """Check that the forward and backward steps of layers agree with the first one, ours, and time them in alternation.
+
+    steps: contender -> function that runs a step and returns the output. gradient: returns the input's gradient after a
+    step. Returns medians in seconds, the fastest of the others, and our speed relative to it and to each.
+    """
+    import torch
+
+    ours, *others = steps
+    found = {}
+    for name, step in steps.items():
+        found[name] = step(), gradient().clone()
+        for mine, theirs in zip(found[ours], found[name], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(turns + 3):
+        for name in (*steps,) if turn % 2 else (*reversed(steps),):
+            begun = time.perf_counter()
+            steps[name]()
+            if turn >= 3:  # the first ones are warm-up
+                seconds[name].append(time.perf_counter() - begun)
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    fastest = min(others, key=medians.__getitem__)
+    return {
+        "median_seconds": {name: round(value, 5) for name, value in medians.items()},
+        "fastest_of_transformers": fastest,
+        "ratio": paired_ratio(seconds[ours], seconds[fastest]),
+        "ratios": {name: paired_ratio(seconds[ours], seconds[name]) for name in others},
     }
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import paired_ratio, write_result
+from common import race_layers, write_result
 from meshwright.model.axis_operations import SINGLE_DEVICE
 from meshwright.model.experts import Mixture
 from meshwright.spec.config import ModelConfig
@@ -101,30 +99,13 @@ def race(family: str, tokens: int, turns: int) -> dict[str, Any]:
     steps = {"meshwright": step_of(ours, x, d)}
     for implementation in IMPLEMENTATIONS:
         steps[implementation] = step_of(theirs_of(config, ours, implementation), x, d)
-    found = {}
-    for name, step in steps.items():
-        found[name] = step(), x.grad.clone()
-        for mine, theirs in zip(found["meshwright"], found[name], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(turns + 3):
-        for name in (*steps,) if turn % 2 else (*reversed(steps),):
-            begun = time.perf_counter()
-            steps[name]()
-            if turn >= 3:  # the first ones are warm-up
-                seconds[name].append(time.perf_counter() - begun)
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
-    fastest = min(IMPLEMENTATIONS, key=medians.__getitem__)
     return {
         "experts": config.experts,
         "experts_per_token": config.experts_per_token,
         "hidden": config.hidden,
         "expert_intermediate": config.expert_intermediate,
         "tokens": tokens,
-        "median_seconds": {name: round(value, 5) for name, value in medians.items()},
-        "fastest_of_transformers": fastest,
-        "ratio": paired_ratio(seconds["meshwright"], seconds[fastest]),
-        "ratios": {name: paired_ratio(seconds["meshwright"], seconds[name]) for name in IMPLEMENTATIONS},
+        **race_layers(steps, lambda: x.grad, turns),
     }
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import paired_ratio, write_result
+from common import race_layers, write_result
 from experts import step_of
 from meshwright.model.axis_operations import SINGLE_DEVICE
 from meshwright.model.latent_attention import LatentAttention
@@ -96,29 +94,12 @@ def race(rows: int, sequence: int, turns: int) -> dict[str, Any]:
     steps = {"meshwright": step_of(ours, x, d)}
     for implementation in IMPLEMENTATIONS:
         steps[implementation] = step_of(Theirs(config, ours, implementation, sequence), x, d)
-    found = {}
-    for name, step in steps.items():
-        found[name] = step(), x.grad.clone()
-        for mine, theirs in zip(found["meshwright"], found[name], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(turns + 3):
-        for name in (*steps,) if turn % 2 else (*reversed(steps),):
-            begun = time.perf_counter()
-            steps[name]()
-            if turn >= 3:  # the first ones are warm-up
-                seconds[name].append(time.perf_counter() - begun)
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
-    fastest = min(IMPLEMENTATIONS, key=medians.__getitem__)
     return {
         "rows": rows,
         "sequence": sequence,
         "hidden": config.hidden,
         "heads": config.heads,
-        "median_seconds": {name: round(value, 5) for name, value in medians.items()},
-        "fastest_of_transformers": fastest,
-        "ratio": paired_ratio(seconds["meshwright"], seconds[fastest]),
-        "ratios": {name: paired_ratio(seconds["meshwright"], seconds[name]) for name in IMPLEMENTATIONS},
+        **race_layers(steps, lambda: x.grad, turns),
     }
 
 

@@ -98,6 +98,26 @@ def test_all_tokens_in_the_cache_give_the_loss_of_the_running_teacher():
     torch.testing.assert_close(values[0], values[1], rtol=1e-12, atol=0)
 
 
+def test_small_rest_of_a_certain_student_is_exact_in_float32():
+    """Its probability outside the teacher's tokens, e^-20, is far below float32's distance of 1 to its neighbour."""
+    logits = torch.cat([torch.full((2,), 20.0), torch.zeros(4)]).double()
+    top = torch.tensor([[0.4, 0.3, 0.3]], dtype=torch.float64).log()
+    values = []
+    for dtype in (torch.float64, torch.float32):
+        weight = logits[:, None].to(dtype).requires_grad_()
+        loss = DistillationLoss("forward_kl", 1.0, 0.0)
+        cached = TeacherTargets(loss, torch.zeros(3), top_ids_TK=torch.tensor([[0, 1]]), top_T1K=top)
+        head = OutputHead(weight, SINGLE_DEVICE.tensor, teacher=cached)
+        value = linear_cross_entropy(torch.ones(1, 1, dtype=dtype), torch.tensor([0]), head)
+        value.backward()
+        values.append((value.detach().double(), weight.grad.double()))
+    q_rest = 4 / (2 * math.exp(20) + 4)
+    definition = sum(p * math.log(p / q) for p, q in ((0.4, (1 - q_rest) / 2), (0.3, (1 - q_rest) / 2), (0.3, q_rest)))
+    assert float(values[0][0]) == pytest.approx(definition, rel=1e-12)
+    for exact, rounded in zip(*values, strict=True):
+        torch.testing.assert_close(rounded, exact, rtol=1e-5, atol=1e-6)
+
+
 def test_a_student_that_equals_its_teacher_has_no_divergence():
     torch.manual_seed(5)
     hidden, weight = draw(TOKENS, HIDDEN), draw(VOCABULARY, HIDDEN)

@@ -25,11 +25,12 @@ from meshwright.launcher.recipe_checks import check_recipe, check_teacher_tokeni
 from meshwright.layout import Layout
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
+from meshwright.planner.cost.teacher import make_teacher_work
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loop import resolve_model_config
-from meshwright.training.on_policy import _DenseCache
+from meshwright.training.on_policy import Sampler, _DenseCache, find_prompts
 from meshwright.training.precision import Arithmetic
 from meshwright.training.task import RunStart
 from meshwright.training.teacher_cache import MANIFEST, TeacherCache
@@ -270,6 +271,48 @@ def test_on_policy_step_trains_on_samples_of_the_current_student(home: Path):
             ended, drawn = ended or text[-1] == 256, drawn + 1
         assert tokens[row].tolist() == text[:-1]
     assert drawn > 50
+
+
+def test_sequences_without_targets_are_not_continued(home: Path):
+    task, recipe, _ = make_task(home, {})
+    tokens_BS, targets_BS, documents = task.load_step(0)[0]
+    targets_BS[1] = -100
+    (units,) = task.parallel.prefetchers.values()
+    sampler = Sampler(task.model, units, task.mesh.device, ends=(256,), temperature=1.0, seed=recipe.run.seed)
+    prompts = find_prompts((tokens_BS, targets_BS, documents), None)
+    tokens, targets, _ = sampler.replace((tokens_BS, targets_BS, documents), prompts, 0, np.arange(len(tokens_BS)))
+    assert torch.equal(tokens[1], tokens_BS[1]) and targets[1].eq(-100).all() and not targets[0].eq(-100).all()
+
+
+@pytest.mark.parametrize("damage", ["archive", "dtype", "cut", "manifest"])
+def test_damaged_cache_is_refused_in_one_line_and_written_again(home: Path, damage: str):
+    document = write_cache(home)
+    recipe = cases.recipe(home / "alone", "dp1", **changes(home, CACHED))
+    directory = Path(document["directory"])
+    path = next(directory.glob("train-*-ids.npy"))
+    if damage == "archive":
+        path.write_bytes(b"PK\x03\x04" + path.read_bytes()[4:])
+    elif damage == "dtype":
+        np.save(path, np.load(path).astype(np.float64))
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-4])
+    else:
+        (directory / MANIFEST).write_text(json.dumps({"identity": json.loads((directory / MANIFEST).read_text())
+                                                      ["identity"], "files": ["a"]}))  # fmt: skip
+    with pytest.raises(UserError, match="damaged|not cached") as caught:
+        TeacherCache(recipe, prepare(recipe.data, recipe.run.seed)).open()
+    assert "\n" not in str(caught.value)
+    write_cache(home)
+    TeacherCache(recipe, prepare(recipe.data, recipe.run.seed)).open()
+
+
+def test_teacher_layers_are_counted_by_those_of_the_student(home: Path):
+    """A student from a directory names no layers itself; layers of the teacher that serve twice are held once."""
+    for given, held in ((HIDDEN, 2), ({"hidden": True}, 2), ({"hidden": True, "layer_map": [[0, 1], [1, 1]]}, 1)):
+        recipe = cases.recipe(home / "alone", "dp1", **changes(home, given))
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": None})})
+        work = make_teacher_work(recipe, 2)
+        assert work is not None and work.projected == held
 
 
 @pytest.mark.parametrize("name", ["llama4-tiny", "gpt-oss-tiny"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.optimizer import Optimizer
 from meshwright.tuning.coordinates import check_coordinates
-from tests.conftest import TINY_RECIPE
+from tests.conftest import TINY_RECIPE, Outcome
 
 WIDTHS = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 128}
 
@@ -84,6 +85,20 @@ def test_activations_change_alike_at_every_width_under_mup_only(prepared: tuple[
     assert [values[0] for values in standard.changes.values()] == [values[0] for values in scaled.changes.values()]
     scaled.write(tmp_path / "coordinates.svg")
     assert (tmp_path / "coordinates.svg").read_text().count("<polyline") == 8
+
+
+def test_command_draws_the_check_and_refuses_other_widths(
+    prepared: tuple[Recipe, PreparedData], tmp_path: Path, command_line: Callable[..., Outcome]
+):
+    file = tmp_path / "recipe.toml"
+    file.write_text(prepared[0].to_toml())
+    arguments = ("tune", file, "--directory", tmp_path / "study", "--json", "--check-widths")
+    document = json.loads(command_line(*arguments, "1,2").output)
+    assert document["hidden"] == [64, 128] and set(document["growth"]) == {"embedding", "attention", "mlp", "logits"}
+    assert Path(document["picture"]).read_text().startswith("<svg")
+    for wrong in ("1", "1,1", "0,2", "1,x"):
+        outcome = command_line(*arguments, wrong)
+        assert outcome.code == 2 and "takes two or more different multiples of the width" in outcome.errors
 
 
 @pytest.mark.parametrize(

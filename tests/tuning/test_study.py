@@ -133,6 +133,19 @@ def test_checkpoints_of_the_best_trials_only_are_kept_and_best_recipe_trains(tmp
     assert best.train.learning_rate == study.trials()[1].params["train.learning_rate"]
 
 
+def test_halving_continues_the_best_third_of_the_trials_at_each_rung(tmp_path: Path):
+    study = Study(make_recipe(pruner="halving", trials=9, startup=1), tmp_path)
+    survivors = []
+    for loss in (1.0, 2.0, 3.0, 4.0, 5.0, 0.5):
+        running = study.take_trial()
+        assert running is not None
+        running.trial.report(loss, 2)  # train.validate_every
+        if not running.trial.should_prune():
+            survivors.append(loss)
+        finish(study, running, loss)
+    assert survivors == [1.0, 0.5]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.errors import UserError
+from meshwright.errors import CheckFailed, UserError
+from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe, load_recipe_text, resolve_recipe
 from meshwright.tuning.study import Study
 from meshwright.tuning.trial_run import TrialRun
@@ -28,7 +29,7 @@ def make_recipe(directory: Path, **changes: Any) -> Recipe:
     (directory / "text.txt").write_text(TEXT)
     recipe = load_recipe_text(TINY_RECIPE + "validate_every = 1\n", "tiny.toml")
     values = {
-        "data.source": str(directory / "text.txt"), "data.cache": str(directory / "cache"), "train.steps": 40,
+        "data.source": str(directory / "text.txt"), "data.cache": str(directory / "cache"), "train.steps": 60,
         "checkpoint.every": 10, "run.directory": str(directory / "runs/tiny"), "tune.trials": 1,
         "tune.space": {"train.learning_rate": {"log": [1e-3, 1e-1]}},
     }  # fmt: skip
@@ -40,13 +41,26 @@ def test_study_with_killed_worker_continues_its_trial_and_equals_plain_training(
     file, study = tmp_path / "recipe.toml", tmp_path / "study"
     file.write_text(recipe.to_toml())
     command = [sys.executable, "-m", "meshwright", "tune", str(file), "--directory", str(study), "--json"]
-    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    checkpoints = study / "trials/0000/run/checkpoints"
-    while not list(checkpoints.glob("step-*")) and worker.poll() is None:
-        time.sleep(0.02)
-    assert worker.poll() is None, "the worker ended before it was killed"
-    os.kill(worker.pid, signal.SIGKILL)  # the kernel ends its training process too
-    worker.communicate()
+    trial = study / "trials/0000/run"
+
+    def stop_after(number: signal.Signals, checkpoints: int) -> int:
+        """Start a worker, stop it when the trial has so many checkpoints, as a scheduler does: with its training
+        process; return its exit code."""
+        worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while len(list((trial / "checkpoints").glob("step-*"))) < checkpoints and worker.poll() is None:
+            time.sleep(0.02)
+        assert worker.poll() is None, "the worker ended before it was stopped"
+        children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+        os.kill(worker.pid, number)
+        if number == signal.SIGTERM:
+            os.kill(int(children[0]), number)
+        worker.communicate()
+        return worker.returncode
+
+    assert stop_after(signal.SIGTERM, 1) == 143
+    [newest] = sorted(trial.glob("checkpoints/step-*"))[-1:]
+    assert json.loads((newest / "training/state.json").read_text())["step"] == RunDirectory(trial).last_step()
+    assert stop_after(signal.SIGKILL, 2) == -9  # the kernel ends its training process too
     answer = subprocess.run(command, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     document = json.loads(answer.stdout)
@@ -94,6 +108,25 @@ def test_hopeless_trial_is_pruned_and_failing_ones_end_the_search(tmp_path: Path
         mw.tune(recipe, {"tune.trials": 50}, directory=tmp_path / "failing")
 
 
+def test_running_trial_is_stopped_when_no_seconds_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def sleep(self: TrialRun, recipe: Recipe, log: Path) -> subprocess.Popen[bytes]:
+        """Start a process that does not end, in place of training."""
+        return subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+    monkeypatch.setattr(TrialRun, "_start", sleep)
+    recipe = make_recipe(tmp_path, **{"tune.seconds": 1.0, "tune.trials": 9})
+    with pytest.raises(CheckFailed, match="no trial .* has completed: 0 failed; the last one: stopped: the budget of"):
+        mw.tune(recipe, directory=tmp_path / "study")
+    [trial] = Study(recipe, tmp_path / "study").trials()
+    assert trial.state.name == "PRUNED" and trial.user_attrs["seconds"] >= 1
+
+
+def test_missing_optuna_is_one_line_that_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UserError, match=r'needs Optuna: pip install "meshwright\[tune\]"'):
+        Study(make_recipe(tmp_path), tmp_path / "study")
+
+
 def test_run_that_cannot_start_here_leaves_its_trial_to_others(tmp_path: Path):
     recipe = make_recipe(tmp_path, **{"run.device": "cuda"})
     with pytest.raises(UserError, match=r"trial 0: .*cuda"):
@@ -109,11 +142,11 @@ def test_run_that_cannot_start_here_leaves_its_trial_to_others(tmp_path: Path):
     [
         ({"tune.space": {}}, "tune.space is missing"),
         ({"tune.space": {"train.warmup": {"uniform": [0, 80]}}},
-         r"tune.space: train.warmup = 80: train: warmup = 80 is more than steps = 40"),
+         r"tune.space: train.warmup = 80: train: warmup = 80 is more than steps = 60"),
         ({"tune.space": {"train.momentum": {"uniform": [0.0, 0.9]}}}, r'momentum belongs to optimizer "sgd"'),
         ({"tune.space": {"train.optimizer": {"choice": ["adamw", "adan"]}}}, r'unknown optimizer "adan"'),
         ({"data.source": "/nowhere"}, "/nowhere"),
-        ({"tune.steps": 39}, r"the budget is smaller than one trial \(40 steps or 5,120 tokens\)"),
+        ({"tune.steps": 59}, r"the budget is smaller than one trial \(60 steps or 7,680 tokens\)"),
         ({"tune.space": {"model.heads": {"choice": [4, 3]}}}, "model.heads = 3: .*hidden 16 must be a multiple"),
     ],
 )  # fmt: skip

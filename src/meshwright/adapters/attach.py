@@ -58,7 +58,8 @@ def _attach_low_rank(
     tensor: communication of tensor parallelism, by which DoRA sums norms; options: `device` and `dtype` of the
     adapter's parameters."""
     model.requires_grad_(False)
-    model.token_keys = tokens = TokenKeys()  # type: ignore[assignment]
+    transformer: Any = model
+    transformer.token_keys = tokens = TokenKeys()
     tensors = {parameter.name: parameter for parameter in table.tensors}
     modules: dict[str, Any] = dict(model.named_modules())
     for parameter in table.tensors:

@@ -68,8 +68,8 @@ class LowRank(nn.Module):
         """Return s x Aᵀ Bᵀ, the adapter's contribution to the layer's output, [..., Y], for the layer's input `x` [...,
         X]; zeros for output features without adapter. outputs: Y, number of output features of the layer on this
         rank."""
-        dropped = self.dropout is not None and self.dropout.active
-        low = (self.dropout.product(x, self.a) if dropped else F.linear(x, self.a)) * self.scale  # type: ignore[union-attr]
+        dropout = self.dropout if self.dropout is not None and self.dropout.active else None
+        low = (F.linear(x, self.a) if dropout is None else dropout.product(x, self.a)) * self.scale
         parts, end = [], 0
         for each, low_R, b_YR in self.split(low, self.b):
             if each.start > end:

@@ -250,7 +250,8 @@ def sort_copies(chosen_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, to
 def split_gate(up_NX: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of the gate and the up projection, [N, F] each, in `up_NX` [N, 2F]. `interleaved`: True if their
     columns alternate; False: the gate's come first."""
-    return (up_NX[..., ::2], up_NX[..., 1::2]) if interleaved else up_NX.chunk(2, dim=-1)  # type: ignore[return-value]
+    gate_NF, up_NF = (up_NX[..., ::2], up_NX[..., 1::2]) if interleaved else up_NX.chunk(2, dim=-1)
+    return gate_NF, up_NF
 
 
 class ClampedSwiGLU(torch.autograd.Function):

@@ -22,6 +22,7 @@ FUSED_ACCUMULATION_MIN_NUMEL = 1 << 17
 ones are added by autograd, whose overhead is lower."""
 
 PREFERENCE_FIGURES = 5
+DISTILLATION_FIGURES = 3
 """Numbers that ranks add up of the responses of a step, beside its loss (`training/preference.py`)."""
 
 UNPACKED_AT_ONCE = {"cpu": 1 << 11, "cuda": 1 << 18}

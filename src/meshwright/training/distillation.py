@@ -20,6 +20,7 @@ from meshwright.planner.cost.teacher import TeacherWork, make_teacher_work
 from meshwright.recipe import Recipe
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.distillation import check_teacher
+from meshwright.spec.policy import DISTILLATION_FIGURES
 from meshwright.training.distillation_loss import DistillationLoss
 from meshwright.training.objective import NextToken, Policy
 from meshwright.training.on_policy import Sampler, chooses_samples, find_prompts
@@ -27,7 +28,7 @@ from meshwright.training.reference import compute_weights_checksum, frozen_slice
 from meshwright.training.task import RunStart
 from meshwright.training.teacher import Teacher
 from meshwright.training.teacher_cache import TeacherCache
-from meshwright.training.teacher_targets import FIGURES, TeacherTargets
+from meshwright.training.teacher_targets import TeacherTargets
 
 METRICS = ("hard_loss", "divergence", "hidden_loss")
 """Names of the metrics: mean cross-entropy of the text, divergence from the teacher (nats per target token, without the
@@ -42,7 +43,7 @@ class Distillation(NextToken):
     which runs beside the student; `cache`: its most probable tokens, computed before.
     """
 
-    metric_sums = FIGURES
+    metric_sums = DISTILLATION_FIGURES
 
     def __init__(self, recipe: Recipe, loss: DistillationLoss) -> None:
         self.recipe, self.loss = recipe, loss
@@ -51,14 +52,14 @@ class Distillation(NextToken):
         self.cache: TeacherCache | None = None
         self.teacher_work: TeacherWork | None = None
         self._checksum = ""
-        self.figures = torch.zeros(FIGURES, dtype=torch.float64)
+        self.figures = torch.zeros(DISTILLATION_FIGURES, dtype=torch.float64)
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
         """Load the teacher, or open the cache of its most probable tokens. If that fails on any rank, every rank raises
         `UserError`. Collective."""
         given = self.recipe.distill
         assert given.teacher is not None
-        self.teacher_work = make_teacher_work(self.recipe)
+        self.teacher_work = make_teacher_work(self.recipe, policy.config.layers)
         check_teacher_tokenizer(self.recipe, policy.data)
         check_teacher(self.recipe, policy.config, policy.layout)
         teacher, problem = None, None
@@ -97,7 +98,7 @@ class Distillation(NextToken):
         """Replace the micro-batches of an on-policy step by the student's samples, and add the teacher's targets to
         those whose last stage is on this rank; see `Objective.complete`. Collective."""
         model: Any = policy.model
-        figures = self.figures = torch.zeros(FIGURES, dtype=torch.float64, device=policy.mesh.device)
+        figures = self.figures = torch.zeros(DISTILLATION_FIGURES, dtype=torch.float64, device=policy.mesh.device)
         if self.cache is not None:
             split = "validation" if step is None else "train"
             return [self._read_cache(self.cache, *each, split) for each in zip(micro_batches, rows, strict=True)]

@@ -79,7 +79,9 @@ class Sampler:
         device = self._device
         uniform_BS = np.stack([np.random.default_rng([self._seed, step, _TOKENS, row]).random(length) for row in rows])
         uniform = torch.from_numpy(uniform_BS).to(device)
-        lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        # A prompt that fills its sequence is not continued: its last position has no target either.
+        counts = [len(prompt) if len(prompt) < length else length + 1 for prompt in prompts]
+        lengths_B = torch.tensor(counts, device=device)
         text_BL = torch.zeros(count, length + 1, dtype=torch.int64, device=device)
         for row, prompt in enumerate(prompts):
             text_BL[row, : len(prompt)] = prompt

@@ -20,7 +20,6 @@ from meshwright.model.loss import IGNORED, Chunk, OutputHead, cap_logits_
 from meshwright.model.precision import at_least_float32
 from meshwright.training.distillation_loss import DistillationLoss
 
-FIGURES = 3
 SITES = ("distill.maximum", "distill.sum", "distill.divergence")
 TOP_K_SITE = "distill.top_k"
 HIDDEN_SITE = "distill.hidden"
@@ -82,14 +81,12 @@ class _SoftChunk(Chunk):
     divergence, which a subclass computes (T: temperature). Arguments: those of `Chunk`; `known_KC` also has the rows
     that `_reduce` returned in the forward pass."""
 
+    _divergence_C: torch.Tensor
+
     def __init__(
-        self,
-        tokens: slice,
-        logits_CV: torch.Tensor,
-        targets_C: torch.Tensor,
-        head: OutputHead,
+        self, tokens: slice, logits_CV: torch.Tensor, targets_C: torch.Tensor, head: OutputHead,
         known_KC: torch.Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(tokens, logits_CV, targets_C, head, None if known_KC is None else known_KC[:2])
         self._teacher: TeacherTargets = head.teacher
         self._loss, self._head = self._teacher.loss, head
@@ -102,8 +99,6 @@ class _SoftChunk(Chunk):
             self.losses_C = self._loss.mixing * self.losses_C + soft * self._divergence_C * self._counted_C
         else:
             self.known += list(known_KC[2:])
-
-    _divergence_C: torch.Tensor
 
     def _prepare(self, tokens: slice) -> None:
         """Compute the teacher's side of the tokens, without communication."""
@@ -194,19 +189,29 @@ class TopKChunk(_SoftChunk):
         self._places_CK = torch.where(self._held_CK, local_CK, 0)
         self._log_p_CO = top[tokens].to(self._counted_C.dtype).clamp(min=_SMALLEST)
 
+    def _sum_with_and_without(self, part: slice) -> list[torch.Tensor]:
+        """Return the log-sum-exps of the student's logits / T over this rank's vocabulary slice: of all tokens, and of
+        those that are not among the teacher's K."""
+        scaled = self._scaled(part)
+        total = torch.logsumexp(scaled, dim=1)
+        tokens, ranks = self._held_CK[part].nonzero(as_tuple=True)
+        scaled[tokens, self._places_CK[part][tokens, ranks]] = torch.finfo(scaled.dtype).min
+        return [total, torch.logsumexp(scaled, dim=1)]
+
     def _gather(self, part: slice) -> torch.Tensor:
         """Return the student's logits / T of the K tokens, 0 for those of other ranks."""
         return self._scaled(part).gather(1, self._places_CK[part]) * self._held_CK[part]
 
     def _reduce(self, tensor: TensorOperations) -> list[torch.Tensor]:
         """Set the divergence over the K + 1 outcomes; return the rows that `_soft_gradient` needs."""
-        sums = [torch.logsumexp(self._scaled(part), dim=1) for part in self._token_slices()]
-        log_sum_C = _sum_logarithms(torch.cat(sums)[None], tensor)[0]
+        parts = [torch.stack(self._sum_with_and_without(part)) for part in self._token_slices()]
+        log_sum_C, log_others_C = _sum_logarithms(torch.cat(parts, dim=1), tensor)
         found_CK = torch.cat([self._gather(part) for part in self._token_slices()])
         tensor.all_reduce(found_CK, TOP_K_SITE)
         log_q_CK = found_CK - log_sum_C[:, None]
-        rest_C = torch.log1p(-log_q_CK.exp().sum(dim=1).clamp(max=1 - 1e-7 if log_q_CK.dtype == torch.float32 else 1))
-        log_q_CO = torch.cat([log_q_CK, rest_C.clamp(min=_SMALLEST)[:, None]], dim=1)
+        # Summed, not 1 minus the sum of the K: that would round a small probability to nothing.
+        rest_C = (log_others_C - log_sum_C).clamp(min=_SMALLEST)
+        log_q_CO = torch.cat([log_q_CK, rest_C[:, None]], dim=1)
         cost_CO, weights_CO = self._loss.terms(self._log_p_CO, log_q_CO)
         self._divergence_C = cost_CO.sum(dim=1)
         weight_C, rest_C = weights_CO.sum(dim=1), weights_CO[:, -1] / log_q_CO[:, -1].exp()

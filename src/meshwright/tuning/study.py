@@ -161,7 +161,7 @@ class Study:
             self._delete_checkpoints()
 
     def write_best_recipe(self) -> None:
-        """Write `best.toml`, the recipe with the values of the best trial, for a run of its own; nothing before a trial
+        """Write `best.toml`, the recipe with the values of the best trial, to train with; nothing before a trial
         has completed."""
         with self._locked():
             if any(trial.state.name == "COMPLETE" for trial in self.trials()):

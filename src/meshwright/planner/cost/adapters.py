@@ -1,5 +1,6 @@
-"""What an adapter changes in a model's operators: frozen weights have no gradients, nothing before the first adapter
-has a backward, adapted layers have two small products more, and packed weights are unpacked."""
+"""Operators of a model with an adapter, derived from those of the model without: frozen weights get no gradients,
+nothing before the first adapter has a backward pass, adapted layers have two more products, and quantized weights are
+dequantized."""
 
 from __future__ import annotations
 

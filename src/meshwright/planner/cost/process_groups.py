@@ -55,8 +55,8 @@ class ProcessGroups:
 
     def distinct_places(self, axis: str, chosen: int, groups: tuple[int, int] = (1, 1)) -> Floats:
         """Return the expected number of distinct places of an axis (nodes, or ranks of a single node) among `chosen`
-        ranks, as a fraction of `chosen`, with equal load. groups: a token's ranks are in so many of all groups
-        of ranks (groups per token, groups), which are whole places where there are enough."""
+        ranks, as a fraction of `chosen`, with equal load. groups: (groups per token, groups): group-limited routing
+        sends a token to the ranks of that many groups of experts only; a group is whole nodes, if there are enough."""
         places = np.array([group.nodes if group.nodes > 1 else group.ranks for group in self.groups(axis)])[self.which]
         places = np.where(places % groups[1] == 0, places * groups[0] / groups[1], places)
         return np.asarray(places / chosen * (1 - (1 - 1 / places) ** chosen))

@@ -1,4 +1,4 @@
-"""The teacher of distillation in a plan: its forward FLOPs and the all-reduces of the loss."""
+"""Costs of distillation: forward FLOPs of the teacher, and the all-reduces of the loss."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.distillation import read_teacher_config
-
-FIGURES = 3
-"""Numbers that the objective adds to the all-reduce of a step's outcome."""
+from meshwright.spec.distillation import map_layers, read_teacher_config
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherWork:
     """The teacher of a training step. config: its model; held: a value of `distill.layout`; item_bytes: of its
-    parameters, 0: as the run's; top_k: number of cached tokens, 0: it runs; projected: layers whose outputs are
-    compared."""
+    parameters, 0: as the run's; top_k: number of cached tokens, 0: it runs; projected: number of its layers whose
+    outputs are held and compared."""
 
     config: ModelConfig
     held: str = "same"
@@ -39,17 +36,16 @@ class TeacherWork:
         if layout.tp == 1:
             return []
         if self.top_k:
-            return [("distill.maximum", 1), ("distill.sum", 1), ("distill.top_k", self.top_k)]
+            return [("distill.maximum", 2), ("distill.sum", 2), ("distill.top_k", self.top_k)]
         return [("distill.maximum", 2), ("distill.sum", 2), ("distill.divergence", 2)]
 
 
-def make_teacher_work(recipe: Recipe) -> TeacherWork | None:
-    """Return the teacher that a recipe names, as the planner counts it; None without one. Raises `UserError` if its
-    configuration cannot be read."""
+def make_teacher_work(recipe: Recipe, layers: int) -> TeacherWork | None:
+    """Return the teacher that a recipe names, as the planner counts it; None without one. layers: number of layers of
+    the student. Raises `UserError` if the teacher's configuration cannot be read."""
     config, given = read_teacher_config(recipe), recipe.distill
     if config is None:
         return None
     size = {None: 0, "float64": 8, "float32": 4}.get(given.dtype, 2)
-    layers = recipe.model.layers or config.layers
-    projected = (len(given.layer_map) or layers) if given.hidden else 0
+    projected = len({teacher for _, teacher in map_layers(recipe, layers)})
     return TeacherWork(config, given.layout, size, given.top_k, projected)

@@ -16,7 +16,7 @@ from meshwright.planner.cost.blocks import block, embedding, head
 from meshwright.planner.cost.data_calls import AXES_OF, DataCalls, Work, by_axis, by_site
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.operators import CollectiveCall
-from meshwright.planner.cost.teacher import FIGURES, TeacherWork
+from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.cost.tensor_parallel import hidden_bytes
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.transfers import with_transfers
@@ -26,7 +26,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.distillation import make_teacher_layout
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
-from meshwright.spec.policy import PREFERENCE_FIGURES
+from meshwright.spec.policy import DISTILLATION_FIGURES, PREFERENCE_FIGURES
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import LOOKED_UP, Stage
 
@@ -83,7 +83,7 @@ class _Step(DataCalls):
         self.gathers()
         self.partial_gradients(units)
         teacher = self.work.teacher
-        self.verdict(PREFERENCE_FIGURES if self.work.responses else FIGURES if teacher else 0)
+        self.verdict(PREFERENCE_FIGURES if self.work.responses else DISTILLATION_FIGURES if teacher else 0)
         if self.work.estimates_kl:
             self.sent.update(_Step(self.config, replace(self.layout, recompute="none"), self.work, self.rank).forward())
             self.all_reduce("loss.kl", "world", self.layout.world_size, 16)

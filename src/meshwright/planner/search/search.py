@@ -25,10 +25,10 @@ from meshwright.planner.search.shortlist import Shortlist, device_bytes, on_devi
 from meshwright.spec.refuse import refuse
 
 FINAL = 20
-"""So many are decided by the simulator."""
+"""Number of the fastest candidates whose step time the simulator computes."""
 
-MOST_TOLD, MOST_LOOKED_AT = 3, 6
-"""Fast layouts that do not fit: told of, and priced exactly."""
+MOST_ADVISED, MOST_LOOKED_AT = 3, 6
+"""Maximum numbers of fast layouts that do not fit in memory: to report, and to price exactly for it."""
 
 MOST_CHANGES = 3
 """Most differences between a layout that does not fit and the one suggested in its place."""
@@ -112,24 +112,24 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
     problem, every, room = shortlist.problem, shortlist.every, shortlist.room
     fit = on_device(problem, every.bytes) <= room
     expected = shortlist.expected()
-    told = np.where(fit, np.inf, expected)
+    remaining = np.where(fit, np.inf, expected)
     zero = every.zero * 2 + (every.hybrid > 0)
     columns = {name: zero if name == "zero" else every.column(name) for name in _CHANGES}
     found = 0
     for _ in range(MOST_LOOKED_AT):
-        at = int(told.argmin())
-        if told[at] >= first or found == MOST_TOLD:
+        at = int(remaining.argmin())
+        if remaining[at] >= first or found == MOST_ADVISED:
             return
         layout = shortlist.layout(at)
         if not shortlist.takes(layout):
-            told[at] = np.inf
+            remaining[at] = np.inf
             continue
         seconds = shortlist.seconds(at, layout)
         if seconds >= first:  # as may be all of its kind
-            told[shortlist.kinds == shortlist.kinds[at]] *= seconds / told[at]
-            told[at] = np.inf
+            remaining[shortlist.kinds == shortlist.kinds[at]] *= seconds / remaining[at]
+            remaining[at] = np.inf
             continue
-        told[_alike(columns, at, "tp", "cp", "pp", "recompute")] = np.inf
+        remaining[_alike(columns, at, "tp", "cp", "pp", "recompute")] = np.inf
         if (size := device_bytes(problem, layout)) <= room:
             continue
         found += 1
@@ -185,7 +185,7 @@ def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
 
     Layouts of one kind differ only in the sizes of the axes, and their times mostly by less than the error bounds.
     """
-    kinds, told, stopped = layout_kinds(shortlist.every), shortlist.pending.copy(), shortlist.stopped
+    kinds, remaining, stopped = layout_kinds(shortlist.every), shortlist.pending.copy(), shortlist.stopped
     found: list[Estimate] = []
     others: list[tuple[float, int, Layout]] = []
     budget = shortlist.budget // 3
@@ -198,8 +198,8 @@ def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
         others += [entry for entry in shortlist.best[1:] if alike[entry[1]]]
         if len(found) < top:
             budget -= shortlist.leave_out(alike, budget)
-    told[list(shortlist.difference)] = np.inf  # decided by now
-    shortlist.pending, shortlist.stopped = told, stopped
+    remaining[list(shortlist.difference)] = np.inf  # decided by now
+    shortlist.pending, shortlist.stopped = remaining, stopped
     if len(found) < top:
         shortlist.best = sorted(others)[: top + len(found)]
         found += shortlist.estimates(top - len(found))
