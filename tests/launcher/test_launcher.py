@@ -19,6 +19,7 @@ import pytest
 from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
 from meshwright.launcher import launcher
 from meshwright.launcher.launcher import LaunchSpec, RankFault, launch
+from meshwright.launcher.rendezvous import STOPS_ONCE
 from meshwright.launcher.started_rank import start_rank
 from meshwright.threads import build_child_environment, count_available_cores
 from tests.training.launcher_ranks import COMMAND, ROOT
@@ -247,6 +248,15 @@ def test_second_sigterm_kills_ranks(tmp_path):
         launcher.communicate(timeout=100)
     assert launcher.returncode == 143
     assert not any(map(alive, processes(tmp_path)))
+
+
+def test_second_sigterm_is_ignored_where_another_process_stops_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv(STOPS_ONCE, "1")
+    with start_apart(tmp_path, "never end") as launcher:
+        for _ in range(2):
+            os.kill(launcher.pid, signal.SIGTERM)
+            time.sleep(0.3)
+        assert launcher.poll() is None and all(map(alive, processes(tmp_path)))
 
 
 def test_killed_launcher_ends_its_ranks_and_frees_directory(tmp_path):
