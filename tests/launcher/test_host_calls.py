@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from meshwright.errors import RankLost
 from meshwright.flight_recorder import call_ring
 from meshwright.flight_recorder.call_ring import CallWriter, create_named_file
 from meshwright.launcher.host_calls import HostCalls
@@ -53,3 +55,28 @@ def test_next_start_reports_rank_behind_and_cleans_up(tmp_path, capfd, monkeypat
     second.close()
     other.close()
     assert not list(first._path.parent.glob(f"*{first._path.name.removesuffix('first')}*"))
+
+
+def test_only_one_rank_reports_when_all_time_out_at_once(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(call_ring, "_of_process", [])
+    directory = RunDirectory(tmp_path)
+    ranks = [HostCalls(directory, Place(rank, 2, rank, "env://", "torchrun", 2), "run") for rank in (0, 1)]
+    for rank in (0, 1):
+        leave(ranks[0]._path, rank, (7, 5)[rank])
+    errors = [RankLost(f"rank {rank} had no answer") for rank in (0, 1)]
+    second = []
+
+    def remove_slowly(path: Path, **options: object) -> None:
+        """Remove a directory of recorder files but the one of rank 1; then rank 1 times out too."""
+        for file in path.iterdir():
+            if file.name != "rank-00001":
+                file.unlink()
+        monkeypatch.undo()
+        second.append(ranks[1].report(errors[1]))
+        shutil.rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_slowly)
+    first = ranks[0].report(errors[0])
+    assert "rank 1 has not entered call 6 of ranks 0,1" in str(first) and second == [errors[1]]
+    assert capfd.readouterr().err == f"full report: {ranks[0].report_path}\n"
+    assert "rank 1 has not entered" in ranks[0].report_path.read_text()

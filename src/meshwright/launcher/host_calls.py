@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from meshwright.launcher.rendezvous import Place
 
 _KEY = "meshwright/calls"
-_REPORTED = "reported"
 
 
 class HostCalls:
@@ -49,7 +48,7 @@ class HostCalls:
         # watchdog kills them when one hangs.
         for other in parent.glob(f"{stem}*"):
             if other != self._path:
-                self._report_killed_run(other)
+                self._claim_and_report(other, "in the start before this one: ")
         self._own_file = self._path / f"rank-{place.rank:05d}"
         with suppress(OSError):  # without space for it the run continues, and a report lacks this rank
             self._path.mkdir(mode=0o700, exist_ok=True)
@@ -74,34 +73,29 @@ class HostCalls:
         The first rank of this host that calls this reads all recorder files. If they show which rank is at fault, it
         writes the report to the run directory, and its error names that rank. Every other call returns `error`.
         """
-        try:
-            os.close(os.open(self._path / _REPORTED, os.O_CREAT | os.O_EXCL))
-        except OSError:
-            return error
-        verdict = self._print_verdict(self._path)
+        verdict = self._claim_and_report(self._path)
         return error if verdict is None else RankLost(verdict.line)
 
-    def _report_killed_run(self, path: Path) -> None:
-        """Write the hang report of an earlier, killed run from its recorder files, which are in the directory `path`,
-        and remove the files. If several ranks call this, only one of them does it."""
-        ours = path.with_name(f"left-{path.name}")
-        with suppress(OSError):
-            path.rename(ours)
-            self._print_verdict(ours, "in the start before this one: ")
-
-    def _print_verdict(self, path: Path, when: str = "") -> Verdict | None:
-        """Read and remove the recorder files in `path`; if they show which rank is at fault, write the hang report to
-        the run directory and print its path. Return the verdict (rank and reason); None if the files do not show one.
+    def _claim_and_report(self, path: Path, when: str = "") -> Verdict | None:
+        """Take the recorder files in the directory `path` away from the other ranks, which may call this at the same
+        time; if the files show which rank is at fault, write the hang report to the run directory and print its path.
+        Remove the files. Return the verdict (rank and reason); None if another rank has taken the files or they do not
+        show a cause.
 
         when: text printed before the verdict, such as "in the start before this one: "; empty: the verdict is not
         printed.
         """
-        files = {int(file.name.removeprefix("rank-")): file for file in path.glob("rank-*")}
+        claimed = path.with_name(f"left-{path.name}")
+        try:
+            path.rename(claimed)  # atomic: one rank succeeds and reads all files before any is removed
+        except OSError:
+            return None
+        files = {int(file.name.removeprefix("rank-")): file for file in claimed.glob("rank-*")}
         rings = {rank: os.open(file, os.O_RDONLY | os.O_CLOEXEC) for rank, file in files.items()}
         snapshot = Snapshot.take(rings)
         for descriptor in rings.values():
             os.close(descriptor)
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(claimed, ignore_errors=True)
         verdict = snapshot.verdict
         if verdict is not None:
             text = snapshot.format_report(when + verdict.line)
