@@ -58,9 +58,9 @@ def _list_levels(ranks: Integers, root: int | None) -> Tree:
     return levels[1:] if root is None else levels
 
 
-def reduce_up(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """Add to the builder `program` the rounds that reduce one chunk up a tree, one tree level per round: a generator
-    that adds one round's sends per iteration, so that several algorithms can be interleaved.
+def add_tree_reduce_rounds(program: Builder, tree: Tree, chunk: int) -> Rounds:
+    """Add to the builder `program` the sends that reduce one chunk up a tree, one tree level per round. Each iteration
+    of this generator adds the sends of one round, so that several algorithms can be interleaved.
 
     tree: levels of edges (parents, children), from the root down. chunk: number of the chunk.
     """
@@ -69,9 +69,9 @@ def reduce_up(program: Builder, tree: Tree, chunk: int) -> Rounds:
         yield
 
 
-def broadcast_down(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """Add to the builder `program` the rounds that broadcast one chunk down a tree, one tree level per round: a
-    generator that adds one round's sends per iteration, so that several algorithms can be interleaved.
+def add_tree_broadcast_rounds(program: Builder, tree: Tree, chunk: int) -> Rounds:
+    """Add to the builder `program` the sends that broadcast one chunk down a tree, one tree level per round. Each
+    iteration of this generator adds the sends of one round, so that several algorithms can be interleaved.
 
     tree: levels of edges (parents, children), from the root down. chunk: number of the chunk.
     """
@@ -93,7 +93,9 @@ def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
     return _run_in_segments(
         program,
         trees,
-        lambda tree, chunk: run_in_sequence(reduce_up(program, tree, chunk), broadcast_down(program, tree, chunk)),
+        lambda tree, chunk: run_in_sequence(
+            add_tree_reduce_rounds(program, tree, chunk), add_tree_broadcast_rounds(program, tree, chunk)
+        ),
     )
 
 
@@ -107,7 +109,7 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram
     """
     program = Builder("broadcast", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
-    return _run_in_segments(program, trees, lambda tree, chunk: broadcast_down(program, tree, chunk))
+    return _run_in_segments(program, trees, lambda tree, chunk: add_tree_broadcast_rounds(program, tree, chunk))
 
 
 def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
@@ -120,7 +122,7 @@ def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
     """
     program = Builder("reduce", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
-    return _run_in_segments(program, trees, lambda tree, chunk: reduce_up(program, tree, chunk))
+    return _run_in_segments(program, trees, lambda tree, chunk: add_tree_reduce_rounds(program, tree, chunk))
 
 
 def _run_in_segments(

@@ -31,10 +31,10 @@ def all_reduce(ranks: int, groups: int | None = None) -> CollectiveProgram:
     program = Builder("all-reduce", "hierarchical", ranks, chunks=k)
     return build_from_rounds(
         program,
-        binomial_tree.reduce_rounds(program, nodes, count=k),
-        ring.reduce_scatter_rounds(program, first, np.arange(k)),
-        ring.all_gather_rounds(program, first, np.arange(k)),
-        binomial_tree.broadcast_rounds(program, nodes, count=k),
+        binomial_tree.add_reduce_rounds(program, nodes, count=k),
+        ring.add_reduce_scatter_rounds(program, first, np.arange(k)),
+        ring.add_all_gather_rounds(program, first, np.arange(k)),
+        binomial_tree.add_broadcast_rounds(program, nodes, count=k),
     )
 
 
@@ -54,10 +54,10 @@ def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectivePro
     share = np.arange(ranks).reshape(g, k)  # row i: slots that ranks of local rank i reduce across nodes
     return build_from_rounds(
         program,
-        ring.reduce_scatter_rounds(program, nodes, share[:, 0], k),
-        ring.reduce_scatter_rounds(program, nodes.T, share),
-        ring.all_gather_rounds(program, nodes.T, share),
-        ring.all_gather_rounds(program, nodes, share[:, 0], k),
+        ring.add_reduce_scatter_rounds(program, nodes, share[:, 0], k),
+        ring.add_reduce_scatter_rounds(program, nodes.T, share),
+        ring.add_all_gather_rounds(program, nodes.T, share),
+        ring.add_all_gather_rounds(program, nodes, share[:, 0], k),
     )
 
 
@@ -74,8 +74,8 @@ def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
     program = Builder("reduce-scatter", "hierarchical", ranks, chunks=ranks)
     return build_from_rounds(
         program,
-        ring.reduce_scatter_rounds(program, nodes[:, None], nodes),  # in every node, for each node's blocks
-        ring.reduce_scatter_rounds(program, nodes.T, nodes.T),
+        ring.add_reduce_scatter_rounds(program, nodes[:, None], nodes),  # in every node, for each node's blocks
+        ring.add_reduce_scatter_rounds(program, nodes.T, nodes.T),
     )
 
 
@@ -93,8 +93,8 @@ def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
     program = Builder("all-gather", "hierarchical", ranks, chunks=ranks)
     return build_from_rounds(
         program,
-        ring.all_gather_rounds(program, nodes.T, nodes.T),
-        ring.all_gather_rounds(program, nodes[:, None], nodes),
+        ring.add_all_gather_rounds(program, nodes.T, nodes.T),
+        ring.add_all_gather_rounds(program, nodes[:, None], nodes),
     )
 
 
@@ -111,8 +111,8 @@ def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> Collectiv
     program = Builder("broadcast", "hierarchical", ranks, chunks=1, root=root)
     return build_from_rounds(
         program,
-        binomial_tree.broadcast_rounds(program, nodes[:, place], node),
-        binomial_tree.broadcast_rounds(program, nodes, place),
+        binomial_tree.add_broadcast_rounds(program, nodes[:, place], node),
+        binomial_tree.add_broadcast_rounds(program, nodes, place),
     )
 
 
@@ -129,8 +129,8 @@ def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectivePr
     program = Builder("reduce", "hierarchical", ranks, chunks=1, root=root)
     return build_from_rounds(
         program,
-        binomial_tree.reduce_rounds(program, nodes, place),
-        binomial_tree.reduce_rounds(program, nodes[:, place], node),
+        binomial_tree.add_reduce_rounds(program, nodes, place),
+        binomial_tree.add_reduce_rounds(program, nodes[:, place], node),
     )
 
 
@@ -176,10 +176,10 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
         program,
         reorder_blocks(0, k, g),  # now by local rank, then by node
         copy_slots(ready + place * k, met + place * k, k),
-        pairwise.all_to_all_rounds(program, nodes, ready + np.arange(g) * k, met + np.arange(g) * k, k),
+        pairwise.add_all_to_all_rounds(program, nodes, ready + np.arange(g) * k, met + np.arange(g) * k, k),
         reorder_blocks(met, g, k),  # from (sender's local rank, node) to (node, sender's local rank)
         copy_slots(ready + node * g, output + node * g, g),
-        pairwise.all_to_all_rounds(program, nodes.T, ready + np.arange(k) * g, output + np.arange(k) * g, g),
+        pairwise.add_all_to_all_rounds(program, nodes.T, ready + np.arange(k) * g, output + np.arange(k) * g, g),
     )
 
 

@@ -18,10 +18,10 @@ from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
 
 
-def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Add the rounds of a reduce-scatter along lines of ranks to the builder `program`: a generator that adds one
-    round's sends per iteration, so that several algorithms can be interleaved. Each block is summed from both ends of
-    the line towards its owner, the farthest block first.
+def add_reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
+    """Add a reduce-scatter along lines of ranks to the builder `program`. Each block is summed from both ends of the
+    line towards its owner, the farthest block first. Each iteration of this generator adds the sends of one round, so
+    that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each rank
     ends with. count: number of consecutive slots in a block.
@@ -35,10 +35,10 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
         yield
 
 
-def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Add the rounds of an all-gather along lines of ranks to the builder `program`: a generator that adds one round's
-    sends per iteration, so that several algorithms can be interleaved. Each block runs from its owner to both ends of
-    the line.
+def add_all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
+    """Add an all-gather along lines of ranks to the builder `program`. Each block travels from its owner to both ends
+    of the line. Each iteration of this generator adds the sends of one round, so that several algorithms can be
+    interleaved.
 
     ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each rank
     starts with. count: number of consecutive slots in a block.
@@ -71,8 +71,8 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
         `start`: a generator that adds one round's sends per iteration, so that the parts can be interleaved."""
         steps = list_axis_phases(np.arange(ranks).reshape(shape), [*axes[start:], *axes[:start]], first=start * ranks)
         return run_in_sequence(
-            *(reduce_scatter_rounds(program, *step) for step in steps),
-            *(all_gather_rounds(program, *step) for step in reversed(steps)),
+            *(add_reduce_scatter_rounds(program, *step) for step in steps),
+            *(add_all_gather_rounds(program, *step) for step in reversed(steps)),
         )
 
     return build_from_rounds(program, run_together(run_part(start) for start in axes))
@@ -89,7 +89,7 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)))
-    return build_from_rounds(program, *(reduce_scatter_rounds(program, *step) for step in steps))
+    return build_from_rounds(program, *(add_reduce_scatter_rounds(program, *step) for step in steps))
 
 
 def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
@@ -104,4 +104,4 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)))
-    return build_from_rounds(program, *(all_gather_rounds(program, *step) for step in reversed(steps)))
+    return build_from_rounds(program, *(add_all_gather_rounds(program, *step) for step in reversed(steps)))

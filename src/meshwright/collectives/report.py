@@ -152,8 +152,8 @@ RANKING_HEAD = ("algorithm", "settings", "simulated", "closed form")
 
 
 def list_ranking_rows(choice: Choice) -> list[tuple[str, str, str, str]]:
-    """Return a ranking of algorithms as table rows of text, fastest first. Columns, as in `RANKING_HEAD`: algorithm,
-    options, simulated time, time by formula; missing values are empty cells."""
+    """Return the algorithms of `choice`, ranked by simulated time, as table rows of text, fastest first. Columns, as in
+    `RANKING_HEAD`: algorithm, options, simulated time, time by formula; missing values are empty cells."""
     return [
         (
             one.algorithm,
@@ -166,7 +166,7 @@ def list_ranking_rows(choice: Choice) -> list[tuple[str, str, str, str]]:
 
 
 def format_ranking(choice: Choice) -> list[str]:
-    """Return a ranking of algorithms as lines of text: fastest first, then those that were skipped or that do not
+    """Return the algorithms of `choice` as lines of text: fastest first, then those that were skipped or that do not
     accept the number of ranks."""
     rows = [RANKING_HEAD, *([cell or "-" for cell in row] for row in list_ranking_rows(choice))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -13,10 +13,10 @@ from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
 
 
-def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Add the rounds of a ring reduce-scatter to the builder `program`: a generator that adds one round's sends per
-    iteration, so that several algorithms can be interleaved. The partial sum of each block travels once around the ring
-    and ends at its owner.
+def add_reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
+    """Add a ring reduce-scatter to the builder `program`. The partial sum of each block travels once around the ring
+    and ends at its owner. Each iteration of this generator adds the sends of one round, so that several algorithms can
+    be interleaved.
 
     ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer for one chunk) of the
     block that each rank ends with. count: number of consecutive slots in a block.
@@ -26,9 +26,9 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
         yield
 
 
-def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Add the rounds of a ring all-gather to the builder `program`: a generator that adds one round's sends per
-    iteration, so that several algorithms can be interleaved. Each block travels once around the ring from its owner.
+def add_all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
+    """Add a ring all-gather to the builder `program`. Each block travels once around the ring from its owner. Each
+    iteration of this generator adds the sends of one round, so that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer for one chunk) of the
     block that each rank starts with. count: number of consecutive slots in a block.
@@ -48,7 +48,7 @@ def all_reduce(ranks: int) -> CollectiveProgram:
     program = Builder("all-reduce", "ring", ranks, chunks=ranks)
     everyone = own = np.arange(ranks)
     return build_from_rounds(
-        program, reduce_scatter_rounds(program, everyone, own), all_gather_rounds(program, everyone, own)
+        program, add_reduce_scatter_rounds(program, everyone, own), add_all_gather_rounds(program, everyone, own)
     )
 
 
@@ -59,7 +59,7 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
     n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("reduce-scatter", "ring", ranks, chunks=ranks)
-    return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
+    return build_from_rounds(program, add_reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
@@ -69,7 +69,7 @@ def all_gather(ranks: int) -> CollectiveProgram:
     n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-gather", "ring", ranks, chunks=ranks)
-    return build_from_rounds(program, all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
+    return build_from_rounds(program, add_all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
 
 
 def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
@@ -84,8 +84,8 @@ def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
     ways = _split_directions(ranks)
     return build_from_rounds(
         program,
-        run_together(reduce_scatter_rounds(program, *way) for way in ways),
-        run_together(all_gather_rounds(program, *way) for way in ways),
+        run_together(add_reduce_scatter_rounds(program, *way) for way in ways),
+        run_together(add_all_gather_rounds(program, *way) for way in ways),
     )
 
 
@@ -98,7 +98,7 @@ def bidirectional_reduce_scatter(ranks: int) -> CollectiveProgram:
     """
     program = Builder("reduce-scatter", "bidirectional-ring", ranks, chunks=2 * ranks)
     return build_from_rounds(
-        program, run_together(reduce_scatter_rounds(program, *way) for way in _split_directions(ranks))
+        program, run_together(add_reduce_scatter_rounds(program, *way) for way in _split_directions(ranks))
     )
 
 
@@ -111,7 +111,7 @@ def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
     """
     program = Builder("all-gather", "bidirectional-ring", ranks, chunks=2 * ranks)
     return build_from_rounds(
-        program, run_together(all_gather_rounds(program, *way) for way in _split_directions(ranks))
+        program, run_together(add_all_gather_rounds(program, *way) for way in _split_directions(ranks))
     )
 
 

@@ -24,7 +24,7 @@ def broadcast(ranks: int, root: int = 0) -> CollectiveProgram:
     program = Builder("broadcast", "scatter-all-gather", ranks, ranks, root)
     everyone = own = np.arange(ranks)
     return build_from_rounds(
-        program, binomial_tree.scatter_rounds(program, root), ring.all_gather_rounds(program, everyone, own)
+        program, binomial_tree.add_scatter_rounds(program, root), ring.add_all_gather_rounds(program, everyone, own)
     )
 
 
@@ -39,6 +39,6 @@ def reduce(ranks: int, root: int = 0) -> CollectiveProgram:
     program = Builder("reduce", "reduce-scatter-gather", ranks, ranks, root)
     return build_from_rounds(
         program,
-        recursive.reduce_scatter_rounds(program, np.arange(ranks)),
-        binomial_tree.gather_rounds(program, root),
+        recursive.add_reduce_scatter_rounds(program, np.arange(ranks)),
+        binomial_tree.add_gather_rounds(program, root),
     )

@@ -70,8 +70,9 @@ class _TopologySettings:
 def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidth: float | None = None) -> Network:
     """Build the network for `ranks` ranks that a text such as `torus:4x4,25GB/s,1us` describes.
 
-    latency (seconds), bandwidth (bytes per second): defaults for links whose values the text does not give, except
-    links inside nodes, which have defaults of their own. Raises UserError, which names a valid alternative.
+    latency (seconds), bandwidth (bytes per second): values for links whose values the text does not give (None:
+    built-in defaults); links inside nodes always have built-in defaults. Raises UserError, which names a valid
+    alternative.
     """
     name, colon, shape = text.split(",")[0].partition(":")
     name = name.strip()
@@ -193,7 +194,8 @@ def _build_spine_leaf(sides: tuple[int, ...], settings: _TopologySettings) -> Ne
 
 
 def _get_whole_number(settings: _TopologySettings, key: str) -> int | None:
-    """Return the setting `key`, such as `spines`, as an integer, or None if it is not given.
+    """Return the setting called `key`, such as `spines`, of a topology's parsed text (`settings`) as an integer; None
+    if the text does not give it.
 
     Raises UserError for a fraction.
     """

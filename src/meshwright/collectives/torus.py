@@ -46,8 +46,8 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
         steps = list_axis_phases(grid, order, first=(2 * start + (direction < 0)) * ranks)
         along = [(lines[..., ::direction], own[..., ::direction], count) for lines, own, count in steps]
         return run_in_sequence(
-            *(ring.reduce_scatter_rounds(program, *step) for step in along),
-            *(ring.all_gather_rounds(program, *step) for step in reversed(along)),
+            *(ring.add_reduce_scatter_rounds(program, *step) for step in along),
+            *(ring.add_all_gather_rounds(program, *step) for step in reversed(along)),
         )
 
     return build_from_rounds(program, run_together(run_part(start, sign) for start in axes for sign in (1, -1)))
@@ -66,7 +66,7 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     program = Builder("reduce-scatter", name, ranks, chunks=2 * ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)), count=2)
     return build_from_rounds(
-        program, *(_run_both_directions(ring.reduce_scatter_rounds, program, *step) for step in steps)
+        program, *(_run_both_directions(ring.add_reduce_scatter_rounds, program, *step) for step in steps)
     )
 
 
@@ -83,7 +83,7 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     program = Builder("all-gather", name, ranks, chunks=2 * ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)), count=2)
     return build_from_rounds(
-        program, *(_run_both_directions(ring.all_gather_rounds, program, *step) for step in reversed(steps))
+        program, *(_run_both_directions(ring.add_all_gather_rounds, program, *step) for step in reversed(steps))
     )
 
 
@@ -94,12 +94,13 @@ def _run_both_directions(
     own: Integers,
     count: int,
 ) -> Rounds:
-    """Add to the builder `program` the rounds of a ring algorithm that runs in both directions at once, each direction
-    for one half of every block (consecutive slots): a generator that adds one round's sends per iteration, so that
-    several algorithms can be interleaved.
+    """Add to the builder `program` a ring algorithm that runs in both directions at once, each direction for one half
+    of every block (consecutive slots). Each iteration of this generator adds the sends of one round, so that several
+    algorithms can be interleaved.
 
-    rounds: `ring.reduce_scatter_rounds` or `ring.all_gather_rounds`. lines: [..., n], ranks of each ring. own: [...,
-    n], first slot (buffer for one chunk) of the block that each rank owns. count: number of slots in a block, even.
+    rounds: `ring.add_reduce_scatter_rounds` or `ring.add_all_gather_rounds`. lines: [..., n], ranks of each ring. own:
+    [..., n], first slot (buffer for one chunk) of the block that each rank owns. count: number of slots in a block,
+    even.
     """
     half = count // 2
     backwards = own[..., ::-1] + half
