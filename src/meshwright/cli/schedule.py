@@ -112,10 +112,10 @@ def command(
         parts = parts if isinstance(parts, list) else [parts]
     from meshwright.draw.gantt import draw_page, draw_svg
     from meshwright.program.trace import build_chrome_trace
-    from meshwright.schedules.api import StepDurations, refuse_memory
+    from meshwright.schedules.api import StepDurations, check_memory_option
     from meshwright.schedules.api import schedule as report_of
 
-    refuse_memory(schedule, memory, "--memory")
+    check_memory_option(schedule, memory, "--memory")
 
     durations = StepDurations(transfer=transfer)
     if parts is None:

@@ -50,7 +50,7 @@ def element(name: str, /, *children: Content, **attributes: str | float | None) 
 
 
 def join(content: Content, between: str = "") -> Markup:
-    """Concatenate contents into one `Markup`: strings (escaped), `Markup` (unchanged) and nested sequences of these.
+    """Concatenate `content` into one `Markup`: strings (escaped), `Markup` (unchanged) and nested sequences of these.
     between: text inserted between the items, without escaping."""
     if content is None:
         return Markup()
@@ -68,8 +68,8 @@ def format_number(value: float, digits: int = 2) -> str:
 
 
 def _replace_invisible(found: re.Match[str]) -> str:
-    """Return the visible replacement of the character that a regular expression matched: for an ASCII control character
-    its symbol (U+2400 on), for any other U+FFFD."""
+    """Return the visible replacement of the character that a regular expression matched (`found`): for an ASCII control
+    character its symbol (U+2400 on), for any other U+FFFD."""
     code = ord(found[0])
     if unicodedata.category(found[0]) == "Cc" and code < 0x80:
         return chr(0x2421 if code == 0x7F else 0x2400 + code)

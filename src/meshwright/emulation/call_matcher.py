@@ -47,8 +47,8 @@ class Event:
 
 
 class CollectiveCall:
-    """One call of a collective by the ranks of a process group. It collects the calls of the single ranks, and is
-    complete when all ranks have made theirs.
+    """Collective call of a process group: it collects the calls of the individual ranks, and is complete when all ranks
+    have made theirs.
 
     operation: name of the collective, such as "all_reduce". ranks: global ranks of the group. Attributes: `calls`:
     {index in the group: that rank's call}; `results`: result tensors, [index in the group][output], None until
@@ -121,8 +121,8 @@ class EmulatedWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Any:
-        """Wait for the call; return a completed future of its output tensors. The call is waited for here because C++
-        code that waits for a future, such as DistributedDataParallel's, would let no other rank run."""
+        """Wait for the call; return a completed future of its output tensors. It waits here because C++ code that waits
+        for a future, such as DistributedDataParallel's, would let no other rank run."""
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(list(self._outputs))

@@ -20,7 +20,7 @@ import torch
 from meshwright.emulation.call_matcher import Event
 from meshwright.emulation.debugger import break_before, make_breakpoint_hook, parse_breakpoint
 from meshwright.emulation.exercise import ExerciseResult, compare_ranks, get_function
-from meshwright.emulation.holdings import Holding, ModuleLog, format_holdings, list_holdings
+from meshwright.emulation.holdings import HeldValue, ModuleLog, format_holdings, list_holdings
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import Failure
 from meshwright.errors import MeshwrightError, UserError
@@ -58,7 +58,7 @@ class ScriptReport:
     failed_rank: int | None = None
     exit_code: int = 0
     events: list[Event] = field(default_factory=list)
-    holdings: list[Holding] = field(default_factory=list)
+    holdings: list[HeldValue] = field(default_factory=list)
     exercise: ExerciseResult | None = None
 
     def summary(self) -> str:
@@ -259,11 +259,11 @@ class ScriptEnded(MeshwrightError):
 
 
 def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str, int | None, int]:
-    """Return (text, rank, exit code) for the report of a failed run.
+    """Describe why a run failed; return (text, rank, exit code) for its report.
 
-    The text is the error's message if the emulation raised the error, the script ended with an exit code, or `failure`
-    is None; for other errors it is the rank's traceback. failure: first error of any rank; None if none was recorded,
-    and then the returned rank is None. error: exception that ended the run.
+    text: message of `error` if Meshwright or the script's `sys.exit` raised it, or if no rank failed; else the
+    traceback of the rank. rank: rank that failed first, None if there is no single one. failure: first error of any
+    rank; None if none was recorded. error: exception that ended the run.
     """
     if failure is None:
         return str(error), None, 1

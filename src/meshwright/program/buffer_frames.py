@@ -121,12 +121,12 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Renumber the dependency levels of a collective program, for drawing, so that all transfers of one round have the
-    same level. A transfer or local step depends only on those of lower levels.
+    """Renumber the dependency levels of a collective program for drawing, so that all transfers of one round have the
+    same level. Return (posting order with the new levels, number of levels per round).
 
-    checked: verified program with its dependency levels. Returns (posting order with the new levels, number of levels
-    per round). The last level of a round has its transfers; the levels before it have the local copies and reductions
-    that precede these transfers.
+    checked: verified program with its dependency levels (a step depends only on steps of lower levels). The last level
+    of a round has its transfers; the levels before it have the local copies and reductions that precede these
+    transfers.
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)

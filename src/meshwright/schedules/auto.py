@@ -67,9 +67,9 @@ class SearchResult:
 
     program: schedule of the best candidate, renamed `auto`. winner: the best candidate. candidates: all candidates,
     first those within the memory limits, then the others, each by increasing makespan (total time). refused: named
-    schedule -> reason why it does not accept these sizes. lower_bound: no schedule with the searched placements and
-    memory limits has a shorter makespan; None if there are candidates for which this does not hold: those with two
-    replicas, or with steps that take less time overlapped than one after the other.
+    schedule -> reason why it does not accept these sizes. lower_bound: bound below which no schedule with the searched
+    placements and memory limits can have its makespan; None if the bound does not hold for some candidates: those with
+    two replicas, or with steps that take less time overlapped than one after the other.
     """
 
     program: PipelineProgram
