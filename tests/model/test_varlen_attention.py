@@ -18,7 +18,7 @@ from meshwright.model.tiled_attention import Scores
 from meshwright.model.transformer import Transformer
 from meshwright.model.varlen_attention import VarlenMask, supports_flash_attention, varlen_mask
 from meshwright.parallel.recompute import ActivationCheckpointing
-from meshwright.spec.chunks import padded_documents
+from meshwright.spec.chunks import pad_document_count
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from tests.model.flash_kernels import flash_kernels_on_cpu
@@ -63,7 +63,7 @@ def test_boundaries_are_padded_and_the_longest_document_is_known():
     assert mask.cu_seqlens.tolist() == [[0, 1, 7, 8, 20, 24, 48, 71, *[72] * 9]]
     assert mask.cu_seqlens.dtype == torch.int32 and mask.lengths.tolist() == [24, 0, 1, 0, 24, 0, 23]
     assert varlen_mask(Documents(), None, CPU) == (None, None, 0)
-    assert [padded_documents(count) for count in (1, 16, 17, 32, 1000)] == [16, 16, 32, 32, 1024]
+    assert [pad_document_count(count) for count in (1, 16, 17, 32, 1000)] == [16, 16, 32, 32, 1024]
 
 
 def test_boundaries_of_chunks_cut_documents():

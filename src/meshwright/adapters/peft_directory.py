@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.initialise import initial_value
 from meshwright.spec.adapter_config import AdapterConfig
-from meshwright.spec.adapter_json import ADAPTER_FILE, read_adapter_config, same_adapter
+from meshwright.spec.adapter_json import ADAPTER_FILE, find_adapter_difference, read_adapter_config
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import parameter_table
@@ -58,7 +58,7 @@ def read_peft_adapter(
     and draws from `seed` those that are not exported, such as projections to a teacher's hidden states. Raises
     `UserError` if the directory holds another adapter than that of the model configuration `config`."""
     files, adapter = open_adapter(directory)
-    if (difference := same_adapter(config, adapter)) is not None:
+    if (difference := find_adapter_difference(config, adapter)) is not None:
         raise UserError(f"{directory}: holds an adapter with {difference}; give [adapter] the values of the directory")
     check_adapter(files, config)
     return lambda entry: files.read_weights(entry.name) if entry.exported else initial_value(entry, seed)

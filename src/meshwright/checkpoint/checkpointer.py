@@ -34,8 +34,8 @@ from meshwright.spec.adapter_json import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     adapter_to_peft,
+    find_adapter_difference,
     read_adapter_config,
-    same_adapter,
 )
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
@@ -332,7 +332,7 @@ def _check_adapter(config: ModelConfig, path: Path) -> None:
     """Raise `UserError` if the checkpoint directory `path` holds another adapter than the one in the model
     configuration `config`."""
     found = read_adapter_config(path, {part.name for part in read_index(path)})
-    if (difference := same_adapter(config, found)) is not None:
+    if (difference := find_adapter_difference(config, found)) is not None:
         raise UserError(
             f"checkpoint {path} holds an adapter with {difference}; use the same [adapter] or another run.directory"
         )

@@ -23,7 +23,7 @@ from meshwright.model.attention_operator import (
     sink_gradients,
 )  # fmt: skip
 from meshwright.model.documents import Documents, move
-from meshwright.spec.chunks import padded_documents
+from meshwright.spec.chunks import pad_document_count
 
 _flash_forward = torch.ops.aten._flash_attention_forward
 _flash_backward = torch.ops.aten._flash_attention_backward
@@ -96,7 +96,7 @@ def _find_lengths(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torc
     is_first_BHC = starts_BHC == torch.arange(starts_BXC[0].numel()).view(starts_BXC.shape[1:])[held, :]
     is_first_BHC[..., 0] = True
     begins = [row.nonzero().flatten() for row in is_first_BHC.transpose(0, 1).flatten(1)]
-    padded = padded_documents(max(map(len, begins)))  # so that batches share compiled graphs
+    padded = pad_document_count(max(map(len, begins)))  # so that batches share compiled graphs
     cu_seqlens = torch.full((len(held), padded + 1), starts_BHC[:, 0].numel(), dtype=torch.int32)
     for row, places in zip(cu_seqlens, begins, strict=True):
         row[: len(places)] = places

@@ -33,23 +33,28 @@ class ModelConfig:
     """Architecture of a transformer: a decoder, or an encoder if its family is one. Sizes are in elements. The
     constructor raises ``UserError`` if fields contradict each other or the family.
 
-    ``vocabulary``: number of token ids. ``intermediate``: width of a dense MLP. ``max_positions``: longest sequence in
-    tokens. ``positions``: position encoding. ``sliding_window``: number of tokens that a token attends to, itself
-    included (None: all before it), in the layers that ``windowed_layers`` marks (None: in all layers).
+    ``vocabulary``: number of token ids. ``kv_heads``: number of key-value heads, shared by equally many of the
+    ``heads`` query heads. ``intermediate``: width of a dense MLP. ``max_positions``: longest sequence in tokens.
+    ``positions``: position encoding. ``sliding_window``: number of tokens that a token attends to, itself included
+    (None: all before it), in the layers that ``windowed_layers`` marks (None: in all layers).
     ``query_key_norm``: a norm on the queries and keys of each head. ``gated``: the MLP computes activation(gate) * up,
-    as in SwiGLU. ``tied``: the output head shares the embedding matrix. ``more_eos_tokens``: end-of-sequence ids
-    besides ``eos_token``. ``initializer_range``: standard deviation of initial weights, at the hidden size
-    ``mup_base_hidden`` (None: at any). Decoders with ``embedding_norm`` (as in BLOOM) can be planned but not run.
+    as in SwiGLU. ``norm_epsilon``: added to the variance or mean square. ``qkv_bias``, ``output_bias``, ``norm_bias``:
+    the projections to queries, keys and values, the attention's output projection, and the norms have biases. ``tied``:
+    the output head shares the embedding matrix. ``bos_token``, ``eos_token``: ids of the first and of the last token of
+    a sequence; None: none. ``more_eos_tokens``: end-of-sequence ids besides ``eos_token``. ``initializer_range``:
+    standard deviation of initial weights, at the hidden size ``mup_base_hidden`` (None: at any). Decoders with
+    ``embedding_norm`` (as in BLOOM) can be planned but not run.
 
     Norms: on the input of each sublayer if ``pre_norms``, on its output if ``post_norms``; they multiply by 1 + weight
-    if ``zero_centred_norms``. ``projection_norm``: the norm on queries and that on keys span all heads together.
-    Rotary positions: the first ``rotary_fraction`` of a head's features is rotated, in pairs of neighbours if
-    ``rotary_interleaved``, else in pairs half of them apart; layers in ``unrotated_layers`` (indices) have no
-    positions; in layers with a sliding window the base is ``window_rope_theta``, without scaling (None: as in the other
-    layers). Factors: attention scores are multiplied by ``attention_scale`` (None: 1 / sqrt(head_dim)), embeddings by
-    ``embedding_scale`` (None: sqrt(hidden)), the output of each sublayer by ``residual_scale``; logits are divided by
-    ``logit_divisor``. ``attention_softcap`` and ``logit_softcap``: a cap c turns scores or logits x into c tanh(x / c).
-    ``attention_sinks``: each query head has a learned score that is one more term of the softmax's denominator.
+    if ``zero_centred_norms``. ``projection_norm``: the norm on queries and that on keys span all heads together. Rotary
+    positions with base ``rope_theta`` and scaling method ``rope_scaling``: the first ``rotary_fraction`` of a head's
+    features is rotated, in pairs of neighbours if ``rotary_interleaved``, else in pairs half of them apart; layers in
+    ``unrotated_layers`` (indices) have no positions; in layers with a sliding window the base is ``window_rope_theta``,
+    without scaling (None: as in the other layers). Factors: attention scores are multiplied by ``attention_scale``
+    (None: 1 / sqrt(head_dim)), embeddings by ``embedding_scale`` (None: sqrt(hidden)), the output of each sublayer by
+    ``residual_scale``; logits are divided by ``logit_divisor``. ``attention_softcap`` and ``logit_softcap``: a cap c
+    turns scores or logits x into c tanh(x / c). ``attention_sinks``: each query head has a learned score that is one
+    more term of the softmax's denominator.
 
     ``window_chunks``: windows are chunks: a token attends to tokens of its chunk of ``sliding_window`` positions, cut
     from the start of the document. ``rotated_norm``: rotated queries and keys are divided by their root mean square.

@@ -20,13 +20,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Rule by which a ``config.json`` gives the layers with a sliding window. layers: layers that have one if the key
-    ``layer_types`` is missing: "all"; "late", those from ``max_window_layers`` on; "early", every other one before it;
-    "periodic", all but every ``period``-th, which the key ``period_key`` may give; "unrotated", those without rotary
-    positions, by default every ``period``-th; "rotated", all but these.
-    switch: True if ``use_sliding_window`` must be true. listed: True if ``layer_types`` may list them; if not,
-    transformers ignores that key, and all layers or none have a window. chunked: True if windows are chunks: the key
-    ``attention_chunk_size`` has their size, and ``layer_types`` calls them ``chunked_attention``."""
+    """Rule by which a ``config.json`` of a family tells which layers have a sliding window.
+
+    layers: those that have one if the key ``layer_types`` is missing: "all" layers; "late": from ``max_window_layers``
+    on; "early": every other layer before ``max_window_layers``; "periodic": all but every ``period``-th (the key
+    ``period_key`` overrides the period); "unrotated": those without rotary positions, by default every ``period``-th;
+    "rotated": those with rotary positions. switch: True if ``use_sliding_window`` must be true. listed: True if
+    ``layer_types`` may list the layers; if not, transformers ignores that key, and all layers or none have a window.
+    chunked: True if windows are chunks: the key ``attention_chunk_size`` has their size, and ``layer_types`` calls them
+    ``chunked_attention``.
+    """
 
     layers: Literal["all", "late", "early", "periodic", "unrotated", "rotated"]
     period: int = 1
@@ -53,7 +56,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """How the ``config.json`` and the tensor files of a family describe mixtures of experts.
+    """Format in which the ``config.json`` and the tensor files of a family describe mixtures of experts.
 
     Names of ``config.json`` keys: ``count``: key of the number of experts (in transformers 4, then 5). ``width``: key
     of an expert's MLP width; None: it equals that of the dense MLPs. ``normalised``: key of

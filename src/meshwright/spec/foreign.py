@@ -49,7 +49,7 @@ class ModulePartition(Partition):
         return self.table.units
 
 
-def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
+def build_module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
     """Build the parameter table of a user's module, with one entry for each of its trained `parameters`. FSDP units
     (parameters that are all-gathered together) are in the order of their first parameters. The unit `REST`, which holds
     the parameters outside all other units, comes first."""
@@ -62,7 +62,7 @@ def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
     return ParameterTable(tuple(entry for tensor in tensors for entry in tensor.entries), tuple(tensors), tuple(units))
 
 
-def saved_table(table: ParameterTable, kept: Sequence[KeptValue]) -> ParameterTable:
+def build_saved_table(table: ParameterTable, kept: Sequence[KeptValue]) -> ParameterTable:
     """Build the parameter table for checkpoints: the trained parameters of `table`, followed by the buffers and frozen
     parameters `kept`."""
     entries = [_replicated_entry(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]

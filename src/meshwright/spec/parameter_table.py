@@ -135,7 +135,7 @@ class ParameterTable:
 
     def tensor_range(self, tensor: ModelParameter, layout: Layout | None = None) -> tuple[int, int]:
         """Return the range [start, stop) of elements that a rank's shard of the model parameter `tensor` (such as fused
-        qkv) occupies in that flat buffer of its FSDP unit that holds it. layout: None: one device."""
+        qkv) occupies in its flat buffer (one per FSDP unit and kind of parameter). layout: None: one device."""
         layout = layout or Layout()
         together = self.unit_tensors(tensor.unit, layout, tensor.buffer_kind(layout))
         before = itertools.takewhile(lambda other: other.name != tensor.name, together)
@@ -144,7 +144,8 @@ class ParameterTable:
 
     def entry_range(self, entry: ParameterEntry, layout: Layout | None = None) -> tuple[int, int]:
         """Return the range [start, stop) of elements that a rank's shard of the parameter entry `entry` (one tensor of
-        a checkpoint) occupies in that flat buffer of its FSDP unit that holds it. layout: None: one device."""
+        a checkpoint) occupies in its flat buffer (one per FSDP unit and kind of parameter). layout: None: one
+        device."""
         layout = layout or Layout()
         tensor = self.tensor(entry.tensor)
         start = self.tensor_range(tensor, layout)[0]

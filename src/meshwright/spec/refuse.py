@@ -210,8 +210,8 @@ def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _split_bias(config: ModelConfig) -> int:
-    """Return the length of the second bias of an expert, of which each rank that splits the expert's width adds a
-    slice; 0 if experts have none. config: configuration of the model."""
+    """Return the length of the bias of an expert's down projection, which ranks that shard the expert's width split
+    among themselves, each adding a slice; 0 if experts have no biases. config: configuration of the model."""
     return config.hidden if config.experts and config.mlp_bias else 0
 
 

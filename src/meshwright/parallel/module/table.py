@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import UserError
-from meshwright.spec.foreign import REST, ForeignParameter, KeptValue, module_table
+from meshwright.spec.foreign import REST, ForeignParameter, KeptValue, build_module_table
 from meshwright.spec.parameters import ParameterTable
 
 ChooseUnit = Callable[[str, nn.Module], bool]
@@ -62,7 +62,7 @@ def describe_module(
         ForeignParameter(name, tuple(each.shape), unit_of.get(id(each), REST), decays(name, each))
         for name, each in trained.items()
     ]
-    table = module_table(parameters)
+    table = build_module_table(parameters)
     kept = tuple(
         KeptValue(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
         for name, value in list_untrained_tensors(module, saved=True).items()

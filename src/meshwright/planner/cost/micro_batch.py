@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.engines import ENGINES, AttentionKernel, Engine
-from meshwright.spec.chunks import padded_documents
+from meshwright.spec.chunks import pad_document_count
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.work import count_predictions
@@ -300,16 +300,16 @@ class MicroBatch:
         the fewest."""
         if not self.masked:
             return int(self.rows)
-        return padded_documents(self.rows if self.starts is None else sum(map(len, self.starts)))
+        return pad_document_count(self.rows if self.starts is None else sum(map(len, self.starts)))
 
     @property
     def ring_documents(self) -> int:
         """Number of pieces of documents for which variable-length attention is called over one chunk of ring attention,
         of the chunk with the most pieces; where it is not known how many are packed, the fewest."""
         if self.starts is None:
-            return padded_documents(self.rows)
+            return pad_document_count(self.rows)
         chunk = self.tokens // 2
-        return padded_documents(
+        return pad_document_count(
             max(
                 sum(1 + sum(first < start < first + chunk for start in row) for row in self.starts)
                 for first in range(0, self.whole, chunk)

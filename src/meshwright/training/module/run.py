@@ -19,7 +19,7 @@ from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.monitoring.comparison import Prediction
 from meshwright.monitoring.resuming import check_resume_differences
 from meshwright.monitoring.run_directory import RunDirectory
-from meshwright.spec.foreign import saved_table
+from meshwright.spec.foreign import build_saved_table
 from meshwright.spec.parameters import ParameterTable
 from meshwright.training.deterministic import deterministic
 from meshwright.training.loop import Run, make_save_options
@@ -58,7 +58,7 @@ class ModuleRun(Run):
         self.journal.memory.start()
         task = build_task(spec, recipe, mesh)
         self.trainer = Trainer(task)
-        table = saved_table(task.derived.table, task.derived.kept)
+        table = build_saved_table(task.derived.table, task.derived.kept)
         files = {"config.json": _make_config_json(task.module)}
         contents = CheckpointContents(table, files, lambda path: _check_checkpoint_tensors(table, path))
         options = make_save_options(recipe)
