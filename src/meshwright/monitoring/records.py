@@ -53,12 +53,13 @@ class RunDescription:
 class StepRecord:
     """Results and times of one training step, for the journal.
 
-    step: number of the step, from 1. finite: True if loss and gradient norm are finite, so that the update was applied.
-    skipped_steps: number of skipped steps in the run so far. metrics: mean values besides the loss. validation: result
-    of a validation after the step, None without one. seconds: duration of the step without validation; seconds_by_part:
-    duration of each phase; waiting_seconds: time that the host waited in collective calls; rank_seconds: time of each
-    rank's own work. loss_scale, next_loss_scale: loss scales of this and of the next step; None if it is not dynamic.
-    profiled: True if the profiler recorded the step, which makes it slower.
+    step: number of the step, from 1. loss: mean loss over the step's loss terms. gradient_norm: global norm before
+    clipping. learning_rate: rate of this step. finite: True if loss and gradient norm are finite, so that the update
+    was applied. skipped_steps: number of skipped steps in the run so far. metrics: mean values besides the loss.
+    validation: result of a validation after the step, None without one. seconds: duration of the step without
+    validation. seconds_by_part: {phase: seconds}. waiting_seconds: time that the host waited in collective calls.
+    rank_seconds: [rank], seconds of each rank's own work. loss_scale, next_loss_scale: loss scales of this and of the
+    next step; None if it is not dynamic. profiled: True if the profiler recorded the step, which makes it slower.
     """
 
     step: int

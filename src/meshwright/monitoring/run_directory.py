@@ -24,7 +24,8 @@ CHECKPOINTS = "checkpoints"
 
 
 class RunDirectory:
-    """Directory of one run: paths and content of its files, and its lock.
+    """Directory of one run: paths and content of its files, and its lock. path: the directory, which need not exist
+    yet.
 
     Every process of a run creates one object; only one of them locks the directory (the launcher, or rank 0 if
     torchrun, Kubernetes or SLURM started the ranks).

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.monitoring.metrics import read_metrics
 from meshwright.monitoring.recipe_keys import flatten
-from meshwright.monitoring.resuming import values_by_key
+from meshwright.monitoring.resuming import list_values_by_key
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.monitoring.trackers import FAILED, TrackedRun, Tracker, make_tracker
 from meshwright.recipe import Recipe
@@ -55,7 +55,7 @@ class Tracking:
             with lock:
                 directory.write_trackers(entries)
 
-        parameters = values_by_key(recipe) | {"layout": layout}
+        parameters = list_values_by_key(recipe) | {"layout": layout}
         for name in recipe.track.to:
             entries[name] = kept = dict(known.get(name, {}))
             sent = kept.get("sent", "0")

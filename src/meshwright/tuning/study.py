@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.checkpoint.files import replace_file
 from meshwright.errors import UserError, error_reason
 from meshwright.layout import Layout
-from meshwright.monitoring.resuming import values_by_key
+from meshwright.monitoring.resuming import list_values_by_key
 from meshwright.monitoring.run_directory import CHECKPOINTS
 from meshwright.recipe import SCHEMA, Recipe, load_recipe_text, resolve_recipe
 from meshwright.toml import format_toml_value
@@ -286,7 +286,7 @@ def _make_pruner(recipe: Recipe) -> Any:
 def _check_same_study(old: Recipe, new: Recipe) -> None:
     """Check that a worker's recipe equals that of the study in all keys that affect the results of trials. Raises
     `UserError` that names the first key that differs. old: recipe of the study. new: recipe of this worker."""
-    before, after = values_by_key(old), values_by_key(new)
+    before, after = list_values_by_key(old), list_values_by_key(new)
     precisions = {Layout.parse(each.layout).precision for each in (old, new) if each.layout != "auto"}
     if len(precisions) > 1:
         raise UserError(
