@@ -23,7 +23,7 @@ from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.training.preference_loss import Preference
-from meshwright.verification.compare import relative_errors
+from meshwright.verification.compare import compute_relative_errors
 from meshwright.verification.problem import scale_down_config
 from tests.model.transformers_names import entry_in_transformers
 
@@ -253,4 +253,4 @@ def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
             gradient = entry_in_transformers(gradients, entry.name)
             theirs[entry.name] = (gradient.T if entry.transposed else gradient).reshape(-1)
             mine[entry.name] = ours.get_parameter(tensor.name).grad[entry.offset :][: entry.model_shape[0]].reshape(-1)
-    assert max(relative_errors(mine, theirs).values()) < 1e-10
+    assert max(compute_relative_errors(mine, theirs).values()) < 1e-10

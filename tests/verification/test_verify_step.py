@@ -27,7 +27,7 @@ from meshwright.verification.compare import TOLERANCES, Comparison, compare
 from meshwright.verification.local_faults import LOCAL_FAULTS, FaultCounter, LocalFault
 from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult, StepRange, run_rank
-from meshwright.verification.reference import Reference, learning_rate, sample_index_of
+from meshwright.verification.reference import Reference, compute_sample_index, learning_rate
 from meshwright.verification.samples import make_sequences
 from tests.verification.local_fault_names import NEEDS_RANKS
 
@@ -242,7 +242,7 @@ def test_long_sequences_span_several_tiles_and_document_counts(layout: str):
     parsed = Layout.parse(layout)
     piece = problem.sequence // (2 * parsed.cp) if parsed.cp_method == "ring" and parsed.cp > 1 else problem.sequence
     assert piece > TILE_QUERIES
-    numbers = [sample_index_of(number, problem.train_sequences, problem.seed) for number in range(problem.batch)]
+    numbers = [compute_sample_index(number, problem.train_sequences, problem.seed) for number in range(problem.batch)]
     batch = make_sequences(problem, numbers)
     counted = [ids for ids, targets in zip(batch.document_ids, batch.targets, strict=True) if (targets >= 0).any()]
     documents = [int(ids.max()) + 1 for ids in counted]
@@ -258,7 +258,7 @@ def test_large_vocabulary_loss_uses_several_chunks():
 
 def test_reference_order_and_learning_rates_match_documentation():
     order = SampleOrder(11, 19)
-    assert order.sample(range(60)).tolist() == [sample_index_of(number, 19, 11) for number in range(60)]
+    assert order.sample(range(60)).tolist() == [compute_sample_index(number, 19, 11) for number in range(60)]
     for schedule, warmup in (("constant", 0), ("linear", 2), ("cosine", 1)):
         training = dataclasses.replace(PROBLEMS["updates"].training, schedule=schedule, warmup=warmup)
         recipe = dataclasses.replace(PROBLEMS["updates"], training=training, steps=7).make_recipe(LAYOUT)

@@ -114,8 +114,9 @@ class LateCompletion:
         return found
 
     def note_call(self, original: Callable[..., Any], operation: str, axis: Axis, site: str, *rest: Any) -> Any:
-        """Store operation and call site of the next call, which messages about faults name; then call `original`, the
-        function `collectives._record_call` that this replaces, with all arguments."""
+        """Store the operation and call site of the next call, for messages about faults; then call `original` with all
+        arguments. This method replaces the function `collectives._record_call` (`original`). axis: mesh axis of the
+        call."""
         self._site = f"{site} ({operation} over {axis.name})"
         return original(operation, axis, site, *rest)
 
@@ -178,8 +179,8 @@ _REPLACED = (
 
 
 def _return_posted(posted: Posted) -> Posted:
-    """Return `posted`, the handles of a call that is already started, unchanged. `_post` calls it where it would
-    otherwise start a call."""
+    """Return `posted`, the handles of a started call, unchanged. It is passed to `LateCompletion._post`, which expects
+    a function that starts a call, when the call has already been started."""
     return posted
 
 
@@ -217,7 +218,7 @@ def _is_poisoned(buffer: torch.Tensor) -> bool:
 
 
 def _has_bits_of(buffer: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors of equal shape are bitwise equal, NaN included."""
+    """Return True if the tensors `buffer` and `other`, of equal shape, are bitwise equal, NaN included."""
     first, second = (each.contiguous().view(-1).view(torch.uint8) for each in (buffer, other))
     return torch.equal(first, second)
 

@@ -41,7 +41,7 @@ class FaultCounter:
         return bool(changed)
 
     def seen_before(self, thing: object) -> bool:
-        """Return True if an earlier call of this method on this counter got the same object (by identity)."""
+        """Return True if an earlier call of this method on this counter got the same object `thing` (by identity)."""
         met = any(each is thing for each in self._met)
         self._met.append(thing)
         return met
@@ -100,8 +100,9 @@ def _overwrite_gradient(
     counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int
 ) -> Any:
     """Buggy stand-in for `UnshardedGradient.view` (`original`): each micro-batch overwrites the gradient instead of
-    accumulating into it. `original` returns (view of the gradient with number `index`, True if backward shall overwrite
-    the view or False if it shall add to it); the stand-in always returns True. `counter` counts the changed flags."""
+    accumulating into it. `original` returns (view of the gradient number `index`, True if backward shall overwrite the
+    view, False if it shall add to it); the stand-in always returns True. `counter` counts the flags that this
+    changes."""
     view, stale = original(gradient, index)
     counter.record_if(not stale)
     return view, True

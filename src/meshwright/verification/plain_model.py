@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from meshwright.model.rope import inverse_frequencies
 from meshwright.spec.config import ModelConfig
 from meshwright.training.preference_loss import Preference
-from meshwright.verification.plain_preferences import preference_loss, single_response_loss
+from meshwright.verification.plain_preferences import compute_preference_loss, compute_single_response_loss
 from meshwright.verification.samples import IGNORED, Batch
-from meshwright.verification.teaching import Taught, distillation_loss, hidden_loss
+from meshwright.verification.teaching import Taught, compute_distillation_loss, compute_hidden_loss
 
 Weights = Mapping[str, torch.Tensor]  # model parameter -> its values, [output, input] for matrices
 
@@ -65,16 +65,16 @@ def run_batch(
         if taught is not None:
             teacher = _Forward(taught.teaching.teacher, taught.weights, ids_BS)
             wanted_BSV, _ = teacher.logits(teacher.hidden(tokens_BS))
-            losses_BS = distillation_loss(taught.teaching.loss, logits_BSV, wanted_BSV, losses_BS)
-            losses_BS = losses_BS + hidden_loss(taught.teaching.loss, weights, model.outputs, teacher.outputs)
+            losses_BS = compute_distillation_loss(taught.teaching.loss, logits_BSV, wanted_BSV, losses_BS)
+            losses_BS = losses_BS + compute_hidden_loss(taught.teaching.loss, weights, model.outputs, teacher.outputs)
         loss = torch.where(counted_BS, losses_BS, 0.0).sum()
     elif preference.objective == "kto":
         counted_B = count_responses(batch)
-        loss = single_response_loss(preference, sum_by_response(chosen_BS, batch), counted_B, batch)
+        loss = compute_single_response_loss(preference, sum_by_response(chosen_BS, batch), counted_B, batch)
     else:
         pairs_B = (ids_BS.amax(dim=1) + 1) // 2
         counted_B = pairs_B
-        loss = preference_loss(preference, chosen_BS, ids_BS, pairs_B, batch)
+        loss = compute_preference_loss(preference, chosen_BS, ids_BS, pairs_B, batch)
     objective = loss
     if config.prediction_layers:
         assert preference is None
@@ -121,7 +121,7 @@ def score_responses(config: ModelConfig, weights: Weights, batch: Batch) -> list
     ]
 
 
-def cap(x: torch.Tensor, limit: float | None) -> torch.Tensor:
+def apply_softcap(x: torch.Tensor, limit: float | None) -> torch.Tensor:
     """Apply a tanh softcap to scores or logits: limit tanh(x / limit); `x` itself if the limit is None."""
     return x if limit is None else limit * torch.tanh(x / limit)
 
@@ -169,7 +169,7 @@ class _Forward:
         """Return the next-token logits [B, S, V] of final hidden states, and the weight of the output head [V, H]."""
         config = self.config
         head = self.weights["embedding.weight" if config.tied else "head.weight"]
-        return cap(x_BSH @ head.T / config.logit_divisor, config.logit_softcap), head
+        return apply_softcap(x_BSH @ head.T / config.logit_divisor, config.logit_softcap), head
 
     def predict_later(
         self, x_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, head: torch.Tensor
@@ -229,7 +229,7 @@ class _Forward:
             q = q * (1 + config.temperature_scale * torch.log(1 + steps_BS))[..., None, None]
         k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
         scale = size**-0.5 if config.attention_scale is None else config.attention_scale
-        scores_BNSS = cap(scale * torch.einsum("bqnd,bknd->bnqk", q, k), config.attention_softcap)
+        scores_BNSS = apply_softcap(scale * torch.einsum("bqnd,bknd->bnqk", q, k), config.attention_softcap)
         visible_BSS, window = self.visible_BSS, config.layer_window(layer)
         if window is not None and config.window_chunks:
             chunk_BS = self.positions_BS // window

@@ -30,10 +30,12 @@ class TrainingSettings:
     """Optimizer settings of a verification problem, named as the keys of a recipe's [train] table, and its dynamic loss
     scale.
 
-    clip: maximum gradient norm; 0: no clipping. warmup: number of warm-up steps. minimum_learning_rate: final learning
-    rate as a fraction of the peak. router_bias_rate: change of a router bias per step. loss_scale: initial loss scale;
-    1: no scaling. loss_scale_every: number of consecutive finite steps after which the loss scale doubles (a non-finite
-    step halves it); 0: the loss scale is constant.
+    optimizer: "sgd" or "adamw". learning_rate: peak value. weight_decay: coefficient, for matrices only. momentum: of
+    SGD. betas, epsilon: of AdamW. clip: maximum gradient norm; 0: no clipping. schedule: learning-rate schedule.
+    warmup: number of warm-up steps. minimum_learning_rate: final learning rate as a fraction of the peak.
+    router_bias_rate: change of a router bias per step. loss_scale: initial loss scale; 1: no scaling. loss_scale_every:
+    number of consecutive finite steps after which the loss scale doubles (a non-finite step halves it); 0: the loss
+    scale is constant.
     """
 
     optimizer: str = "sgd"
@@ -183,7 +185,7 @@ def scale_down_config(
     if latent is not None:
         rank = None if latent.query_rank is None else 9
         latent = dataclasses.replace(latent, rank=7, rotary_dim=4, value_dim=5, query_rank=rank)
-    experts = _scaled_experts(config, tp, ep, etp)
+    experts = _scale_down_experts(config, tp, ep, etp)
     keys = FAMILIES[config.family].experts
     one_width = keys is not None and keys.width is None
     intermediate = experts.get("expert_intermediate", 0) if one_width else -(-37 // tp) * tp
@@ -246,7 +248,7 @@ def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
     raise AssertionError
 
 
-def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
+def _scale_down_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
     """Return the mixture-of-experts fields of a scaled-down configuration by ModelConfig field name: at most five
     experts (rounded up to a multiple of ep), at most three per token, and one dense layer if `config` has dense layers.
     Empty if `config` has no experts."""

@@ -99,7 +99,7 @@ class Reference:
         problem = self.problem
         numbers = range(step * problem.batch, (step + 1) * problem.batch)
         return make_sequences(
-            problem, [sample_index_of(number, problem.train_sequences, problem.seed) for number in numbers]
+            problem, [compute_sample_index(number, problem.train_sequences, problem.seed) for number in numbers]
         )
 
     def split_gradient(self, step: int, count: int) -> list[ParameterValues]:
@@ -147,7 +147,7 @@ class Reference:
         leaves = self._make_leaves(weights)
         for name in weights:
             leaves[name].requires_grad_()
-        tensors = self._engine_tensors(leaves)
+        tensors = self._build_engine_tensors(leaves)
         terms = terms or self._count_terms(batch)
         loss = 0.0
         excess_loads: dict[str, torch.Tensor] = {}
@@ -168,7 +168,7 @@ class Reference:
     def _compute_loss(self, weights: ParameterValues, batch: Batch) -> float:
         """Return the mean loss of a batch in nats per loss term. weights: master weights, which are rounded to the
         parameter dtype first."""
-        tensors = self._engine_tensors(self._make_leaves(weights))
+        tensors = self._build_engine_tensors(self._make_leaves(weights))
         batch = self._estimate_kl(weights, batch)
         losses = self.problem.preference, self._taught
         found = [run_batch(self.problem.config, tensors, part, *losses) for part in self._split_batch(batch)]
@@ -187,7 +187,7 @@ class Reference:
         responses, at least 0 (arXiv:2402.01306, section 4.1); unchanged for other losses. weights: master weights."""
         if batch.mismatched is None:
             return batch
-        tensors = self._engine_tensors(self._make_leaves(weights))
+        tensors = self._build_engine_tensors(self._make_leaves(weights))
         parts = self._split_batch(batch.mismatched)
         scores = [
             value for part in parts for row in score_responses(self.problem.config, tensors, part) for value in row
@@ -213,7 +213,7 @@ class Reference:
             name: values.double().clone() for name, values in self.round_to_parameters(self.frozen | weights).items()
         }
 
-    def _engine_tensors(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _build_engine_tensors(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Concatenate the parameters `leaves` into the tensors of the training engine, which fuses some of them (query,
         key and value; gate and up), with the adapter merged into them. Return float64 tensors by engine name."""
         merged = merge_adapter_weights(self.table, self.problem.config.adapter, leaves)
@@ -287,7 +287,7 @@ def learning_rate(step: int, steps: int, training: TrainingSettings) -> float:
             return minimum + (peak - minimum) * (1 + math.cos(math.pi * done)) / 2
 
 
-def sample_index_of(number: int, sequences: int, seed: int) -> int:
+def compute_sample_index(number: int, sequences: int, seed: int) -> int:
     """Return the index, in the training split, of the sample that training reads as number `number` (from 0, counted
     over all epochs). The order is a new permutation of `sequences` samples in every epoch: a Feistel network of eight
     rounds with cycle walking, seeded by `seed` and the epoch (docs/data.md)."""
