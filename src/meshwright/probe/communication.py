@@ -96,9 +96,9 @@ def compute_slowest_median(by_rank: list[list[float]], waits: list[list[float]])
 
 def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
     """Return (function that runs the collective once over `axis`, number by which to divide the function's duration).
-    The number is 2 for "send-receive", which sends a message there and back, and 1 for all other operations.
+    The number is 2 for "send-receive", which sends a message to another rank and back, and 1 for all other operations.
 
-    operation: such as "all-reduce". size: bytes of the full float32 vector.
+    operation: such as "all-reduce". size: bytes of the full float32 vector, which is allocated on `device`.
     """
     share = max(1, size // 4 // axis.size)
     whole = torch.zeros(share * axis.size, device=device)

@@ -83,8 +83,8 @@ def _list_kernels(
     (device) -> function to be timed. kernels: number of device kernels that one run launches. bytes: bytes that one of
     them reads and writes.
 
-    axes: mesh axes of the plan; with "cp" ring attention is included. back: True for the backward pass, False for the
-    forward pass.
+    dtype: dtype of the tensors. axes: mesh axes of the plan; with "cp" ring attention is included. back: True for the
+    backward pass, False for the forward pass.
     """
     for name, (width, kernels) in _ELEMENTWISE.items():
         passes, tokens = kernels[back], elements // width

@@ -44,7 +44,7 @@ class AdapterRecipe(Table):
 
 
 class _OneTable(Table):
-    """A recipe's table [adapter] alone."""
+    """Recipe that has only the table [adapter]."""
 
     adapter: AdapterRecipe = AdapterRecipe()
 
@@ -53,8 +53,8 @@ _SCHEMA = Schema(_OneTable, {})
 
 
 def read_adapter(given: Mapping[str, Any] | Sequence[str]) -> AdapterRecipe:
-    """Return a table [adapter] without recipe. given: its keys and values, or overrides such as "adapter.rank=16".
-    Raises `UserError` with the key and the valid values."""
+    """Parse and validate a table [adapter] that is not part of a recipe. given: its keys and values, or overrides such
+    as "adapter.rank=16". Raises `UserError` with the key and the valid values."""
     tables: dict[str, Any] = {}
     if isinstance(given, Mapping):
         tables["adapter"] = dict(given)

@@ -131,10 +131,10 @@ class DataRecipe(Table):
     records: "text", or the kind of fine-tuning examples ("instruction", "chat", "preference", "unpaired"), to which
     these apply: record_keys: {standard key such as "instruction": key in the sources}. message_keys: {"role" or
     "content": key in messages}. record_roles: {role in the sources: standard role}. template: name or .jinja file of
-    the chat template. thinking: reasoning of assistant turns that is kept: what the template renders ("template"), that
-    of the last turn ("last"), none ("none"), or of every turn, each as the last of an example of its own ("all").
-    train_on: tokens in the loss, "responses" or "all". pack: several examples per sample. too_long: "truncate", "drop"
-    or "refuse" examples longer than a sample.
+    the chat template. thinking: which reasoning of assistant turns is kept: "template": what the template renders;
+    "last": that of the last turn; "none": none; "all": that of every turn, by making a separate example that ends with
+    this turn. train_on: tokens in the loss, "responses" or "all". pack: several examples per sample. too_long:
+    "truncate", "drop" or "refuse" examples longer than a sample.
     """
 
     source: Name | Annotated[list[Name], Field(min_length=1)] | None = None  # "stdlib", a path, URL, glob, or several

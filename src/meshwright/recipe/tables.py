@@ -97,12 +97,13 @@ class ModelRecipe(Table):
     """Table [model] of a recipe: architecture of the model, given by exactly one of `preset` (name of a public model),
     `from` (Hugging Face directory or its config.json) and `family` (with layers, hidden and heads).
 
-    The other fields change single values of that architecture; a field that is None keeps its value, or with `family`
-    the family's default. load_weights: start from the weights of the directory `from` instead of random ones.
+    The other fields change single values of that architecture, as in `spec.config.ModelConfig`; a field that is None
+    keeps its value, or with `family` the family's default. load_weights: start from the weights of the directory `from`
+    instead of random ones.
     dense_layers: indices, from 0, of layers with an MLP instead of experts. shared_intermediate: width of the shared
     expert, 0 for none. router_loss: weight of the load-balancing loss.
-    mup_base_hidden: hidden size at which initial values and learning rate are meant; at another size they are scaled by
-    the maximal update parametrization (µP). None: no scaling.
+    mup_base_hidden: hidden size for which initial values and learning rate were chosen; at another hidden size they are
+    scaled by the maximal update parametrization (µP). None: no scaling.
     """
 
     preset: Name | None = None
@@ -160,9 +161,10 @@ class TrainRecipe(Table):
     batch: sequences per optimizer step, over all ranks. objective: "next-token", or "dpo", "ipo", "simpo", "orpo" for
     preference records, "kto" for unpaired ones; None: "dpo" or "kto" for these, else "next-token". preference_beta:
     beta of DPO, IPO, SimPO and KTO, lambda of ORPO; None: 0.1, for SimPO 2. preference_margin: gamma of SimPO; None: 1.
-    preference_smoothing: label smoothing of DPO. desirable_weight, undesirable_weight: lambda of KTO. momentum:
-    momentum of SGD; 0 for other optimizers. router_bias_rate: amount by which each step changes the biases that balance
-    the load of experts.
+    preference_smoothing: label smoothing of DPO. desirable_weight, undesirable_weight: lambda of KTO. betas, epsilon:
+    constants of Adam. weight_decay: coefficient of decoupled weight decay, of matrices only. momentum: momentum of SGD;
+    0 for other optimizers. router_bias_rate: amount by which each step changes the biases that balance the load of
+    experts.
 
     learning_rate: peak value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps of the
     warm-up, and of the final decay of the schedule "wsd". clip: maximum global gradient norm, 0: off. validate_every:
@@ -170,8 +172,9 @@ class TrainRecipe(Table):
     that may be skipped for a loss or gradient that is not finite. loss_scale: initial value for fp16, doubled after
     `loss_scale_every` finite steps in a row.
 
-    log_every: steps between log lines. slow_rank_factor: report a rank slower than the median rank by this factor.
-    profile: steps to trace, "10" or "10:12" (inclusive). profile_ranks: ranks whose operators are traced; empty: all.
+    compile: run layers under torch.compile. deterministic: use deterministic GPU kernels only. log_every: steps between
+    log lines. slow_rank_factor: report a rank slower than the median rank by this factor. profile: steps to trace, "10"
+    or "10:12" (inclusive). profile_ranks: ranks whose operators are traced; empty: all.
     """
 
     steps: Annotated[int, Size("steps")]
