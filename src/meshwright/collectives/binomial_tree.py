@@ -98,8 +98,9 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
     """Generate the program (steps of every rank) of the binomial-tree broadcast from rank `root`. Best for small
     vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    One segment: L rounds; the root sends L S bytes; time L (alpha + S beta).
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): with one segment, L rounds; the root sends L S bytes; time L (alpha + S beta).
+
     segments: k parts of the vector, sent as a pipeline: L + k - 1 rounds with messages of S/k bytes. This is faster
     only if a rank can send to several others at once.
     """
@@ -113,8 +114,9 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
 def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the binomial-tree reduce to rank `root`. Best for small vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    One segment: L rounds; S bytes per rank; time L (alpha + S beta).
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): with one segment, L rounds; S bytes per rank; time L (alpha + S beta).
+
     segments: k parts of the vector, reduced as a pipeline: L + k - 1 rounds with messages of S/k bytes.
     """
     program = Builder("reduce", "binomial-tree", ranks, segments, root)
@@ -128,8 +130,10 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the binomial-tree all-reduce: reduce to rank 0, then broadcast.
     Best for small vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    One segment: 2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S beta).
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): with one segment, 2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S
+    beta).
+
     segments: k parts of the vector, each broadcast as soon as it is reduced: 2L + k - 1 rounds with messages of S/k
     bytes.
     """
@@ -145,8 +149,8 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the binomial-tree scatter from rank `root`.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    L rounds; the root sends (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): L rounds; the root sends (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
     """
     program = Builder("scatter", "binomial-tree", ranks, ranks, root)
     return build_from_rounds(program, add_scatter_rounds(program, root))
@@ -155,8 +159,8 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the binomial-tree gather to rank `root`.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    L rounds; the root receives (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): L rounds; the root receives (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
     """
     program = Builder("gather", "binomial-tree", ranks, ranks, root)
     return build_from_rounds(program, add_gather_rounds(program, root))
@@ -164,9 +168,10 @@ def gather(ranks: int, root: int = 0) -> CollectiveProgram:
 
 def barrier(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the binomial-tree barrier: signals up the tree to rank 0, then
-    down. 2L rounds; time 2L alpha.
+    down.
 
-    Symbols: n ranks; a message without data takes alpha seconds; L is log2 n, rounded up.
+    Costs for n ranks, where a message without data takes alpha seconds (L = log2 n, rounded up): 2L rounds; time 2L
+    alpha.
     """
     program = Builder("barrier", "binomial-tree", ranks, chunks=1)
 

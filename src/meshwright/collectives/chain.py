@@ -32,9 +32,8 @@ def broadcast(ranks: int, root: int = 0, segments: int | None = None) -> Collect
     """Generate the program (steps of every rank) of the chain (pipelined ring) broadcast from rank `root`. Best for
     large vectors, in many segments.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments
-    (default n - 1).
-    n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
+    Costs for n ranks and a vector of S bytes in k segments (default n - 1), where a message of b bytes takes alpha + b
+    beta seconds: n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
     """
     program = Builder("broadcast", "ring", ranks, segments or max(1, ranks - 1), root)
     return build_from_rounds(program, add_chain_rounds(program, np.roll(np.arange(ranks), -root)))
@@ -44,9 +43,10 @@ def reduce(ranks: int, root: int = 0, segments: int | None = None) -> Collective
     """Generate the program (steps of every rank) of the chain (pipelined ring) reduce to rank `root`: segments travel
     around the ring, and each rank adds its own data to them.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments
-    (default n - 1).
-    Best for large vectors, in many segments. n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
+    Best for large vectors, in many segments.
+
+    Costs for n ranks and a vector of S bytes in k segments (default n - 1), where a message of b bytes takes alpha + b
+    beta seconds: n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
     """
     program = Builder("reduce", "ring", ranks, segments or max(1, ranks - 1), root)
     return build_from_rounds(program, add_chain_rounds(program, np.roll(np.arange(ranks), -root - 1), reduce=True))

@@ -84,9 +84,9 @@ def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the double-binary-tree all-reduce: each segment is reduced up a
     tree and broadcast down again.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is log2 n, rounded
-    down; k segments.
-    2h + k - 1 rounds; at most 2 S bytes per rank; time (2h + k - 1) (alpha + 2 S/k beta), near 2h alpha + 2 S beta.
+    Costs for n ranks and a vector of S bytes in k segments, where a message of b bytes takes alpha + b beta seconds (h
+    = log2 n, rounded down): 2h + k - 1 rounds; at most 2 S bytes per rank; time (2h + k - 1) (alpha + 2 S/k beta), near
+    2h alpha + 2 S beta.
     """
     program = Builder("all-reduce", "double-binary-tree", ranks, chunks=2 * segments)
     trees = build_two_trees(np.arange(ranks))
@@ -103,9 +103,8 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram
     """Generate the program (steps of every rank) of the double-binary-tree broadcast: rank `root` sends into both trees
     over the other ranks.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is the height of a
-    tree over n-1 ranks; k segments.
-    h + k rounds; at most S bytes per rank; time (h + k) (alpha + S/k beta).
+    Costs for n ranks and a vector of S bytes in k segments, where a message of b bytes takes alpha + b beta seconds (h:
+    height of a tree over n-1 ranks): h + k rounds; at most S bytes per rank; time (h + k) (alpha + S/k beta).
     """
     program = Builder("broadcast", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
@@ -116,9 +115,8 @@ def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the double-binary-tree reduce to rank `root`, the reverse of
     `broadcast`.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is the height of a
-    tree over n-1 ranks; k segments.
-    h + k rounds; S bytes per rank; time (h + k) (alpha + S/k beta).
+    Costs for n ranks and a vector of S bytes in k segments, where a message of b bytes takes alpha + b beta seconds (h:
+    height of a tree over n-1 ranks): h + k rounds; S bytes per rank; time (h + k) (alpha + S/k beta).
     """
     program = Builder("reduce", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)

@@ -19,12 +19,14 @@ def all_reduce(ranks: int, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical all-reduce: reduce to the first rank inside each
     node, all-reduce between the nodes' first ranks, broadcast inside each node.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    X. Jia et al., Highly scalable deep learning training system with mixed-precision, arXiv 1807.11205. Binomial trees
-    inside nodes, a ring between nodes. With L = log2 g, rounded up: 2L + 2(k-1) rounds; time 2L (alpha + S beta) inside
-    nodes + 2(k-1) alpha + 2(k-1)/k S beta between nodes. The first rank of a node sends L S bytes inside its node and
-    2(k-1)/k S bytes to another node.
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root). X. Jia et al., Highly
+    scalable deep learning training system with mixed-precision, arXiv 1807.11205. Binomial trees inside nodes, a ring
+    between nodes.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds (L = log2 g, rounded up): 2L + 2(k-1) rounds; time 2L (alpha + S beta) inside nodes + 2(k-1) alpha +
+    2(k-1)/k S beta between nodes. The first rank of a node sends L S bytes inside its node and 2(k-1)/k S bytes to
+    another node.
     """
     nodes = _arrange_nodes("all-reduce", ranks, groups)
     first, k = nodes[:, 0], len(nodes)
@@ -42,10 +44,11 @@ def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectivePro
     """Generate the program (steps of every rank) of the BlueConnect all-reduce: reduce-scatter inside each node,
     all-reduce between nodes among the ranks with the same local rank, all-gather inside each node.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    M. Cho, U. Finkler, M. Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. All phases use
-    rings. 2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes per rank, of which 2(k-1)/n S leave the node; time 2(g-1) alpha +
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root). M. Cho, U. Finkler, M.
+    Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. All phases use rings.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds: 2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes per rank, of which 2(k-1)/n S leave the node; time 2(g-1) alpha +
     2(g-1)/g S beta inside nodes + 2(k-1) alpha + 2(k-1)/n S beta between nodes.
     """
     nodes = _arrange_nodes("all-reduce", ranks, groups)
@@ -65,10 +68,12 @@ def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical reduce-scatter: inside each node, then between
     nodes, among the ranks with the same local rank. Both phases use rings.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    (g-1) + (k-1) rounds; (n-1)/n S bytes per rank, of which (k-1)/n S leave the node; time (g-1) alpha + (g-1)/g S beta
-    inside nodes, in messages of k blocks (1/n of the vector each), + (k-1) alpha + (k-1)/n S beta between nodes.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds: (g-1) + (k-1) rounds; (n-1)/n S bytes per rank, of which (k-1)/n S leave the node; time (g-1) alpha +
+    (g-1)/g S beta inside nodes, in messages of k blocks (1/n of the vector each), + (k-1) alpha + (k-1)/n S beta
+    between nodes.
     """
     nodes = _arrange_nodes("reduce-scatter", ranks, groups)
     program = Builder("reduce-scatter", "hierarchical", ranks, chunks=ranks)
@@ -83,11 +88,13 @@ def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical all-gather: between nodes, among the ranks with
     the same local rank, then inside each node. Both phases use rings.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    Z. Zhang et al., MiCS: near-linear scaling for training gigantic model on public cloud, VLDB 2022. (k-1) + (g-1)
-    rounds; (n-1)/n S bytes per rank, of which (k-1)/n S leave the node; time (k-1) alpha + (k-1)/n S beta between nodes
-    + (g-1) alpha + (g-1)/g S beta inside nodes, in messages of k blocks (1/n of the vector each).
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root). Z. Zhang et al., MiCS:
+    near-linear scaling for training gigantic model on public cloud, VLDB 2022.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds: (k-1) + (g-1) rounds; (n-1)/n S bytes per rank, of which (k-1)/n S leave the node; time (k-1) alpha +
+    (k-1)/n S beta between nodes + (g-1) alpha + (g-1)/g S beta inside nodes, in messages of k blocks (1/n of the vector
+    each).
     """
     nodes = _arrange_nodes("all-gather", ranks, groups)
     program = Builder("all-gather", "hierarchical", ranks, chunks=ranks)
@@ -100,11 +107,12 @@ def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical broadcast from rank `root`: to one rank of every
-    node, then inside each node.
+    node, then inside each node. Both phases use binomial trees.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    Binomial trees: log2 k + log2 g rounds, with each logarithm rounded up; every message has S bytes.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds: log2 k + log2 g rounds, with each logarithm rounded up; every message has S bytes.
     """
     nodes = _arrange_nodes("broadcast", ranks, groups)
     node, place = divmod(root, nodes.shape[1])
@@ -118,11 +126,12 @@ def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> Collectiv
 
 def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical reduce to rank `root`: to one rank of every node,
-    then between these ranks.
+    then between these ranks. Both phases use binomial trees.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    Binomial trees: log2 g + log2 k rounds, with each logarithm rounded up; every message has S bytes.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds: log2 g + log2 k rounds, with each logarithm rounded up; every message has S bytes.
     """
     nodes = _arrange_nodes("reduce", ranks, groups)
     node, place = divmod(root, nodes.shape[1])
@@ -138,13 +147,14 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical all-to-all: first inside each node, then between
     nodes, among the ranks with the same local rank.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    Inside a node, the rank with local rank l collects all blocks for ranks with local rank l of any node; it then sends
-    one message to each other node. Copies between the two phases make each message contiguous. C. Hwang et al., Tutel:
-    adaptive mixture-of-experts at scale, MLSys 2023, its two-dimensional hierarchical form.
-    (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes per rank; time (g-1) alpha + (g-1)/g S beta inside nodes +
-    (k-1) alpha + (k-1)/k S beta between nodes, in k-1 messages instead of the n-g of a direct exchange.
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root). Inside a node, the rank
+    with local rank l collects all blocks for ranks with local rank l of any node; it then sends one message to each
+    other node. Copies between the two phases make each message contiguous. C. Hwang et al., Tutel: adaptive
+    mixture-of-experts at scale, MLSys 2023, its two-dimensional hierarchical form.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds: (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes per rank; time (g-1) alpha + (g-1)/g S beta inside nodes
+    + (k-1) alpha + (k-1)/k S beta between nodes, in k-1 messages instead of the n-g of a direct exchange.
     """
     nodes = _arrange_nodes("all-to-all", ranks, groups)
     k, g = nodes.shape

@@ -55,12 +55,13 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program (steps of every rank) of the mesh all-reduce: reduce-scatter along each axis in turn, then
     all-gather in reverse.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     Best for large vectors on a mesh. With d axes, the vector has d parts, and part i starts with axis i. dims: sides of
     the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given; without either,
     one line.
-    2[(X-1) + (Y-1) + ...] rounds; at most 2 (1 + 1/X + 1/XY + ...) S bytes per rank; with equal sides, time rounds x
-    alpha + 2 S/d [(X-1)/X + (Y-1)/XY + ...] beta.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
+    sides): 2[(X-1) + (Y-1) + ...] rounds; at most 2 (1 + 1/X + 1/XY + ...) S bytes per rank; with equal sides, time
+    rounds x alpha + 2 S/d [(X-1)/X + (Y-1)/XY + ...] beta.
     """
     name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     axes = range(len(shape))
@@ -81,10 +82,11 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
 def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the mesh reduce-scatter: one axis after the other.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
     without either, one line.
-    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S beta.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
+    sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S beta.
     """
     name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=ranks)
@@ -96,10 +98,11 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program (steps of every rank) of the mesh all-gather: one axis after the other, the reverse of the
     mesh reduce-scatter.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
     without either, one line.
-    (X-1) + (Y-1) + ... rounds; time rounds x alpha + (n-1)/n S beta.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
+    sides): (X-1) + (Y-1) + ... rounds; time rounds x alpha + (n-1)/n S beta.
     """
     name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=ranks)

@@ -75,9 +75,10 @@ def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the all-pairs all-reduce: every rank reduces one block (1/n of the
     vector) and sends the result to all other ranks.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    Best for small vectors inside a machine, where all pairs have good links. 2 rounds; 2(n-1)/n S bytes per rank in
-    2(n-1) messages; time 2 alpha + 2(n-1)/n S beta.
+    Best for small vectors inside a machine, where all pairs have good links.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 2 rounds;
+    2(n-1)/n S bytes per rank in 2(n-1) messages; time 2 alpha + 2(n-1)/n S beta.
     """
     program = Builder("all-reduce", "all-pairs", ranks, chunks=ranks)
     everyone = own = np.arange(ranks)
@@ -92,8 +93,8 @@ def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the all-pairs reduce-scatter. Best for small vectors inside a
     machine.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
+    messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
     """
     program = Builder("reduce-scatter", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(
@@ -104,8 +105,8 @@ def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
 def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the all-pairs all-gather. Best for small vectors inside a machine.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
+    messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
     """
     program = Builder("all-gather", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, merge_rounds(add_all_gather_rounds(program, np.arange(ranks), np.arange(ranks))))
@@ -115,9 +116,10 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the pairwise reduce-scatter: blocks (1/n of the vector each) go
     directly to their owners.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    Best for large vectors if all pairs of ranks are near (as within a node). n-1 rounds; (n-1)/n S bytes per rank; time
-    (n-1) alpha + (n-1)/n S beta.
+    Best for large vectors if all pairs of ranks are near (as within a node).
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("reduce-scatter", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, add_reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -127,9 +129,10 @@ def all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the pairwise all-gather: blocks (1/n of the vector each) go
     directly from their owners to all ranks.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    Best for large vectors if all pairs of ranks are near (as within a node). n-1 rounds; (n-1)/n S bytes per rank; time
-    (n-1) alpha + (n-1)/n S beta.
+    Best for large vectors if all pairs of ranks are near (as within a node).
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-gather", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, add_all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -139,8 +142,8 @@ def all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the pairwise all-to-all: one partner in each round. Best for large
     vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    n-1 rounds; (n-1)/n S bytes per rank, each sent once; time (n-1) alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes per rank, each sent once; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-to-all", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, _add_own_copy_round(program), _add_exchange_rounds(program))
@@ -150,8 +153,8 @@ def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the all-pairs all-to-all: every rank sends its messages to all
     other ranks at once.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
+    messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
     """
     program = Builder("all-to-all", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, _add_own_copy_round(program), merge_rounds(_add_exchange_rounds(program)))

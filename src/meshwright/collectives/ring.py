@@ -42,8 +42,8 @@ def all_reduce(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the ring all-reduce: reduce-scatter, then all-gather. Best for
     large vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    2(n-1) rounds; 2(n-1)/n S bytes per rank, fewest of all algorithms; time 2(n-1) alpha + 2(n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 2(n-1) rounds;
+    2(n-1)/n S bytes per rank, fewest of all algorithms; time 2(n-1) alpha + 2(n-1)/n S beta.
     """
     program = Builder("all-reduce", "ring", ranks, chunks=ranks)
     everyone = own = np.arange(ranks)
@@ -55,8 +55,8 @@ def all_reduce(ranks: int) -> CollectiveProgram:
 def reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the ring reduce-scatter. Best for large vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("reduce-scatter", "ring", ranks, chunks=ranks)
     return build_from_rounds(program, add_reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -65,8 +65,8 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
 def all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the ring all-gather. Best for large vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-gather", "ring", ranks, chunks=ranks)
     return build_from_rounds(program, add_all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -74,11 +74,10 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the bidirectional-ring all-reduce: one half of every block (1/n of
-    the vector) in each direction.
+    the vector) in each direction. For full-duplex links.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    For full-duplex links. 2(n-1) rounds; 2(n-1)/n S bytes per rank, half of them over each of its two links; time
-    2(n-1) alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 2(n-1) rounds;
+    2(n-1)/n S bytes per rank, half of them over each of its two links; time 2(n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-reduce", "bidirectional-ring", ranks, chunks=2 * ranks)
     ways = _split_directions(ranks)
@@ -93,8 +92,8 @@ def bidirectional_reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the bidirectional-ring reduce-scatter: one half of every block (1/n
     of the vector) in each direction.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
     """
     program = Builder("reduce-scatter", "bidirectional-ring", ranks, chunks=2 * ranks)
     return build_from_rounds(
@@ -106,8 +105,8 @@ def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the bidirectional-ring all-gather: one half of every block (1/n of
     the vector) in each direction.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
     """
     program = Builder("all-gather", "bidirectional-ring", ranks, chunks=2 * ranks)
     return build_from_rounds(

@@ -18,8 +18,9 @@ def broadcast(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the van de Geijn broadcast from rank `root`: binomial-tree scatter,
     then ring all-gather.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    L + n-1 rounds; the root sends 2(n-1)/n S bytes, the others less; time (L + n-1) alpha + 2(n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): L + n-1 rounds; the root sends 2(n-1)/n S bytes, the others less; time (L + n-1) alpha + 2(n-1)/n S
+    beta.
     """
     program = Builder("broadcast", "scatter-all-gather", ranks, ranks, root)
     everyone = own = np.arange(ranks)
@@ -32,9 +33,10 @@ def reduce(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the Rabenseifner reduce to rank `root`: recursive-halving
     reduce-scatter, then binomial-tree gather.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    If n is a power of two: 2L rounds; time 2L alpha + 2(n-1)/n S beta. Otherwise 2 more rounds: the ranks beyond the
-    largest power of two send their vectors to neighbours before the halving and receive their shares after it.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): if n is a power of two, 2L rounds; time 2L alpha + 2(n-1)/n S beta. Otherwise 2 more rounds: the ranks
+    beyond the largest power of two send their vectors to neighbours before the halving and receive their shares after
+    it.
     """
     program = Builder("reduce", "reduce-scatter-gather", ranks, ranks, root)
     return build_from_rounds(

@@ -23,12 +23,13 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program (steps of every rank) of the torus all-reduce: reduce-scatter along each axis in turn, then
     all-gather in reverse.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     With d axes, the vector has 2d parts: for each axis, two parts that start with this axis, one in each direction.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
     without either, one ring.
-    2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes per rank; with equal sides, time rounds x alpha + 2 S/(2d) [(X-1)/X
-    + (Y-1)/XY + ...] beta.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
+    sides): 2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes per rank; with equal sides, time rounds x alpha + 2 S/(2d)
+    [(X-1)/X + (Y-1)/XY + ...] beta.
     """
     name, shape = resolve_grid("torus", ranks, dims, dimensions)
     axes = range(len(shape))
@@ -57,10 +58,11 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     """Generate the program (steps of every rank) of the torus reduce-scatter: one axis after the other in both
     directions, in contiguous blocks.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
     without either, one ring.
-    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S/2 beta.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
+    sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S/2 beta.
     """
     name, shape = resolve_grid("torus", ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=2 * ranks)
@@ -74,10 +76,11 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program (steps of every rank) of the torus all-gather: one axis after the other, the reverse of the
     torus reduce-scatter.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
     without either, one ring.
-    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S/2 beta.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
+    sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S/2 beta.
     """
     name, shape = resolve_grid("torus", ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=2 * ranks)

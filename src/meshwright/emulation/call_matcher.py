@@ -143,8 +143,8 @@ class EmulatedWork(dist.Work):
 
 
 class CallMatcher:
-    """Matches the communication calls of emulated ranks: the calls that a group's ranks make to one collective, and
-    each send with its receive.
+    """Matcher of the communication calls of emulated ranks: joins the calls that a group's ranks make to one
+    collective, and each send with its receive.
 
     scheduler: scheduler of the ranks. Attributes: `events`: all calls in order; `on_call`: None, or a function called
     before each call with (rank, number of the call on that rank, the caller's frame); `on_event`: None, or a function

@@ -54,8 +54,8 @@ Step: TypeAlias = Text | Table | Figure
 
 
 class ExampleWriter:
-    """Collects the steps and results of a worked example while it is computed: the example's function appends the steps
-    to show, and records results.
+    """Collector of the steps and results of a worked example while it is computed: the example's function appends the
+    steps to show, and records results.
 
     steps (attribute): `Text`, `Table` and `Figure` objects in the order in which they are shown. results (attribute):
     name of a result, with its unit or quantity -> number.

@@ -196,8 +196,8 @@ def _simulate_events(ranks: Sequence[RankSteps], program: PipelineProgram, pipel
 
 
 class _ThreadNumbers:
-    """Assigns the thread numbers of one rank in a Chrome trace, in the order in which threads are first named. rank:
-    global rank; first: offset of the first number within the block of `THREADS` numbers that belong to the rank."""
+    """Thread numbers of one rank in a Chrome trace, assigned in the order in which threads are first named. rank:
+    global rank. first: offset of the first number within the block of `THREADS` numbers that belong to the rank."""
 
     def __init__(self, rank: int, first: int) -> None:
         """Start without threads; arguments: see the class."""

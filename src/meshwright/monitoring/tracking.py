@@ -31,7 +31,7 @@ Line = tuple[int, dict[str, float | str]]
 
 
 class Tracking:
-    """Sends a run's metrics to the trackers named in its recipe. Created on rank 0 when `metrics.jsonl` is open.
+    """Sender of a run's metrics to the trackers named in its recipe. Created on rank 0 when `metrics.jsonl` is open.
 
     layout: notation such as "dp2 zero1", sent with the recipe's values. directory: run directory. step: steps done in
     the resumed checkpoint, 0 in a fresh run. log: prints a line on the console. `UserError` if a tracker cannot be

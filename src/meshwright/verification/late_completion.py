@@ -46,21 +46,21 @@ class LateCompletion:
     # --- in place of the functions of `comm/transport.py`, with their arguments
 
     def all_reduce(self, tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
-        """Start an all-reduce on a copy of `tensor`; until the call is waited for, `tensor` holds NaN, which exposes
-        early reads. op: reduction, as in `comm/transport.py`."""
+        """Start an all-reduce over the mesh axis `axis` on a copy of `tensor`; until the call is waited for, `tensor`
+        holds NaN, which exposes early reads. op: reduction, as in `comm/transport.py`."""
         copy = tensor.clone()
         return self._post(partial(self._originals["all_reduce"], copy, axis, op), [(tensor, copy)])
 
     def broadcast(self, tensor: torch.Tensor, source: int, axis: Axis) -> Posted:
-        """Start a broadcast from rank `source` on a copy of `tensor`; on the receiving ranks `tensor` holds NaN until
-        the call is waited for."""
+        """Start a broadcast from rank `source` of the mesh axis `axis` on a copy of `tensor`; on the receiving ranks
+        `tensor` holds NaN until the call is waited for."""
         copy = tensor.clone()
         post = partial(self._originals["broadcast"], copy, source, axis)
         return self._post(post, [], [tensor]) if axis.rank == source else self._post(post, [(tensor, copy)])
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-        """Start an all-gather into a copy; `output` holds NaN until the call is waited for, except this rank's own
-        slice if `source` is that slice."""
+        """Start an all-gather of `source` over the mesh axis `axis` into a copy; `output` holds NaN until the call is
+        waited for, except this rank's own slice if `source` is that slice."""
         copy = torch.empty_like(output)
         parts, copies = output.view(axis.size, -1), copy.view(axis.size, -1)
         own = parts[axis.rank].data_ptr() == source.data_ptr()
@@ -69,24 +69,24 @@ class LateCompletion:
         return self._post(post, arriving, [source])
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-        """Start a reduce-scatter on copies; `output` holds NaN until the call is waited for. The other ranks' slices of
-        `source` are overwritten, as collective programs do."""
+        """Start a reduce-scatter of `source` over the mesh axis `axis` on copies; `output` holds NaN until the call is
+        waited for. The other ranks' slices of `source` are overwritten, as collective programs do."""
         copy, sent, parts = torch.empty_like(output), source.clone(), source.view(axis.size, -1)
         others = [parts[at] for at in range(axis.size) if at != axis.rank]
         post = partial(self._originals["reduce_scatter"], copy, sent, axis)
         return self._post(post, [(output, copy)], others, overwritten=others)
 
     def reduce_scatter_rows(self, output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-        """Start an uneven reduce-scatter (`sizes`: rows for each rank) on copies; `output` holds NaN until the call is
-        waited for."""
+        """Start an uneven reduce-scatter of `source` (`sizes`: rows for each rank) over the mesh axis `axis` on copies;
+        `output` holds NaN until the call is waited for."""
         copy, sent = torch.empty_like(output), source.clone()
         post = partial(self._originals["reduce_scatter_rows"], copy, sent, axis, sizes)
         with self._use_original("all_to_all"):
             return self._post(post, [(output, copy)], [source])
 
     def rotate(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-        """Start a ring shift (each rank sends `source` to the next) on copies; `output` holds NaN until the call is
-        waited for."""
+        """Start a ring shift over the mesh axis `axis` (each rank sends `source` to the next) on copies; `output` holds
+        NaN until the call is waited for."""
         copy, sent = torch.empty_like(output), source.clone()
         with self._use_original("transfer"):
             return self._post(partial(self._originals["rotate"], copy, sent, axis), [(output, copy)], [source])
@@ -94,14 +94,15 @@ class LateCompletion:
     def all_to_all(
         self, output: torch.Tensor, source: torch.Tensor, axis: Axis, output_sizes: Any, source_sizes: Any
     ) -> Posted:
-        """Start an all-to-all on copies; `output` holds NaN until the call is waited for. output_sizes, source_sizes:
-        rows per rank, as in `comm/transport.py`."""
+        """Start an all-to-all of `source` over the mesh axis `axis` on copies; `output` holds NaN until the call is
+        waited for. output_sizes, source_sizes: rows per rank, as in `comm/transport.py`."""
         copy, sent = torch.empty_like(output), source.clone()
         post = partial(self._originals["all_to_all"], copy, sent, axis, output_sizes, source_sizes)
         return self._post(post, [(output, copy)], [source])
 
     def transfer(self, messages: Sequence[Message], axis: Axis) -> list[Posted]:
-        """Start point-to-point messages on copies, each of which completes at its own wait."""
+        """Start point-to-point messages between ranks of the mesh axis `axis` on copies, each of which completes at its
+        own wait."""
         copies = [torch.empty_like(m.tensor) if m.is_receive else m.tensor.clone() for m in messages]
         copied = [replace(m, tensor=copy) for m, copy in zip(messages, copies, strict=True)]
         posted = self._originals["transfer"](copied, axis)

@@ -127,10 +127,11 @@ def apply_softcap(x: torch.Tensor, limit: float | None) -> torch.Tensor:
 
 
 class _Forward:
-    """Forward pass of a reference transformer on one batch. config: the model. weights: float64 tensors by the training
-    engine's names. ids_BS: document number of each token. Attributes: `balance_losses`: load-balancing loss [B] of each
-    mixture of experts; `excess_loads`: router-bias name -> [E], each expert's number of tokens minus the mean;
-    `outputs`: output [B, S, H] of each layer."""
+    """Forward pass of a reference transformer on one batch. Suffixes of tensor names are their shape: batch, sequence,
+    hidden size, heads, head size, experts. config: the model. weights: float64 tensors by the training engine's names.
+    ids_BS: document number of each token. Attributes: `balance_losses`: load-balancing loss [B] of each mixture of
+    experts; `excess_loads`: router-bias name -> [E], each expert's number of tokens minus the mean; `outputs`: output
+    [B, S, H] of each layer."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ids_BS: torch.Tensor) -> None:
         """Compute attention visibility and position ids from the document numbers."""
@@ -207,8 +208,8 @@ class _Forward:
         return y if bias is None else y + bias
 
     def attention(self, x_BSH: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return the attention output [B, S, H] of the layer with index `layer`: causal attention within documents,
-        over a sliding window if the layer has one."""
+        """Return the attention output [B, S, H] of the layer with index `layer` for the input `x_BSH`: causal attention
+        within documents, over a sliding window if the layer has one."""
         config, name = self.config, f"layers.{layer}.attention"
         if config.latent:
             return self.latent_attention(x_BSH, layer)
@@ -245,8 +246,8 @@ class _Forward:
         return self.linear(torch.einsum("bnqk,bknd->bqnd", p_BNSS, v).flatten(2), f"{name}.output")
 
     def latent_attention(self, x_BSH: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return the output [B, S, H] of the multi-head latent attention of the layer with index `layer`
-        (arXiv:2405.04434, eqs. 9 to 19 and, without a latent vector of queries, section 3.1)."""
+        """Return the output [B, S, H] of the multi-head latent attention of the layer with index `layer` for the input
+        `x_BSH` (arXiv:2405.04434, eqs. 9 to 19 and, without a latent vector of queries, section 3.1)."""
         config, latent = self.config, self.config.latent
         name = f"layers.{layer}.attention" if layer < config.layers else "prediction.block.attention"
         assert latent is not None
