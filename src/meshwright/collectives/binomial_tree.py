@@ -115,7 +115,7 @@ def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the binomial-tree reduce to rank `root`. Best for small vectors.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
-    rounded up): with one segment, L rounds; S bytes per rank; time L (alpha + S beta).
+    rounded up): with one segment, L rounds; S bytes sent per rank; time L (alpha + S beta).
 
     segments: k parts of the vector, reduced as a pipeline: L + k - 1 rounds with messages of S/k bytes.
     """

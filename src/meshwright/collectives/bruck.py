@@ -18,9 +18,9 @@ def all_gather(ranks: int) -> CollectiveProgram:
     (1/n of the vector) of d ranks sends them to the rank d before it.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
-    rounded up): L rounds; (n-1)/n S bytes per rank; time L alpha + (n-1)/n S beta. Blocks are stored at their final
-    slots (buffers for one block) from the start, so no copies are needed; a message that wraps around the end of the
-    vector is sent as two.
+    rounded up): L rounds; (n-1)/n S bytes sent per rank; time L alpha + (n-1)/n S beta. Blocks are stored at their
+    final slots (buffers for one block) from the start, so no copies are needed; a message that wraps around the end of
+    the vector is sent as two.
     """
     program = Builder("all-gather", "bruck", ranks, chunks=ranks)
     everyone = np.arange(ranks)

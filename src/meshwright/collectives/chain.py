@@ -33,7 +33,7 @@ def broadcast(ranks: int, root: int = 0, segments: int | None = None) -> Collect
     large vectors, in many segments.
 
     Costs for n ranks and a vector of S bytes in k segments (default n - 1), where a message of b bytes takes alpha + b
-    beta seconds: n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
+    beta seconds: n + k - 2 rounds; S bytes sent per rank; time (n + k - 2) (alpha + S/k beta).
     """
     program = Builder("broadcast", "ring", ranks, segments or max(1, ranks - 1), root)
     return build_from_rounds(program, add_chain_rounds(program, np.roll(np.arange(ranks), -root)))
@@ -46,7 +46,7 @@ def reduce(ranks: int, root: int = 0, segments: int | None = None) -> Collective
     Best for large vectors, in many segments.
 
     Costs for n ranks and a vector of S bytes in k segments (default n - 1), where a message of b bytes takes alpha + b
-    beta seconds: n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
+    beta seconds: n + k - 2 rounds; S bytes sent per rank; time (n + k - 2) (alpha + S/k beta).
     """
     program = Builder("reduce", "ring", ranks, segments or max(1, ranks - 1), root)
     return build_from_rounds(program, add_chain_rounds(program, np.roll(np.arange(ranks), -root - 1), reduce=True))

@@ -81,11 +81,15 @@ class Chooser:
     """Chooser of the fastest algorithm of one collective operation on one network, by simulation; caches generated
     programs.
 
-    operation: such as "all-reduce". network: network that the programs run on. root: source or destination rank.
-    reduce_bytes_per_second: rate of local reductions (default: infinite). requested: options given by the user, which
-    take precedence over those that fit the network.
-    _simulators: (algorithm, options) -> simulator. _refused: algorithm -> reason why it does not accept the number of
-    ranks. _settings: algorithm -> its options on this network.
+    Attributes:
+        operation: Such as "all-reduce".
+        network: Network that the programs run on.
+        root: Source or destination rank.
+        reduce_bytes_per_second: Rate of local reductions (default: infinite).
+        requested: Options given by the user, which take precedence over those that fit the network.
+        _simulators: (algorithm, options) -> simulator.
+        _refused: Algorithm -> reason why it does not accept the number of ranks.
+        _settings: Algorithm -> its options on this network.
     """
 
     operation: str

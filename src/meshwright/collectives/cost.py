@@ -162,11 +162,9 @@ def _compute_rabenseifner_seconds(c: CostInputs) -> float:
 
 
 def _compute_exchange_seconds(c: CostInputs) -> float:
-    """Compute the seconds of all exchanges of recursive halving or doubling. c: ranks, vector size and links.
-
-    Exchange i moves 2^i shares (1/n of the vector each) between two of the m core ranks, with m the largest power of
-    two up to n; up to twice as many if a core rank also acts for one of the n - m other ranks.
-    """
+    """Compute the seconds of the exchanges of recursive halving or doubling. c: ranks, vector size and links. Exchange
+    i moves 2^i shares (1/n of the vector each) between two of the m core ranks, with m the largest power of two up to
+    n; up to twice as many if a core rank also acts for one of the n - m other ranks."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
@@ -222,9 +220,8 @@ def _compute_chain_seconds(c: CostInputs) -> float:
 def _compute_double_tree_all_reduce_seconds(c: CostInputs) -> float:
     """Compute the seconds of the double-binary-tree all-reduce. c: ranks, vector size, links and segments."""
     height, k = c.ranks.bit_length() - 1, c.segments or 8
-    return (2 * height + k - 1) * c.link.time_concurrent(
-        [c.size / (2 * k)] * 4
-    )  # one message up each tree, two down one of them
+    # In a round, a rank sends one message up each tree and two down one of them.
+    return (2 * height + k - 1) * c.link.time_concurrent([c.size / (2 * k)] * 4)
 
 
 def _compute_double_tree_seconds(c: CostInputs) -> float:

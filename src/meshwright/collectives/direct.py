@@ -12,8 +12,8 @@ def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program (steps of every rank) of a send from rank `root` to the last of `ranks` ranks (to rank 0 if
     the root is the last).
 
-    Costs for a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round; S bytes; time alpha
-    + S beta.
+    Costs for a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round; S bytes sent; time
+    alpha + S beta.
     """
     program = Builder("send-receive", "direct", ranks, 1, root)
     with program.round():

@@ -85,8 +85,8 @@ def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
     tree and broadcast down again.
 
     Costs for n ranks and a vector of S bytes in k segments, where a message of b bytes takes alpha + b beta seconds (h
-    = log2 n, rounded down): 2h + k - 1 rounds; at most 2 S bytes per rank; time (2h + k - 1) (alpha + 2 S/k beta), near
-    2h alpha + 2 S beta.
+    = log2 n, rounded down): 2h + k - 1 rounds; at most 2 S bytes sent per rank; time (2h + k - 1) (alpha + 2 S/k beta),
+    near 2h alpha + 2 S beta.
     """
     program = Builder("all-reduce", "double-binary-tree", ranks, chunks=2 * segments)
     trees = build_two_trees(np.arange(ranks))
@@ -104,7 +104,7 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram
     over the other ranks.
 
     Costs for n ranks and a vector of S bytes in k segments, where a message of b bytes takes alpha + b beta seconds (h:
-    height of a tree over n-1 ranks): h + k rounds; at most S bytes per rank; time (h + k) (alpha + S/k beta).
+    height of a tree over n-1 ranks): h + k rounds; at most S bytes sent per rank; time (h + k) (alpha + S/k beta).
     """
     program = Builder("broadcast", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
@@ -116,7 +116,7 @@ def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
     `broadcast`.
 
     Costs for n ranks and a vector of S bytes in k segments, where a message of b bytes takes alpha + b beta seconds (h:
-    height of a tree over n-1 ranks): h + k rounds; S bytes per rank; time (h + k) (alpha + S/k beta).
+    height of a tree over n-1 ranks): h + k rounds; S bytes sent per rank; time (h + k) (alpha + S/k beta).
     """
     program = Builder("reduce", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)

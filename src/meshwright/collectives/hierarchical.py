@@ -48,8 +48,8 @@ def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectivePro
     Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. All phases use rings.
 
     Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
-    seconds: 2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes per rank, of which 2(k-1)/n S leave the node; time 2(g-1) alpha +
-    2(g-1)/g S beta inside nodes + 2(k-1) alpha + 2(k-1)/n S beta between nodes.
+    seconds: 2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes sent per rank, of which 2(k-1)/n S leave the node; time 2(g-1)
+    alpha + 2(g-1)/g S beta inside nodes + 2(k-1) alpha + 2(k-1)/n S beta between nodes.
     """
     nodes = _arrange_nodes("all-reduce", ranks, groups)
     k, g = nodes.shape
@@ -71,7 +71,7 @@ def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
 
     Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
-    seconds: (g-1) + (k-1) rounds; (n-1)/n S bytes per rank, of which (k-1)/n S leave the node; time (g-1) alpha +
+    seconds: (g-1) + (k-1) rounds; (n-1)/n S bytes sent per rank, of which (k-1)/n S leave the node; time (g-1) alpha +
     (g-1)/g S beta inside nodes, in messages of k blocks (1/n of the vector each), + (k-1) alpha + (k-1)/n S beta
     between nodes.
     """
@@ -92,7 +92,7 @@ def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
     near-linear scaling for training gigantic model on public cloud, VLDB 2022.
 
     Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
-    seconds: (k-1) + (g-1) rounds; (n-1)/n S bytes per rank, of which (k-1)/n S leave the node; time (k-1) alpha +
+    seconds: (k-1) + (g-1) rounds; (n-1)/n S bytes sent per rank, of which (k-1)/n S leave the node; time (k-1) alpha +
     (k-1)/n S beta between nodes + (g-1) alpha + (g-1)/g S beta inside nodes, in messages of k blocks (1/n of the vector
     each).
     """
@@ -153,8 +153,8 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
     mixture-of-experts at scale, MLSys 2023, its two-dimensional hierarchical form.
 
     Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
-    seconds: (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes per rank; time (g-1) alpha + (g-1)/g S beta inside nodes
-    + (k-1) alpha + (k-1)/k S beta between nodes, in k-1 messages instead of the n-g of a direct exchange.
+    seconds: (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes sent per rank; time (g-1) alpha + (g-1)/g S beta inside
+    nodes + (k-1) alpha + (k-1)/k S beta between nodes, in k-1 messages instead of the n-g of a direct exchange.
     """
     nodes = _arrange_nodes("all-to-all", ranks, groups)
     k, g = nodes.shape

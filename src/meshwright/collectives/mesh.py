@@ -60,8 +60,8 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     one line.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
-    sides): 2[(X-1) + (Y-1) + ...] rounds; at most 2 (1 + 1/X + 1/XY + ...) S bytes per rank; with equal sides, time
-    rounds x alpha + 2 S/d [(X-1)/X + (Y-1)/XY + ...] beta.
+    sides): 2[(X-1) + (Y-1) + ...] rounds; at most 2 (1 + 1/X + 1/XY + ...) S bytes sent per rank; with equal sides,
+    time rounds x alpha + 2 S/d [(X-1)/X + (Y-1)/XY + ...] beta.
     """
     name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     axes = range(len(shape))
@@ -86,7 +86,7 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     without either, one line.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
-    sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S beta.
+    sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes sent per rank; time rounds x alpha + (n-1)/n S beta.
     """
     name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=ranks)

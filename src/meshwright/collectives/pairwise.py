@@ -78,7 +78,7 @@ def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
     Best for small vectors inside a machine, where all pairs have good links.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 2 rounds;
-    2(n-1)/n S bytes per rank in 2(n-1) messages; time 2 alpha + 2(n-1)/n S beta.
+    2(n-1)/n S bytes sent per rank in 2(n-1) messages; time 2 alpha + 2(n-1)/n S beta.
     """
     program = Builder("all-reduce", "all-pairs", ranks, chunks=ranks)
     everyone = own = np.arange(ranks)
@@ -94,7 +94,7 @@ def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
     machine.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
-    messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
+    messages; (n-1)/n S bytes sent per rank; time alpha + (n-1)/n S beta.
     """
     program = Builder("reduce-scatter", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(
@@ -106,7 +106,7 @@ def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the all-pairs all-gather. Best for small vectors inside a machine.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
-    messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
+    messages; (n-1)/n S bytes sent per rank; time alpha + (n-1)/n S beta.
     """
     program = Builder("all-gather", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, merge_rounds(add_all_gather_rounds(program, np.arange(ranks), np.arange(ranks))))
@@ -119,7 +119,7 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
     Best for large vectors if all pairs of ranks are near (as within a node).
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
-    (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
+    (n-1)/n S bytes sent per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("reduce-scatter", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, add_reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -132,7 +132,7 @@ def all_gather(ranks: int) -> CollectiveProgram:
     Best for large vectors if all pairs of ranks are near (as within a node).
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
-    (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
+    (n-1)/n S bytes sent per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-gather", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, add_all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -143,7 +143,7 @@ def all_to_all(ranks: int) -> CollectiveProgram:
     vectors.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
-    (n-1)/n S bytes per rank, each sent once; time (n-1) alpha + (n-1)/n S beta.
+    (n-1)/n S bytes sent per rank, each sent once; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-to-all", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, _add_own_copy_round(program), _add_exchange_rounds(program))
@@ -154,7 +154,7 @@ def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
     other ranks at once.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
-    messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
+    messages; (n-1)/n S bytes sent per rank; time alpha + (n-1)/n S beta.
     """
     program = Builder("all-to-all", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, _add_own_copy_round(program), merge_rounds(_add_exchange_rounds(program)))

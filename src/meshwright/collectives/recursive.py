@@ -96,10 +96,10 @@ def rabenseifner(ranks: int) -> CollectiveProgram:
     links may be shared. R. Rabenseifner, Optimization of collective reduction operations, ICCS 2004.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: if n is a power
-    of two, 2 log2 n rounds; 2(n-1)/n S bytes per rank; time 2 log2 n alpha + 2(n-1)/n S beta. Otherwise, let m be the
-    largest power of two below n: 2 log2 m + 2 rounds; time 2 log2 m alpha + 2(m-1)/m S beta + 2 (alpha + S beta). Each
-    of the n - m extra ranks sends its S bytes to a neighbour and later receives the result from it. Such a neighbour
-    sends 2(m-1)/m S + S bytes; each other rank sends 2(m-1)/m S.
+    of two, 2 log2 n rounds; 2(n-1)/n S bytes sent per rank; time 2 log2 n alpha + 2(n-1)/n S beta. Otherwise, let m be
+    the largest power of two below n: 2 log2 m + 2 rounds; time 2 log2 m alpha + 2(m-1)/m S beta + 2 (alpha + S beta).
+    Each of the n - m extra ranks sends its S bytes to a neighbour and later receives the result from it. Such a
+    neighbour sends 2(m-1)/m S + S bytes; each other rank sends 2(m-1)/m S.
     """
     everyone = np.arange(ranks)
     _, _, core = split_extra_ranks(everyone)
@@ -121,9 +121,9 @@ def butterfly(ranks: int) -> CollectiveProgram:
     Best for small vectors: fewest rounds.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: if n is a power
-    of two, log2 n rounds; S log2 n bytes per rank; time log2 n (alpha + S beta). Otherwise, let m be the largest power
-    of two below n: log2 m + 2 rounds. Each of the n - m extra ranks sends its S bytes to a neighbour and later receives
-    the result from it. Such a neighbour sends S log2 m + S bytes.
+    of two, log2 n rounds; S log2 n bytes sent per rank; time log2 n (alpha + S beta). Otherwise, let m be the largest
+    power of two below n: log2 m + 2 rounds. Each of the n - m extra ranks sends its S bytes to a neighbour and later
+    receives the result from it. Such a neighbour sends S log2 m + S bytes.
     """
     program = Builder("all-reduce", "butterfly", ranks, chunks=1)
     everyone = np.arange(ranks)
@@ -161,8 +161,8 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
     vectors.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: if n is a power
-    of two, log2 n rounds; (n-1)/n S bytes per rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds: ranks
-    beyond the largest power of two first send S bytes, and at the end receive their share of S/n.
+    of two, log2 n rounds; (n-1)/n S bytes sent per rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds:
+    ranks beyond the largest power of two first send S bytes, and at the end receive their share of S/n.
     """
     program = Builder("reduce-scatter", "recursive-halving", ranks, chunks=ranks)
     return build_from_rounds(program, add_reduce_scatter_rounds(program, np.arange(ranks)))
@@ -173,9 +173,9 @@ def all_gather(ranks: int) -> CollectiveProgram:
     vectors.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: if n is a power
-    of two, log2 n rounds; (n-1)/n S bytes per rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds: ranks
-    beyond the largest power of two first send their share of S/n bytes, and at the end receive the missing (n-1)/n S.
-    The algorithm `bruck` needs fewer rounds.
+    of two, log2 n rounds; (n-1)/n S bytes sent per rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds:
+    ranks beyond the largest power of two first send their share of S/n bytes, and at the end receive the missing
+    (n-1)/n S. The algorithm `bruck` needs fewer rounds.
     """
     program = Builder("all-gather", "recursive-doubling", ranks, chunks=ranks)
     everyone = np.arange(ranks)

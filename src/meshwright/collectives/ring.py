@@ -43,7 +43,7 @@ def all_reduce(ranks: int) -> CollectiveProgram:
     large vectors.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 2(n-1) rounds;
-    2(n-1)/n S bytes per rank, fewest of all algorithms; time 2(n-1) alpha + 2(n-1)/n S beta.
+    2(n-1)/n S bytes sent per rank, fewest of all algorithms; time 2(n-1) alpha + 2(n-1)/n S beta.
     """
     program = Builder("all-reduce", "ring", ranks, chunks=ranks)
     everyone = own = np.arange(ranks)
@@ -56,7 +56,7 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the ring reduce-scatter. Best for large vectors.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
-    (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
+    (n-1)/n S bytes sent per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("reduce-scatter", "ring", ranks, chunks=ranks)
     return build_from_rounds(program, add_reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -66,7 +66,7 @@ def all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the ring all-gather. Best for large vectors.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
-    (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
+    (n-1)/n S bytes sent per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-gather", "ring", ranks, chunks=ranks)
     return build_from_rounds(program, add_all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -77,7 +77,7 @@ def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
     the vector) in each direction. For full-duplex links.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 2(n-1) rounds;
-    2(n-1)/n S bytes per rank, half of them over each of its two links; time 2(n-1) alpha + (n-1)/n S beta.
+    2(n-1)/n S bytes sent per rank, half of them over each of its two links; time 2(n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-reduce", "bidirectional-ring", ranks, chunks=2 * ranks)
     ways = _split_directions(ranks)
@@ -93,7 +93,7 @@ def bidirectional_reduce_scatter(ranks: int) -> CollectiveProgram:
     of the vector) in each direction.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
-    (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
+    (n-1)/n S bytes sent per rank; time (n-1) alpha + (n-1)/n S/2 beta.
     """
     program = Builder("reduce-scatter", "bidirectional-ring", ranks, chunks=2 * ranks)
     return build_from_rounds(
@@ -106,7 +106,7 @@ def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
     the vector) in each direction.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
-    (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
+    (n-1)/n S bytes sent per rank; time (n-1) alpha + (n-1)/n S/2 beta.
     """
     program = Builder("all-gather", "bidirectional-ring", ranks, chunks=2 * ranks)
     return build_from_rounds(

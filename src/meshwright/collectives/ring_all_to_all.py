@@ -15,7 +15,7 @@ def all_to_all(ranks: int) -> CollectiveProgram:
     `pairwise` sends fewer bytes.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
-    (n-1)/2 S bytes per rank, as every block takes all hops to its destination; time (n-1) alpha + (n-1)/2 S beta.
+    (n-1)/2 S bytes sent per rank, as every block takes all hops to its destination; time (n-1) alpha + (n-1)/2 S beta.
     """
     program = Builder("all-to-all", "ring", ranks, chunks=ranks, scratch=2 * ranks)
     rank, following = np.arange(ranks), (np.arange(ranks) + 1) % ranks

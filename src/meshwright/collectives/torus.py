@@ -28,8 +28,8 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     without either, one ring.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
-    sides): 2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes per rank; with equal sides, time rounds x alpha + 2 S/(2d)
-    [(X-1)/X + (Y-1)/XY + ...] beta.
+    sides): 2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes sent per rank; with equal sides, time rounds x alpha + 2
+    S/(2d) [(X-1)/X + (Y-1)/XY + ...] beta.
     """
     name, shape = resolve_grid("torus", ranks, dims, dimensions)
     axes = range(len(shape))
@@ -62,7 +62,7 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     without either, one ring.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
-    sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S/2 beta.
+    sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes sent per rank; time rounds x alpha + (n-1)/n S/2 beta.
     """
     name, shape = resolve_grid("torus", ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=2 * ranks)
@@ -80,7 +80,7 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     without either, one ring.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
-    sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S/2 beta.
+    sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes sent per rank; time rounds x alpha + (n-1)/n S/2 beta.
     """
     name, shape = resolve_grid("torus", ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=2 * ranks)

@@ -30,10 +30,15 @@ GroupKey = tuple[int, str]  # (generation of the default group on this rank, nam
 class Event:
     """Record of one communication call of one rank.
 
-    order: position among all ranks' calls, from 1. rank: global rank that made the call. number: position among this
-    rank's calls, from 1. operation: name of the call, such as "all_reduce" or "send to 1". group: global ranks of the
-    process group. shape: dtype and shape, such as "float32[4, 8]". bytes: size of the call's inputs or outputs on this
-    rank, whichever is larger. place: code location of the call, as file and line.
+    Attributes:
+        order: Position among all ranks' calls, from 1.
+        rank: Global rank that made the call.
+        number: Position among this rank's calls, from 1.
+        operation: Name of the call, such as "all_reduce" or "send to 1".
+        group: Global ranks of the process group.
+        shape: Dtype and shape, such as "float32[4, 8]".
+        bytes: Size of the call's inputs or outputs on this rank, whichever is larger.
+        place: Code location of the call, as file and line.
     """
 
     order: int

@@ -47,10 +47,14 @@ class ScriptOptions:
 class ScriptReport:
     """Result of running a script on emulated ranks.
 
-    ranks: number of ranks. failure: text of the first error, empty if there is none; failed_rank: rank that raised it
-    (None: no single rank). exit_code: exit code of the command. events: communication calls in order. holdings: tensors
-    that the ranks hold at the end, with `ScriptOptions.show`. exercise: comparison with one device, with
-    `ScriptOptions.check`.
+    Attributes:
+        ranks: Number of ranks.
+        failure: Text of the first error, empty if there is none.
+        failed_rank: Rank that raised it (None: no single rank).
+        exit_code: Exit code of the command.
+        events: Communication calls in order.
+        holdings: Tensors that the ranks hold at the end, with `ScriptOptions.show`.
+        exercise: Comparison with one device, with `ScriptOptions.check`.
     """
 
     ranks: int

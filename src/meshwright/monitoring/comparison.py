@@ -40,12 +40,17 @@ class ProcessMemory:
 class Prediction:
     """Predicted memory, step time and traffic of one rank; None for values that could not be predicted.
 
-    memory: bytes of tensors at the memory peak by category ("parameters" ...); the key "peak" is the sum of all others
-    except "framework" and "unexplained". time: seconds of a step by phase. sent_by_axis: bytes sent in a step by mesh
-    axis. machine: the hardware profile (measured machine speeds). compiled: True if layers run under torch.compile.
-    notes: further console lines. process: peak RSS by item; None on CUDA. fullest: predicted memory of the rank with
-    the largest peak: {"rank": its number, "memory_bytes": bytes of tensors by category, "process_memory_bytes": peak
-    RSS by item}.
+    Attributes:
+        memory: Bytes of tensors at the memory peak by category ("parameters" ...); the key "peak" is the sum of all
+            others except "framework" and "unexplained".
+        time: Seconds of a step by phase.
+        sent_by_axis: Bytes sent in a step by mesh axis.
+        machine: The hardware profile (measured machine speeds).
+        compiled: True if layers run under torch.compile.
+        notes: Further console lines.
+        process: Peak RSS by item; None on CUDA.
+        fullest: Predicted memory of the rank with the largest peak: {"rank": its number, "memory_bytes": bytes of
+            tensors by category, "process_memory_bytes": peak RSS by item}.
     """
 
     memory: Mapping[str, int] | None

@@ -47,9 +47,16 @@ class _FullestRank(_Document):
 
 class _Figures(_Document):
     """Schema (pydantic) of the entries `predicted` and `measured` of a result document, with the keys that the report
-    reads. step_seconds_low, step_seconds_high: bounds of the prediction. seconds_by_part: {phase: seconds}.
-    seconds_by_kind: seconds "working" and "waiting". memory_bytes: bytes by category. fullest_rank: rank with the
-    largest peak memory. sent_bytes_by_axis: {mesh axis: bytes sent in a step}."""
+    reads.
+
+    Attributes:
+        step_seconds_low, step_seconds_high: Bounds of the prediction.
+        seconds_by_part: {phase: seconds}.
+        seconds_by_kind: Seconds "working" and "waiting".
+        memory_bytes: Bytes by category.
+        fullest_rank: Rank with the largest peak memory.
+        sent_bytes_by_axis: {mesh axis: bytes sent in a step}.
+    """
 
     step_seconds: _Number | None = None
     step_seconds_low: _Number | None = None

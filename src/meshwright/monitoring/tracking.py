@@ -97,9 +97,15 @@ class Tracking:
 class _TrackerThread:
     """Queue and thread that send lines (step, values by name) to one tracker.
 
-    name: the tracker's name in `track.to`. tracker: the tracker. run: description of the run for it. recipe: dotted key
-    -> value. missing: lines of metrics.jsonl that an earlier start of the run may not have sent; sent first and never
-    dropped. keep: function that writes the trackers' stored strings to the run directory. log: prints a line.
+    Attributes:
+        name: The tracker's name in `track.to`.
+        tracker: The tracker.
+        run: Description of the run for it.
+        recipe: Dotted key -> value.
+        missing: Lines of metrics.jsonl that an earlier start of the run may not have sent; sent first and never
+            dropped.
+        keep: Function that writes the trackers' stored strings to the run directory.
+        log: Prints a line.
     """
 
     def __init__(

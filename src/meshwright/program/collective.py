@@ -99,12 +99,16 @@ class Steps(StepColumns):
 class CollectiveProgram(StepProgram):
     """Algorithm of one collective operation, written out as the steps (send, receive, reduce, copy) of every rank.
 
-    operation: such as `all-reduce`. algorithm: such as `ring`. ranks: number of ranks. chunks: number of equal chunks
-    of the vector. steps: steps of all ranks.
-    root: source rank of a broadcast, scatter or send-receive, destination rank of a reduce or gather (a send-receive
-    goes to the last rank, or to rank 0 if the root is the last). scratch: number of temporary slots (one chunk each)
-    per rank besides the vector's.
-    reduction: `sum`, `mean`, `minimum` or `maximum`.
+    Attributes:
+        operation: Such as `all-reduce`.
+        algorithm: Such as `ring`.
+        ranks: Number of ranks.
+        chunks: Number of equal chunks of the vector.
+        steps: Steps of all ranks.
+        root: Source rank of a broadcast, scatter or send-receive, destination rank of a reduce or gather (a
+            send-receive goes to the last rank, or to rank 0 if the root is the last).
+        scratch: Number of temporary slots (one chunk each) per rank besides the vector's.
+        reduction: `sum`, `mean`, `minimum` or `maximum`.
     """
 
     operation: str

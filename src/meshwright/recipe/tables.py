@@ -78,10 +78,14 @@ Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average, which with 
 class RunRecipe(Table):
     """Table [run] of a recipe: name, seed, directory and devices of a run.
 
-    name: in a recipe file, defaults to the file's name without ".toml". directory: run directory (default: runs/NAME).
-    rendezvous: address at which the ranks of several hosts meet (default: from the environment that torchrun or SLURM
-    sets). device: "auto" is CUDA if available. threads: CPU threads per rank, None: chosen automatically.
-    collective_timeout: seconds that a rank waits for another one before the run ends with an error.
+    Attributes:
+        name: In a recipe file, defaults to the file's name without ".toml".
+        directory: Run directory (default: runs/NAME).
+        rendezvous: Address at which the ranks of several hosts meet (default: from the environment that torchrun or
+            SLURM sets).
+        device: "auto" is CUDA if available.
+        threads: CPU threads per rank, None: chosen automatically.
+        collective_timeout: Seconds that a rank waits for another one before the run ends with an error.
     """
 
     name: RunName = "run"  # default in a file: the file's name
@@ -158,23 +162,32 @@ class TrainRecipe(Table):
     """Table [train] of a recipe: steps, batch, objective, optimizer, learning-rate schedule, loss scaling, validation,
     logging and profiling.
 
-    batch: sequences per optimizer step, over all ranks. objective: "next-token", or "dpo", "ipo", "simpo", "orpo" for
-    preference records, "kto" for unpaired ones; None: "dpo" or "kto" for these, else "next-token". preference_beta:
-    beta of DPO, IPO, SimPO and KTO, lambda of ORPO; None: 0.1, for SimPO 2. preference_margin: gamma of SimPO; None: 1.
-    preference_smoothing: label smoothing of DPO. desirable_weight, undesirable_weight: lambda of KTO. betas, epsilon:
-    constants of Adam. weight_decay: coefficient of decoupled weight decay, of matrices only. momentum: momentum of SGD;
-    0 for other optimizers. router_bias_rate: amount by which each step changes the biases that balance the load of
-    experts.
-
-    learning_rate: peak value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps of the
-    warm-up, and of the final decay of the schedule "wsd". clip: maximum global gradient norm, 0: off. validate_every:
-    steps between validations, 0: never; validation_sequences: sequences read each time. maximum_skipped: steps in a row
-    that may be skipped for a loss or gradient that is not finite. loss_scale: initial value for fp16, doubled after
-    `loss_scale_every` finite steps in a row.
-
-    compile: run layers under torch.compile. deterministic: use deterministic GPU kernels only. log_every: steps between
-    log lines. slow_rank_factor: report a rank slower than the median rank by this factor. profile: steps to trace, "10"
-    or "10:12" (inclusive). profile_ranks: ranks whose operators are traced; empty: all.
+    Attributes:
+        batch: Sequences per optimizer step, over all ranks.
+        objective: "next-token", or "dpo", "ipo", "simpo", "orpo" for preference records, "kto" for unpaired ones; None:
+            "dpo" or "kto" for these, else "next-token".
+        preference_beta: beta of DPO, IPO, SimPO and KTO, lambda of ORPO; None: 0.1, for SimPO 2.
+        preference_margin: gamma of SimPO; None: 1.
+        preference_smoothing: Label smoothing of DPO.
+        desirable_weight, undesirable_weight: lambda of KTO.
+        betas, epsilon: Constants of Adam.
+        weight_decay: Coefficient of decoupled weight decay, of matrices only.
+        momentum: Momentum of SGD; 0 for other optimizers.
+        router_bias_rate: Amount by which each step changes the biases that balance the load of experts.
+        learning_rate: Peak value.
+        minimum_learning_rate: Fraction of it at the end.
+        warmup, decay: Optimizer steps of the warm-up, and of the final decay of the schedule "wsd".
+        clip: Maximum global gradient norm, 0: off.
+        validate_every: Steps between validations, 0: never.
+        validation_sequences: Sequences read each time.
+        maximum_skipped: Steps in a row that may be skipped for a loss or gradient that is not finite.
+        loss_scale: Initial value for fp16, doubled after `loss_scale_every` finite steps in a row.
+        compile: Run layers under torch.compile.
+        deterministic: Use deterministic GPU kernels only.
+        log_every: Steps between log lines.
+        slow_rank_factor: Report a rank slower than the median rank by this factor.
+        profile: Steps to trace, "10" or "10:12" (inclusive).
+        profile_ranks: Ranks whose operators are traced; empty: all.
     """
 
     steps: Annotated[int, Size("steps")]

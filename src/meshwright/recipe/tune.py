@@ -46,10 +46,14 @@ _NOT_SEARCHED = {  # key, or start of keys -> why its best value cannot be found
 class Dimension:
     """One recipe key that is searched, with the values that it can take.
 
-    key: dotted key of the recipe, such as "train.learning_rate". kind: "log" (log-uniform), "uniform" or "choice". low,
-    high: bounds of a range, both included. step: distance between the allowed values of a range; None: every value is
-    allowed. choices: the values of a choice. when: conditions, as (another searched key, values of that key for which
-    this key is searched); empty: it is always searched.
+    Attributes:
+        key: Dotted key of the recipe, such as "train.learning_rate".
+        kind: "log" (log-uniform), "uniform" or "choice".
+        low, high: Bounds of a range, both included.
+        step: Distance between the allowed values of a range; None: every value is allowed.
+        choices: The values of a choice.
+        when: Conditions, as (another searched key, values of that key for which this key is searched); empty: it is
+            always searched.
     """
 
     key: str
@@ -159,16 +163,19 @@ class TuneRecipe(Table):
     """Table [tune] of a recipe: the hyper-parameter search of `meshwright tune`, which minimises the validation loss
     after the last step. Training itself ignores it.
 
-    space: {dotted key of the recipe: {"log" | "uniform": [low, high]} or {"choice": [values]}}, with "step" (spacing of
-    a uniform range) and "when" ({key of a choice listed before: value or values for which the key of this entry is
-    searched}).
-
-    trials, steps, tokens, seconds: budget of the whole study, over all workers; the search ends when the first is used
-    up. steps and tokens: of training, never exceeded; seconds: of training processes, summed over the workers, after
-    which running trials are stopped. seed: of the sampler. sampler: "tpe" or "random". pruner: "median" (a trial is
-    stopped if its best loss so far is above the median of the earlier trials' losses at the same step), "halving"
-    (asynchronous successive halving) or "none". startup: number of trials that complete before any is pruned; as many
-    are sampled at random first. keep: number of the best trials whose checkpoints are kept.
+    Attributes:
+        space: {dotted key of the recipe: {"log" | "uniform": [low, high]} or {"choice": [values]}}, with "step"
+            (spacing of a uniform range) and "when" ({key of a choice listed before: value or values for which the key
+            of this entry is searched}).
+        trials, steps, tokens, seconds: Budget of the whole study, over all workers; the search ends when the first of
+            these is used up. Training steps and tokens are never exceeded. Seconds are those of training processes,
+            summed over the workers; running trials are stopped when they are over.
+        seed: Seed of the sampler.
+        sampler: "tpe" or "random".
+        pruner: "median" (a trial is stopped if its best loss so far is above the median of the earlier trials' losses
+            at the same step), "halving" (asynchronous successive halving) or "none".
+        startup: Number of trials that complete before any is pruned; as many are sampled at random first.
+        keep: Number of the best trials whose checkpoints are kept.
     """
 
     space: Annotated[dict[str, Any], BeforeValidator(_normalize_space)] = {}

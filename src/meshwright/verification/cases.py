@@ -35,11 +35,15 @@ class Case:
 class CaseBuilder:
     """Builder of the verification cases (named small training problems) for one layout and model.
 
-    layout: layout to be verified. config: model, which is scaled down before use. dtype: parameter dtype, "float64" or
-    "float32". preference: settings of the preference loss (DPO or IPO); None: next-token loss. teaching:
-    distillation, whose teacher is scaled down too; None: no teacher. batch: wanted global
-    batch in sequences; if it is not a multiple of dp x micro-batches, the smallest multiple that is at least 8 is used
-    instead. compiled: True if the recipe trains under torch.compile.
+    Attributes:
+        layout: Layout to be verified.
+        config: Model, which is scaled down before use.
+        dtype: Parameter dtype, "float64" or "float32".
+        preference: Settings of the preference loss (DPO or IPO); None: next-token loss.
+        teaching: Distillation, whose teacher is scaled down too; None: no teacher.
+        batch: Wanted global batch in sequences; if it is not a multiple of dp x micro-batches, the smallest multiple
+            that is at least 8 is used instead.
+        compiled: True if the recipe trains under torch.compile.
     """
 
     layout: Layout

@@ -30,12 +30,20 @@ class TrainingSettings:
     """Optimizer settings of a verification problem, named as the keys of a recipe's [train] table, and its dynamic loss
     scale.
 
-    optimizer: "sgd" or "adamw". learning_rate: peak value. weight_decay: coefficient, for matrices only. momentum: of
-    SGD. betas, epsilon: of AdamW. clip: maximum gradient norm; 0: no clipping. schedule: learning-rate schedule.
-    warmup: number of warm-up steps. minimum_learning_rate: final learning rate as a fraction of the peak.
-    router_bias_rate: change of a router bias per step. loss_scale: initial loss scale; 1: no scaling. loss_scale_every:
-    number of consecutive finite steps after which the loss scale doubles (a non-finite step halves it); 0: the loss
-    scale is constant.
+    Attributes:
+        optimizer: "sgd" or "adamw".
+        learning_rate: Peak value.
+        weight_decay: Coefficient, for matrices only.
+        momentum: Momentum of SGD.
+        betas, epsilon: Constants of AdamW.
+        clip: Maximum gradient norm; 0: no clipping.
+        schedule: Name of the learning-rate schedule.
+        warmup: Number of warm-up steps.
+        minimum_learning_rate: Final learning rate as a fraction of the peak.
+        router_bias_rate: Change of a router bias per step.
+        loss_scale: Initial loss scale; 1: no scaling.
+        loss_scale_every: Number of consecutive finite steps after which the loss scale doubles (a non-finite step
+            halves it); 0: the loss scale is constant.
     """
 
     optimizer: str = "sgd"
@@ -66,14 +74,21 @@ class Problem:
     """Small training problem on which layouts are verified: a model trained for `steps` steps of `batch` sequences of
     `sequence` tokens.
 
-    config: the model. dtype: dtype of parameters. master_dtype: dtype of master weights, gradients and optimizer state;
-    None: `dtype`. training: optimizer settings. seed: seed of initial weights and data. preference: settings of the
-    preference loss; None: next-token loss. teaching: distillation; None: no teacher. nan_step: step (from 0) in which
-    the last rank produces NaN activations; None: no such step. resumed_at: numbers of steps after which a checkpoint is
-    saved and a new trainer resumes from it. fused_gradient_accumulation: True if weight-gradient kernels accumulate
-    directly into the gradient buffer, as in large models. compile_backend: backend of torch.compile for layers, final
-    norm and loss, such as "inductor"; None: they run eagerly. late_completion: True if collective calls complete only
-    when they are waited for (`late_completion.py`).
+    Attributes:
+        config: The model.
+        dtype: Dtype of parameters.
+        master_dtype: Dtype of master weights, gradients and optimizer state; None: `dtype`.
+        training: Optimizer settings.
+        seed: Seed of initial weights and data.
+        preference: Settings of the preference loss; None: next-token loss.
+        teaching: Distillation; None: no teacher.
+        nan_step: Step (from 0) in which the last rank produces NaN activations; None: no such step.
+        resumed_at: Numbers of steps after which a checkpoint is saved and a new trainer resumes from it.
+        fused_gradient_accumulation: True if weight-gradient kernels accumulate directly into the gradient buffer, as in
+            large models.
+        compile_backend: Backend of torch.compile for layers, final norm and loss, such as "inductor"; None: they run
+            eagerly.
+        late_completion: True if collective calls complete only when they are waited for (`late_completion.py`).
     """
 
     config: ModelConfig

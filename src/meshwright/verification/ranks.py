@@ -61,11 +61,16 @@ class StepResult:
 class RankResult:
     """All results of one rank's training run.
 
-    steps: {step (from 0): its results}. optimizer, parameters, final_loss: optimizer state, unsharded parameters and
-    validation loss after the last step. counters: {number of steps done: checkpoint counters by name}. not_restored:
-    lines on differences between the state saved in a checkpoint and that of the trainer resumed from it.
-    calls_first_step, calls: records of the collective calls of the first step and of all steps. struck: number of
-    values that the planted fault changed. refused: error message if the training itself detected the fault; else None.
+    Attributes:
+        steps: {step (from 0): its results}.
+        optimizer, parameters, final_loss: Optimizer state, unsharded parameters and validation loss after the last
+            step.
+        counters: {number of steps done: checkpoint counters by name}.
+        not_restored: Lines on differences between the state saved in a checkpoint and that of the trainer resumed from
+            it.
+        calls_first_step, calls: Records of the collective calls of the first step and of all steps.
+        struck: Number of values that the planted fault changed.
+        refused: Error message if the training itself detected the fault; else None.
     """
 
     steps: dict[int, StepResult] = field(default_factory=dict)

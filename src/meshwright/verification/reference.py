@@ -28,12 +28,17 @@ SCORES_AT_ONCE = 1 << 23  # maximum number of attention scores and logits of one
 class Reference:
     """Expected results of a problem. The constructor computes them by training on one device.
 
-    losses, norms: loss and gradient norm of every step. gradients: gradients of every step by parameter (for a router
-    bias: its experts' excess loads per loss term). weights: trained master weights by parameter, before each step and
-    after the last; frozen: the frozen parameters of a model with an adapter. optimizer: optimizer state after the last
-    step by kind ("exp_avg" ...) and parameter. scales, finite_steps: loss scale and number of finite steps since it
-    last changed, before each step and after the last. updates: number of updates made (the step with NaN activations
-    makes none). final_loss: validation loss after the last step."""
+    Attributes:
+        losses, norms: Loss and gradient norm of every step.
+        gradients: Gradients of every step by parameter (for a router bias: its experts' excess loads per loss term).
+        weights: Trained master weights by parameter, before each step and after the last.
+        frozen: The frozen parameters of a model with an adapter.
+        optimizer: Optimizer state after the last step by kind ("exp_avg" ...) and parameter.
+        scales, finite_steps: Loss scale and number of finite steps since it last changed, before each step and after
+            the last.
+        updates: Number of updates made (the step with NaN activations makes none).
+        final_loss: Validation loss after the last step.
+    """
 
     problem: Problem
     losses: list[float] = field(default_factory=list)
