@@ -43,7 +43,7 @@ LAYOUTS = (  # every axis, ZeRO stage and kind of activation checkpointing, and 
 def make_problem(layout: Layout) -> Problem:
     """Return a problem of two steps of a small model, with experts under expert parallelism, else with a tied head."""
     model = "qwen1.5-moe-a2.7b" if layout.expert_parallel else "qwen3-0.6b"
-    return replace(CaseBuilder(layout, preset(model)).make_plain(2), steps=2)
+    return replace(CaseBuilder(layout, preset(model)).make_sgd_problem(2), steps=2)
 
 
 def train(ranks: EmulatedRanks, layout: Layout) -> list[RankResult]:

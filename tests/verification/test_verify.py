@@ -309,7 +309,7 @@ def test_single_layout_model_makes_every_call_of_its_kind(notation: str):
 
 
 def test_layout_is_verified_with_one_model_or_thoroughly_three(monkeypatch: pytest.MonkeyPatch, two_layers: None):
-    monkeypatch.setattr(CaseBuilder, "make_default_cases", lambda maker: [Case("plain", maker.make_plain())])
+    monkeypatch.setattr(CaseBuilder, "make_default_cases", lambda maker: [Case("plain", maker.make_sgd_problem())])
     monkeypatch.setattr(CaseBuilder, "make_all_cases", CaseBuilder.make_default_cases)
     for thorough, models in ((False, {"qwen3-0.6b"}), (True, {"llama-3-8b", "qwen3-0.6b", "gpt2"})):
         assert {entry["model"] for entry in run_verification("dp2", thorough=thorough)["layouts"]} == models

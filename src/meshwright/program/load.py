@@ -16,9 +16,13 @@ from meshwright.untrusted import parse_json, read_file
 
 
 @overload
-def load_program(path: str | Path, dialect: Literal["collective"]) -> CollectiveProgram: ...
+def load_program(path: str | Path, dialect: Literal["collective"]) -> CollectiveProgram:
+    """Read a collective program from the file `path`, in text or JSON form."""
+
+
 @overload
-def load_program(path: str | Path, dialect: Literal["pipeline"]) -> PipelineProgram: ...
+def load_program(path: str | Path, dialect: Literal["pipeline"]) -> PipelineProgram:
+    """Read a pipeline schedule from the file `path`, in text or JSON form."""
 
 
 def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -> CollectiveProgram | PipelineProgram:

@@ -109,7 +109,7 @@ class _FaultRuns:
         this does not reveal the fault, for all steps of the problem. Yield (fault, comparison with the single-device
         run) for every fault that altered a value on some rank. before: keys (`_make_fault_key`) of faults to leave
         out."""
-        problem = self.maker.make_plain(layers=3)
+        problem = self.maker.make_sgd_problem(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
         every = [
@@ -129,9 +129,9 @@ class _FaultRuns:
         comparison with the single-device run) for every fault that altered a value on some rank. before: keys of faults
         to leave out; the key of a local fault is the tuple (name,)."""
         for case, make in (
-            ("updates", lambda: self.maker.make_updates(layers=3)),
-            ("dtypes", self.maker.make_dtypes),
-            ("long sequences", self.maker.make_long),
+            ("updates", lambda: self.maker.make_update_problem(layers=3)),
+            ("dtypes", self.maker.make_dtype_problem),
+            ("long sequences", self.maker.make_long_sequence_problem),
         ):
             faults = [
                 LocalFault(name) for name, plan in LOCAL_FAULTS.items() if plan.case == case and (name,) not in before
