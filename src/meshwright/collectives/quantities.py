@@ -93,13 +93,14 @@ def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
 
 
 def format_exact_rate(value: float) -> str:
-    """Return a rate in bytes per second as text that `parse_rate` parses to exactly the same number, such as
+    """Return `value`, a rate in bytes per second, as text that `parse_rate` parses to exactly the same number, such as
     `25GB/s`."""
     return _format_exact(value, {f"{prefix}B/s": factor for prefix, factor in _DECIMAL.items()})
 
 
 def format_exact_seconds(value: float) -> str:
-    """Return a time in seconds as text that `parse_seconds` parses to exactly the same number, such as `5us`."""
+    """Return `value`, a time in seconds, as text that `parse_seconds` parses to exactly the same number, such as
+    `5us`."""
     return _format_exact(value, {unit: SECONDS[unit] for unit in ("s", "ms", "us", "ns")})
 
 

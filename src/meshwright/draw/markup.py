@@ -62,7 +62,7 @@ def join(content: Content, between: str = "") -> Markup:
 
 
 def format_number(value: float, digits: int = 2) -> str:
-    """Format a number as text with at most `digits` decimals, without trailing zeros."""
+    """Format the number `value` as text with at most `digits` decimals, without trailing zeros."""
     text = f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no negative zero
     return text.rstrip("0").rstrip(".") if digits else text
 

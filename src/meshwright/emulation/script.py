@@ -91,8 +91,8 @@ class ScriptReport:
 
 
 class RankOutput(io.TextIOBase):
-    """Replacement of `sys.stdout` for all ranks: writes each line to `output` with the rank that printed it as prefix,
-    "[rank 2] "."""
+    """Replacement of `sys.stdout` for all ranks (current: function that returns the running rank): writes each line to
+    `output` with the rank that printed it as prefix, "[rank 2] "."""
 
     def __init__(self, output: IO[str], current: Callable[[], int | None]) -> None:
         """Store where to write. output: stream that receives the prefixed lines. current: returns the rank that runs,

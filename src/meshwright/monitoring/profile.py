@@ -236,7 +236,7 @@ class _NamedCompute:
 def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
     """Record, on all ranks, the time at which each leaves several barriers, and compare these times. Return (start of
     the profile on rank 0's clock in nanoseconds since 1970, nanoseconds by which this rank's clock is ahead of rank
-    0's). Collective."""
+    0's). All ranks of `mesh` must call this function."""
     size, rank = mesh.world_size, mesh.rank
     seen = torch.zeros(MEETINGS + 1, size, dtype=torch.int64)
     for meeting in range(MEETINGS):  # all ranks leave a barrier at nearly the same time

@@ -38,7 +38,7 @@ def _list_defaults() -> dict[str, str]:
 
 
 def _flatten_recipe(text: str) -> dict[str, str] | None:
-    """Parse a recipe and return {dotted key: value as TOML}; None if it is not TOML."""
+    """Parse the recipe `text` and return {dotted key: value as TOML}; None if it is not TOML."""
     try:
         tables = parse_toml(text, "recipe")
     except UserError:

@@ -196,7 +196,7 @@ def _format_parts(seconds: dict[str, float] | None) -> str:
 
 
 def _format_size(size: float | None) -> str:
-    """Format a number of bytes; empty for None."""
+    """Format `size`, a number of bytes; empty for None."""
     return "" if size is None else format_bytes(size)
 
 
@@ -206,7 +206,7 @@ def _format_mfu(result: dict[str, Any]) -> str:
 
 
 def _list_evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the contents of a document of `evaluate` as pairs of texts (name, value)."""
+    """Return the contents of `evaluation`, a document of `evaluate`, as pairs of texts (name, value)."""
     rows = [
         ("loss", f"{evaluation['loss']:.4f} nats per token"),
         ("perplexity", f"{evaluation['perplexity']:.2f}"),
@@ -220,5 +220,5 @@ def _list_evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _format_number(value: float | None, form: str) -> str:
-    """Return a number formatted by the format spec `form`; "not finite" for None."""
+    """Return the number `value` formatted by the format spec `form`; "not finite" for None."""
     return "not finite" if value is None else format(value, form)

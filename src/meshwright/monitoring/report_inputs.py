@@ -69,7 +69,8 @@ class _Figures(_Document):
 
 
 class _Result(_Document):
-    """Schema (pydantic) of the result document of a run, with the keys that the report reads."""
+    """Schema (pydantic) of the result document of a run, with the keys that the report reads. parameters: parameter
+    count. mfu: model FLOP utilisation, 0 to 1. predicted, measured: figures of a step."""
 
     parameters: _Whole | None = None
     layout: str | None = None

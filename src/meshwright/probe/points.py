@@ -168,8 +168,8 @@ class ReferenceKernel:
 
 
 def _combine_shapes(tokens: Sequence[int], sides: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Combine every number of tokens with every pair (output size, input size); return the shapes (tokens, output size,
-    input size)."""
+    """Combine every number of tokens with every pair (output size, input size) of `sides`; return the shapes (tokens,
+    output size, input size)."""
     return tuple((rows, *side) for rows in tokens for side in sides)
 
 

@@ -168,8 +168,8 @@ def _time_points(
 
     times: seconds of one run of each point, scaled to the CPU's usual speed, [rank][point]; an empty list for an idle
     rank. usual: seconds that the reference matrix product takes at that speed, which is its median over all points,
-    averaged over the computing ranks. seconds: time spent on each point. kernel: reference matrix product, timed after
-    each point to scale the point's time.
+    averaged over the computing ranks. seconds: time spent on each point. mesh: mesh of all ranks. kernel: reference
+    matrix product, timed after each point to scale the point's time.
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -189,8 +189,8 @@ def _time_points(
 
 
 def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[float]]]:
-    """Time matrix products and memory passes on all ranks, to find slow ranks. Return {"products": times, "memory":
-    times}, with times in seconds, [rank][measurement]; {} if `plan.compare_seconds` is 0.
+    """Time matrix products and memory passes on all ranks of `mesh`, to find slow ranks. Return {"products": times,
+    "memory": times}, with times in seconds, [rank][measurement]; {} if `plan.compare_seconds` is 0.
 
     All points are timed in short rounds, repeated for `plan.compare_seconds`: in one long measurement of each point,
     ranks would differ because a shared machine slows one after another for half a second at a time.
@@ -239,7 +239,8 @@ def _group_by_name(
 
 def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], None]) -> list[Collective]:
     """Time every collective operation on every kind of process group (inside a host, across hosts, all ranks) and
-    vector size of the plan; return one record for each operation and group. log: receives progress lines."""
+    vector size of the plan; return one record for each operation and group. mesh: mesh of all ranks. log: receives
+    progress lines."""
     found = []
     for place, axis in make_axes(mesh):
         log(f"collectives of {axis.size} ranks" + (f" ({place})" if mesh.dp.size > 1 else ""))
@@ -272,8 +273,9 @@ def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[tuple[str,
 
 
 def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, float]:
-    """Measure the launch overhead: the seconds of one elementwise operation on a minimal tensor. Return {"operation":
-    without autograd, "differentiated_operation": with its backward pass}. seconds: time for each measurement."""
+    """Measure the launch overhead on `device`: the seconds of one elementwise operation on a minimal tensor. Return
+    {"operation": without autograd, "differentiated_operation": with its backward pass}. seconds: time for each
+    measurement."""
     x = torch.zeros(16, device=device)
     leaf = torch.zeros(16, device=device, requires_grad=True)
     operations = 200  # enough that the fixed cost of a backward pass is negligible
@@ -290,8 +292,8 @@ def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, 
 
 
 def _describe_device(mesh: Mesh) -> dict[str, Any]:
-    """Describe the device on which this rank computes as {"name": its name, "memory_bytes": its memory; for a CPU this
-    rank's share of the host's memory}."""
+    """Describe the device on which this rank of `mesh` computes as {"name": its name, "memory_bytes": its memory; for a
+    CPU this rank's share of the host's memory}."""
     if mesh.device.type == "cuda":
         properties = torch.cuda.get_device_properties(mesh.device)
         return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}

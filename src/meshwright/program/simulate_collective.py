@@ -106,8 +106,8 @@ class CollectiveSimulator:
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
         """Return, for each message, how many messages of the same group start before it on the same first link, each of
-        which delays it by the network's gap: [messages]. A group is the steps that a rank posts together; a message is
-        all transfers from one group to another."""
+        which delays it by the network's gap: [messages]. checked: program with matched sends and receives. A group is
+        the steps that a rank posts together; a message is all transfers from one group to another."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]

@@ -103,8 +103,8 @@ def _flatten_space(tables: Mapping[str, Any], prefix: str) -> Iterator[tuple[str
 
 
 def _parse_dimension(key: str, table: Mapping[str, Any], before: Mapping[str, Dimension]) -> Dimension:
-    """Check one entry of the search space and convert it to a `Dimension`. before: the dimensions listed before it, on
-    which its conditions may depend. Raises ValueError with the key and the reason."""
+    """Check one entry of the search space, key and table, and convert it to a `Dimension`. before: the dimensions
+    listed before it, on which its conditions may depend. Raises ValueError with the key and the reason."""
     unknown = next((word for word in table if word not in (*_KINDS, *_OPTIONS)), None)
     if unknown is not None:
         close = nearest(unknown, (*_KINDS, *_OPTIONS))
@@ -143,9 +143,9 @@ def _parse_dimension(key: str, table: Mapping[str, Any], before: Mapping[str, Di
 
 
 def _parse_conditions(key: str, when: Any, before: Mapping[str, Dimension]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Check the conditions of a dimension, {key: value or list of values}; return them as tuples (key, values). before:
-    the dimensions listed before it. Raises ValueError if a condition names none of these, or a value that it cannot
-    take."""
+    """Check `when`, the conditions of the dimension `key`, {other key: value or list of values}; return them as tuples
+    (key, values). before: the dimensions listed before it. Raises ValueError if a condition names none of these, or a
+    value that it cannot take."""
     if not isinstance(when, Mapping):
         raise ValueError(f'{key}: when should be a table such as {{ "train.optimizer" = "sgd" }}')
     conditions = []
@@ -206,9 +206,9 @@ class TuneRecipe(Table):
 
 
 def check_searched_keys(dimensions: Sequence[Dimension], schema: Schema[Any]) -> None:
-    """Check that each searched key is a recipe key that affects training but not how its result is measured (as the
-    validation data do), and that ranges of whole numbers have whole bounds. schema: the keys of a recipe. Raises
-    ValueError with the key and the reason."""
+    """Check that the key of each of `dimensions` is a recipe key that affects training but not how its result is
+    measured (as the validation data do), and that ranges of whole numbers have whole bounds. schema: the keys of a
+    recipe. Raises ValueError with the key and the reason."""
     known = schema.keys
     for dimension in dimensions:
         key, numbers = dimension.key, (dimension.low, dimension.high, dimension.step or 1)

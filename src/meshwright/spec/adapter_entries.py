@@ -34,8 +34,8 @@ _ADAPTABLE = tuple(
 
 
 def find_adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, ParameterEntry]:
-    """Return {Hugging Face module name: parameter entry of its weight} of the linear layers that can have an adapter:
-    those of attention, dense MLPs and shared experts."""
+    """Return {Hugging Face module name: parameter entry of its weight} of the linear layers among `entries` that can
+    have an adapter: those of attention, dense MLPs and shared experts."""
     return {
         entry.name.removesuffix(".weight"): entry
         for entry in entries

@@ -138,8 +138,8 @@ class Family:
         return bool(self.heads)
 
     def find_encoder_problem(self, head: str, token_types: int, labels: Sequence[str]) -> str | None:
-        """Return an error message for the first invalid or contradictory one of the ModelConfig fields that only
-        encoders have; None if there is none."""
+        """Return an error message for the first invalid or contradictory one of the ModelConfig fields `head`,
+        `token_types` and `labels`, which only encoders have; None if there is none."""
         if not self.encoder:
             given = [name for name, value in (("token_types", token_types), ("labels", labels)) if value]
             given += [f"head {head!r}"] if head != "next" else []

@@ -72,8 +72,9 @@ class _LayoutComparison:
     """Comparison of all ranks' results with the single-device reference, in the order of computation: step by step,
     gradients before updates, final state last.
 
-    Attributes: `worst`, `worst_name`: largest relative error so far of a gradient, update or optimizer state, and the
-    name of its parameter; `loss_error`, `norm_error`: largest relative errors so far of a loss and of a gradient norm.
+    layout: layout on which the ranks trained. Attributes: `worst`, `worst_name`: largest relative error so far of a
+    gradient, update or optimizer state, and the name of its parameter; `loss_error`, `norm_error`: largest relative
+    errors so far of a loss and of a gradient norm.
     """
 
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:

@@ -135,9 +135,9 @@ class LateCompletion:
         """Start a call on copies of its buffers and poison its result buffers. Return (work handles, function that
         checks the buffers and delivers the results, called by the wait).
 
-        results: the call's result buffers with their copies. sent: buffers that must not change in flight. overwritten:
-        buffers whose content is undefined afterwards. name: name of the call in messages about faults (None: as stored
-        by `note_call`).
+        post: function that starts the call. results: the call's result buffers with their copies. sent: buffers that
+        must not change in flight. overwritten: buffers whose content is undefined afterwards. name: name of the call in
+        messages about faults (None: as stored by `note_call`).
         """
         self._calls += 1
         number, call = self._calls, name or self._site
@@ -225,8 +225,8 @@ def _has_bits_of(buffer: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_freed(buffer: torch.Tensor) -> bool:
-    """Return True if a tensor's storage has been resized to less than its elements need, as FSDP units do when they
-    reshard."""
+    """Return True if the storage of the tensor `buffer` has been resized to less than its elements need, as FSDP units
+    do when they reshard."""
     if buffer.numel() == 0:
         return False
     last = sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

@@ -125,7 +125,8 @@ def _clip_wrongly(factor: Callable[[Trainer, Any, float], float]) -> FaultyFunct
 
 def _clip_locally(trainer: Trainer, verdict: Any, right: float) -> float:
     """Return a wrong clipping factor: it is computed from the norm of this rank's gradient shard instead of the global
-    norm. verdict: outcome of the step, with the loss scale. right: the right factor, not used."""
+    norm. trainer: trainer of this rank. verdict: outcome of the step, with the loss scale. right: the right factor, not
+    used."""
     norm = math.sqrt(float(trainer.parallel.squared_norm_share())) / verdict.loss_scale
     return min(1.0, trainer.recipe.train.clip / (norm + 1e-6))
 

@@ -227,9 +227,9 @@ def _report_fault(
     neutral: str | None,
     log: Callable[[str], None],
 ) -> None:
-    """Add the outcome of one fault ("caught", "neutral" or "missed") to `report` and log it. fault: its name; failure:
-    the verifier's message, None if it passed; neutral: reason why the fault changes no result, None if it must be
-    caught."""
+    """Add the outcome of one fault ("caught", "neutral" or "missed") to `report` and log it. layout: layout of the run.
+    fault: the fault's name; failure: the verifier's message, None if it passed; neutral: reason why the fault changes
+    no result, None if it must be caught."""
     report["planted"] += 1
     outcome = "caught" if failure is not None else "neutral" if neutral is not None else "missed"
     if outcome == "missed":

@@ -46,9 +46,9 @@ def run_batch(
     preference: Preference | None = None,
     taught: Taught | None = None,
 ) -> BatchLoss:
-    """Run the forward pass of a batch of full sequences and return its losses. weights: float64 tensors by the names of
-    the training engine, which fuses query, key and value, and gate and up. preference: settings of the preference loss
-    (DPO or IPO); None: next-token loss. taught: distillation; None: no teacher."""
+    """Run the forward pass of a batch of full sequences and return its losses. config: the model. weights: float64
+    tensors by the names of the training engine, which fuses query, key and value, and gate and up. preference: settings
+    of the preference loss (DPO or IPO); None: next-token loss. taught: distillation; None: no teacher."""
     tokens_BS, targets_BS, ids_BS = (
         torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.document_ids)
     )
@@ -86,7 +86,7 @@ def run_batch(
 
 
 def count_responses(batch: Batch) -> torch.Tensor:
-    """Return the number of documents with a target in each of B sequences, int64 [B]."""
+    """Return the number of responses (documents with a target) in each of the B sequences of `batch`: int64 [B]."""
     return torch.tensor(
         [
             len({*ids[targets != IGNORED].tolist()})
@@ -96,8 +96,8 @@ def count_responses(batch: Batch) -> torch.Tensor:
 
 
 def sum_by_response(chosen_BS: torch.Tensor, batch: Batch) -> list[list[torch.Tensor]]:
-    """Sum the log-probabilities of the target tokens of each response; return [B][responses], scalars in nats.
-    chosen_BS: log-probability of each target token."""
+    """Sum the log-probabilities of the target tokens of each response in `batch`; return [B][responses], scalars in
+    nats. chosen_BS: log-probability of each target token."""
     ids_BS = torch.from_numpy(batch.document_ids)
     return [
         [chosen_BS[row][ids_BS[row] == document].sum() for document in range(int(count))]
@@ -107,7 +107,7 @@ def sum_by_response(chosen_BS: torch.Tensor, batch: Batch) -> list[list[torch.Te
 
 def score_responses(config: ModelConfig, weights: Weights, batch: Batch) -> list[list[float]]:
     """Return log p / p_ref in nats of each response of each sequence of a batch, [B][responses], without gradients.
-    weights: float64 tensors by the training engine's names."""
+    config: the model. weights: float64 tensors by the training engine's names."""
     assert batch.reference is not None
     tokens_BS, targets_BS = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
     with torch.no_grad():
@@ -147,7 +147,7 @@ class _Forward:
         self.positions_BS = (self.visible_BSS.sum(dim=2) - 1).long()  # tokens of the same document before each
 
     def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Return the final hidden states [B, S, H] of tokens [B, S]."""
+        """Return the final hidden states [B, S, H] of the tokens `tokens_BS`."""
         config = self.config
         factor = config.hidden**0.5 if config.embedding_scale is None else config.embedding_scale
         x_BSH = factor * self.weights["embedding.weight"][tokens_BS]
@@ -167,7 +167,7 @@ class _Forward:
         return self.norm(x_BSH, "final_norm")
 
     def logits(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the next-token logits [B, S, V] of final hidden states, and the weight of the output head [V, H]."""
+        """Return (next-token logits [B, S, V] of the final hidden states `x_BSH`, weight of the output head [V, H])."""
         config = self.config
         head = self.weights["embedding.weight" if config.tied else "head.weight"]
         return apply_softcap(x_BSH @ head.T / config.logit_divisor, config.logit_softcap), head
@@ -176,8 +176,8 @@ class _Forward:
         self, x_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, head: torch.Tensor
     ) -> torch.Tensor:
         """Return the summed loss of the multi-token prediction module (arXiv:2412.19437, eqs. 21 to 24), which predicts
-        the token after the next. x_BSH: final hidden states; head: weight of the output head, [V, H]. targets_BS:
-        target tokens, -100 where ignored."""
+        the token after the next. x_BSH: final hidden states; head: weight of the output head, [V, H]. tokens_BS: tokens
+        of the batch. targets_BS: target tokens, -100 where ignored."""
         name, length = "prediction", tokens_BS.shape[1]
         embedded = self.weights["embedding.weight"][tokens_BS[:, [*range(1, length), 0]]]
         parts = self.norm(embedded, f"{name}.embedding_norm"), self.norm(x_BSH, f"{name}.hidden_norm")
@@ -275,8 +275,8 @@ class _Forward:
         return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
 
     def rotate(self, x_BSND: torch.Tensor, layer: int) -> torch.Tensor:
-        """Apply RoPE to the queries or keys [B, S, N, D] of the layer with index `layer`: of the R rotated features, i
-        is paired with i + R / 2, or neighbours are paired. A pair is a complex number, multiplied by e^(i angle)."""
+        """Apply RoPE to the queries or keys `x_BSND` of the layer with index `layer`: of the R rotated features, i is
+        paired with i + R / 2, or neighbours are paired. A pair is a complex number, multiplied by e^(i angle)."""
         rotation = self.config.layer_rotation(layer)
         assert rotation is not None
         frequencies = inverse_frequencies(rotation, torch.float64)
@@ -295,7 +295,7 @@ class _Forward:
         return torch.cat([pairs, kept], dim=-1)
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the model's activation function elementwise."""
+        """Apply the model's activation function elementwise to `x`."""
         match self.config.activation:
             case "silu":
                 return x * torch.sigmoid(x)
@@ -307,7 +307,7 @@ class _Forward:
                 return 0.5 * x * (1 + torch.erf(x / 2**0.5))
 
     def feed_forward(self, x_BSH: torch.Tensor, name: str) -> torch.Tensor:
-        """Apply the MLP called `name`, gated or not: [B, S, H] -> [B, S, H]."""
+        """Apply the MLP called `name`, gated or not, to `x_BSH`; return a tensor of the same shape."""
         up = self.linear(x_BSH, f"{name}.up")
         if not self.config.gated:
             return self.linear(self.activate(up), f"{name}.down")
@@ -315,8 +315,8 @@ class _Forward:
         return self.linear(self.activate(gate) * up, f"{name}.down")
 
     def mixture(self, x_BSH: torch.Tensor, name: str) -> torch.Tensor:
-        """Apply the mixture of experts called `name`, [B, S, H] -> [B, S, H]. Every expert computes every token; the
-        results of experts that the router did not choose have weight 0."""
+        """Apply the mixture of experts called `name` to `x_BSH`; return a tensor of the same shape. Every expert
+        computes every token; the results of experts that the router did not choose have weight 0."""
         config = self.config
         logits_BSE = x_BSH @ self.weights[f"{name}.router.weight"].T
         if config.mlp_bias:

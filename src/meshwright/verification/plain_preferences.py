@@ -12,8 +12,9 @@ from meshwright.verification.samples import IGNORED, Batch
 def compute_single_response_loss(
     preference: Preference, sums: list[list[torch.Tensor]], counted_B: torch.Tensor, batch: Batch
 ) -> torch.Tensor:
-    """Return the loss of KTO (arXiv:2402.01306, eq. 8) summed over responses, a scalar. sums: log-probability of each
-    response in nats, [sequence][response]. counted_B: number of responses of each sequence."""
+    """Return the loss of KTO (arXiv:2402.01306, eq. 8) summed over responses, a scalar. preference: settings of the
+    loss. batch: holds reference log-probabilities, labels and the KL estimate. sums: log-probability of each response
+    in nats, [sequence][response]. counted_B: number of responses of each sequence."""
     assert batch.reference is not None and batch.undesirable is not None and batch.kl is not None
     total = torch.zeros((), dtype=torch.float64)
     for row in range(len(counted_B)):

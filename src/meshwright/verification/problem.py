@@ -159,8 +159,8 @@ class Problem:
 
 
 def choose_sequence_length(layout: Layout, tokens: int = SEQUENCE) -> int:
-    """Return the smallest sequence length of at least `tokens` tokens that is divisible by tp x cp, or under ring
-    attention by 2 x tp x cp."""
+    """Return the smallest sequence length of at least `tokens` tokens that is divisible by tp x cp of `layout`, or
+    under ring attention by 2 x tp x cp."""
     pieces = layout.tp * layout.cp * (2 if layout.cp > 1 and layout.cp_method == "ring" else 1)
     return -(-tokens // pieces) * pieces
 

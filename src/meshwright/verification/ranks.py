@@ -177,7 +177,8 @@ def make_teacher(problem: Problem, mesh: Mesh) -> Teacher:
 
 class _VerificationRun:
     """Training run of a `Problem` (model, data, optimizer settings) on one rank. It saves checkpoints and resumes from
-    them as the problem requires."""
+    them as the problem requires. layout: parallel layout. mesh: mesh of the ranks. directory: directory of the
+    checkpoints."""
 
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
         """Store the problem, its layout and mesh. directory: directory for checkpoints; None if none is saved."""

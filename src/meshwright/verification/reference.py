@@ -122,7 +122,8 @@ class Reference:
         return self._parts[step, count]
 
     def _record_scale(self, scale: float, finite_steps: int) -> None:
-        """Append the loss scale and the number of finite steps since its last change to the results."""
+        """Append `scale`, the loss scale, and `finite_steps`, the number of finite steps since its last change, to the
+        results."""
         self.scales.append(scale)
         self.finite_steps.append(finite_steps)
 
@@ -241,8 +242,8 @@ class Reference:
     def _apply_update(
         self, weights: ParameterValues, gradients: ParameterValues, norm: float, step: int
     ) -> ParameterValues:
-        """Apply one optimizer update; return the new master weights by parameter. Gradients are first clipped by their
-        global norm, `norm` (as in `torch.nn.utils.clip_grad_norm_`). step: training step, from 0.
+        """Apply one optimizer update; return the new master weights by parameter. `gradients` (by parameter) are first
+        clipped by their global norm, `norm` (as in `torch.nn.utils.clip_grad_norm_`). step: training step, from 0.
 
         SGD has momentum and coupled weight decay; AdamW follows arXiv:1711.05101, algorithm 2. Only matrices have
         weight decay. Router biases move by a fixed rate against the sign of their excess load (arXiv:2408.15664,
@@ -310,7 +311,7 @@ def compute_sample_index(number: int, sequences: int, seed: int) -> int:
 
 
 def _splitmix64(value: int) -> int:
-    """Return a 64-bit hash of a 64-bit integer: the finalizer of SplitMix64."""
+    """Return a 64-bit hash of the 64-bit integer `value`: the finalizer of SplitMix64."""
     value %= 2**64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64

@@ -169,7 +169,8 @@ class SyntheticSplit:
 
 
 class SyntheticData:
-    """Generated training and validation splits with the interface of `PreparedData`."""
+    """Generated training and validation splits of a verification problem (`problem`), with the interface of
+    `PreparedData`."""
 
     sha256 = "synthetic"
 

@@ -64,8 +64,8 @@ class Tracker(Protocol):
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Check the trackers named in `track.to`. Raises `UserError` for one that is unknown, cannot be loaded, or does not
-    accept its options."""
+    """Check the trackers named in `track.to` of the recipe. Raises `UserError` for one that is unknown, cannot be
+    loaded, or does not accept its options."""
     track = recipe.track
     for name in track.to:
         load_tracker_class(recipe, name)
@@ -148,8 +148,8 @@ def _names_server(value: object) -> bool:
 
 
 def make_tracker(recipe: Recipe, name: str) -> Tracker:
-    """Create the tracker called `name` with its `track.options`. `UserError` if its class cannot be loaded or does not
-    accept them."""
+    """Create the tracker called `name` with its `track.options` in the recipe. `UserError` if its class cannot be
+    loaded or does not accept them."""
     return load_tracker_class(recipe, name)(**recipe.track.options.get(name, {}))
 
 
