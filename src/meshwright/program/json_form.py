@@ -197,8 +197,8 @@ def _check_range(columns: Mapping[str, Integers], name: str, size: int, where: s
 
 
 def _check_group_order(columns: Mapping[str, Integers], where: str) -> None:
-    """Raise `UserError` with prefix `where` if the number of the group (steps that run together) decreases from a step
-    to the next on some rank.
+    """Raise `UserError` with prefix `where` if, on some rank, a step has a lower group number than the step before it.
+    A group is steps that run together.
 
     columns: column name -> array [steps]; `rank` and `group` are used.
     """

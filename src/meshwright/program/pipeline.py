@@ -205,12 +205,12 @@ def place_in_v_shape(ranks: int) -> tuple[int, ...]:
 
 @dataclass
 class RankBuilder:
-    """Builder of one rank's steps of a pipeline schedule, in execution order.
+    """Builder of one rank's steps of a pipeline schedule, in execution order. In all methods `stage` may be omitted if
+    the rank has only one stage of that replica (copy of the model; bidirectional schedules have two, others one).
 
-    rank: number of the rank. stages: stages on this rank, for each replica of the model (bidirectional schedules have
-    two, others one). rows: appended steps, as (group, kind, stage, replica, micro-batch, component); the steps of a
-    group run overlapped; component: part of the layers, 0 for a whole step. In all methods `stage` may be omitted if
-    this rank has only one stage of that replica.
+    rank: number of the rank. stages: [replica], stages on this rank. rows: appended steps, as (group, kind, stage,
+    replica, micro-batch, component). Steps of one group run overlapped. The component is a part of the layers, 0 for a
+    whole step.
     """
 
     rank: int

@@ -103,8 +103,9 @@ def _flatten_space(tables: Mapping[str, Any], prefix: str) -> Iterator[tuple[str
 
 
 def _parse_dimension(key: str, table: Mapping[str, Any], before: Mapping[str, Dimension]) -> Dimension:
-    """Check one entry of the search space, key and table, and convert it to a `Dimension`. before: the dimensions
-    listed before it, on which its conditions may depend. Raises ValueError with the key and the reason."""
+    """Check one entry of the search space, the recipe key `key` with its table `table`, and convert it to a
+    `Dimension`. before: the dimensions listed before it, on which its conditions may depend. Raises ValueError with the
+    key and the reason."""
     unknown = next((word for word in table if word not in (*_KINDS, *_OPTIONS)), None)
     if unknown is not None:
         close = nearest(unknown, (*_KINDS, *_OPTIONS))

@@ -97,8 +97,8 @@ class Problem:
 
     @cached_property
     def predecessor(self) -> tuple[int, ...]:
-        """Predecessor of each task (one pass on one stage): number of the task whose result it reads, [tasks]. The
-        first stage's forward has none; its entry is 3 x stages, which is no task."""
+        """For each task (one pass on one stage), the number of the task whose result it reads: [tasks]. The first
+        stage's forward reads no result; its entry is 3 x stages, one more than the last task number."""
         s = self.stages
         forwards = [3 * s, *range(s - 1)]
         return (*forwards, *range(s + 1, 2 * s), s - 1, *range(s, 2 * s))
