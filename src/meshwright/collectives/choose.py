@@ -60,9 +60,11 @@ class Candidate:
 class Choice:
     """Ranking of the algorithms of one collective operation by simulated time, for one size of the vector.
 
-    ranking: candidates, fastest first. refused: name of an algorithm that does not accept the number of ranks ->
-    reason. left_out: algorithms that were not simulated, because their closed-form time is much longer than the best
-    time. reason: sentence on why the fastest candidate is the fastest.
+    Attributes:
+        ranking: Candidates, fastest first.
+        refused: Name of an algorithm that does not accept the number of ranks -> reason.
+        left_out: Algorithms that were not simulated, because their closed-form time is much longer than the best time.
+        reason: Sentence on why the fastest candidate is the fastest.
     """
 
     ranking: tuple[Candidate, ...]

@@ -26,9 +26,11 @@ class Crossover:
 class Curves:
     """Simulated times of all algorithms of one operation on one network, for several sizes of the vector.
 
-    chooser: simulator of the operation's algorithms on the network. sizes: sizes in bytes, ascending. seconds:
-    algorithm -> seconds at each size, infinite where it was not simulated. bound: lower bound of the seconds at each
-    size.
+    Attributes:
+        chooser: Simulator of the operation's algorithms on the network.
+        sizes: Sizes in bytes, ascending.
+        seconds: Algorithm -> seconds at each size, infinite where it was not simulated.
+        bound: Lower bound of the seconds at each size.
     """
 
     chooser: Chooser

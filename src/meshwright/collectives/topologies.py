@@ -29,8 +29,11 @@ from meshwright.program.network import Network
 class _TopologySyntax:
     """Syntax of one kind of topology, such as a torus, in text form: settings that may follow its name and shape.
 
-    example: valid text. tiers: names of classes of links whose latency and bandwidth can be set. numbers: names of
-    settings with a number, such as `spines` for `spines=2`. flags: words without a value, such as `rails`.
+    Attributes:
+        example: Valid text.
+        tiers: Names of classes of links whose latency and bandwidth can be set.
+        numbers: Names of settings with a number, such as `spines` for `spines=2`.
+        flags: Words without a value, such as `rails`.
     """
 
     example: str
@@ -56,9 +59,11 @@ TOPOLOGIES = {
 class _TopologySettings:
     """Settings parsed from a topology's text. A setting that the text does not give has no entry.
 
-    latency: class of links, such as "inner" or "outer" -> seconds. bandwidth: class of links -> bytes per second.
-    numbers: name of another setting -> its number, as given by NAME=NUMBER. flags: words without a value, such as
-    "rails".
+    Attributes:
+        latency: Class of links, such as "inner" or "outer" -> seconds.
+        bandwidth: Class of links -> bytes per second.
+        numbers: Name of another setting -> its number, as given by NAME=NUMBER.
+        flags: Words without a value, such as "rails".
     """
 
     latency: dict[str, float]

@@ -52,8 +52,11 @@ class Band:
     """Named interval of a chart's x axis, drawn as a coloured box in a strip of boxes below the axis. Each band begins
     where the previous one ends (the first at the beginning of the axis) and ends at x = `end`.
 
-    name: text in the box. title: text on hover. colour: style-sheet colour, such as "blue". until: label written at the
-    end of the box, empty for none.
+    Attributes:
+        name: Text in the box.
+        title: Text on hover.
+        colour: Style-sheet colour, such as "blue".
+        until: Label written at the end of the box, empty for none.
     """
 
     end: float

@@ -89,9 +89,12 @@ class EmulatedWork(dist.Work):
     the output tensors only when the program waits for the handle (or finds it completed), so that a forgotten `wait`
     shows as wrong values in every run.
 
-    matcher: matches the calls of all ranks. ready: returns True once the call is complete. describe: returns text on
-    the call, for the deadlock report. finish: writes the results to the output tensors and returns these tensors.
-    message: the posted receive, if the call is one; else None.
+    Attributes:
+        matcher: Matches the calls of all ranks.
+        ready: Returns True once the call is complete.
+        describe: Returns text on the call, for the deadlock report.
+        finish: Writes the results to the output tensors and returns these tensors.
+        message: The posted receive, if the call is one; else None.
     """
 
     def __init__(

@@ -23,9 +23,11 @@ class HeldValue:
     """One value of a named tensor, and the ranks that hold it. A tensor that differs between ranks has one `HeldValue`
     for each distinct value.
 
-    name: class of the module and name of the parameter, such as "Linear.weight", or name of a global variable. shape:
-    dtype and shape, "float32[4, 8]". ranks: ranks whose tensors are bitwise equal. checksum: CRC-32 of the bytes, in
-    hexadecimal.
+    Attributes:
+        name: Class of the module and name of the parameter, such as "Linear.weight", or name of a global variable.
+        shape: Dtype and shape, "float32[4, 8]".
+        ranks: Ranks whose tensors are bitwise equal.
+        checksum: CRC-32 of the bytes, in hexadecimal.
     """
 
     name: str

@@ -56,9 +56,11 @@ class ProcessState:
     modules of the script's directory, random states, default dtype, deterministic mode, and the mesh axes and call
     records of Meshwright's package `comm`.
 
-    world: process groups, an object with the fields of torch.distributed's `_World`. environment: environment
-    variables, as the private dictionary of `os.environ` stores them. main: the module `__main__`. arguments:
-    `sys.argv`.
+    Attributes:
+        world: Process groups, an object with the fields of torch.distributed's `_World`.
+        environment: Environment variables, as the private dictionary of `os.environ` stores them.
+        main: The module `__main__`.
+        arguments: `sys.argv`.
     """
 
     def __init__(self, world: Any, environment: dict[Any, Any], main: ModuleType, arguments: list[str]) -> None:

@@ -94,10 +94,15 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """Final results of a run on this rank. step: number of steps done, of which `skipped_steps` were skipped. layout:
-    notation such as "dp2 zero1". state_bytes, predicted_state_bytes: measured and predicted bytes of model states by
-    kind ("parameters", "optimizer" ...). predicted_sent_bytes: predicted bytes sent in a step, by call site (label of a
-    collective call in the code)."""
+    """Final results of a run on this rank.
+
+    Attributes:
+        step: Number of steps done, of which `skipped_steps` were skipped.
+        layout: Notation such as "dp2 zero1".
+        state_bytes, predicted_state_bytes: Measured and predicted bytes of model states by kind ("parameters",
+            "optimizer" ...).
+        predicted_sent_bytes: Predicted bytes sent in a step, by call site (label of a collective call in the code).
+    """
 
     step: int
     skipped_steps: int

@@ -68,11 +68,14 @@ MAX_CHUNKS = 1 << 25  # summed over ranks
 class Steps(StepColumns):
     """Steps of a collective program as columns [steps], sorted by rank, then by group.
 
-    rank: rank that runs the step. group: number of the step's group, from 0 on each rank; a rank posts the steps of a
-    group together. kind: a `Kind`, such as SEND.
-    slot: first slot (buffer for one chunk of the vector) read (send) or written (all others). count: number of
-    consecutive slots; 0 for signal and wait. peer: other rank of a transfer; -1 for local steps. source: first slot
-    read by a local step; -1 for transfers.
+    Attributes:
+        rank: Rank that runs the step.
+        group: Number of the step's group, from 0 on each rank; a rank posts the steps of a group together.
+        kind: A `Kind`, such as SEND.
+        slot: First slot (buffer for one chunk of the vector) read (send) or written (all others).
+        count: Number of consecutive slots; 0 for signal and wait.
+        peer: Other rank of a transfer; -1 for local steps.
+        source: First slot read by a local step; -1 for transfers.
     """
 
     slot: Integers  # first slot read (send) or written (all others)

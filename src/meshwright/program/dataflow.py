@@ -25,9 +25,12 @@ _MAKES = np.array([OUTPUT, GRADIENT, GRADIENT, WEIGHTS])
 class ValueReads:
     """Reads of activations and gradients by the steps of a pipeline schedule, as columns with one entry per read.
 
-    reader: index of the step that reads the value. maker: index of the step that produces the value, -1 if no step
-    does. what: OUTPUT (0, a forward's result) or GRADIENT (1, an input gradient). stage: stage of the producing step.
-    between_stages: True if the value comes from another stage, which may be on another rank.
+    Attributes:
+        reader: Index of the step that reads the value.
+        maker: Index of the step that produces the value, -1 if no step does.
+        what: OUTPUT (0, a forward's result) or GRADIENT (1, an input gradient).
+        stage: Stage of the producing step.
+        between_stages: True if the value comes from another stage, which may be on another rank.
     """
 
     reader: Integers

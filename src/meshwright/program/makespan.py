@@ -93,11 +93,15 @@ class _WaveOrder(NamedTuple):
     """Groups (steps that run together on a rank) sorted into waves, for vectorized simulation. A wave depends only on
     earlier waves, so all of its groups are computed at once.
 
-    order: [groups], group indices, wave by wave. bounds: end (exclusive) of each wave in `order`. before: [groups],
-    position in `order` of the previous group on the same rank. needs: several arrays [groups] of positions in `order`:
-    a group waits for the groups on other ranks at needs[0], needs[1] ... crossings: like `needs`, index in
-    `RemoteReads` of the read that causes each wait. The entry g of `before`, `needs` and `crossings` belongs to group
-    order[g]. If a group has no such predecessor, its position is `len(order)` and its read -1.
+    Attributes:
+        order: [groups], group indices, wave by wave.
+        bounds: End (exclusive) of each wave in `order`.
+        before: [groups], position in `order` of the previous group on the same rank.
+        needs: Several arrays [groups] of positions in `order`: a group waits for the groups on other ranks at needs[0],
+            needs[1] ...
+        crossings: Like `needs`, index in `RemoteReads` of the read that causes each wait. The entry g of `before`,
+            `needs` and `crossings` belongs to group order[g]. If a group has no such predecessor, its position is
+            `len(order)` and its read -1.
     """
 
     order: Integers

@@ -29,9 +29,13 @@ _SAME_TIME = 1e-11  # relative tolerance within which events are simultaneous
 class CollectiveTiming:
     """Result of the simulation of a collective program on a network; all times in seconds since the start.
 
-    seconds: end of the last step. start, end: [transfers], in the order of the program's `sends`: time at which both
-    ends are posted, and at which the last byte has arrived. bytes_sent: [ranks], bytes that each rank sends.
-    link_bytes: [links of the network], bytes over each link. network: network of the simulation.
+    Attributes:
+        seconds: End of the last step.
+        start, end: [transfers], in the order of the program's `sends`: time at which both ends are posted, and at which
+            the last byte has arrived.
+        bytes_sent: [ranks], bytes that each rank sends.
+        link_bytes: [links of the network], bytes over each link.
+        network: Network of the simulation.
     """
 
     seconds: float

@@ -69,8 +69,11 @@ class Arrow:
 class Timeline:
     """Simulated program ready to draw: spans (steps) on tracks (ranks), and arrows (transfers) between them.
 
-    tracks: title of each track. levels: track index -> curve of a quantity over time, as (time, value from that time
-    on) pairs. level_name: name of that quantity, such as `activations`. notes: one text per track, drawn beside it.
+    Attributes:
+        tracks: Title of each track.
+        levels: Track index -> curve of a quantity over time, as (time, value from that time on) pairs.
+        level_name: Name of that quantity, such as `activations`.
+        notes: One text per track, drawn beside it.
     """
 
     title: str

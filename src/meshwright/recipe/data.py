@@ -110,9 +110,12 @@ class CleanRecipe(Table):
 class SourceRecipe(Table):
     """Table [[data.sources]] of a recipe: one of several data sources, and its weight in the mixture.
 
-    path: file, directory, glob or URL. name: label in reports (default: the path). weight: share of the training
-    samples, relative to the other weights; either all sources have a weight or none, and without weights the sources
-    are concatenated. format, text_key: default to format and text_key of [data].
+    Attributes:
+        path: File, directory, glob or URL.
+        name: Label in reports (default: the path).
+        weight: Share of the training samples, relative to the other weights; either all sources have a weight or none,
+            and without weights the sources are concatenated.
+        format, text_key: Default to format and text_key of [data].
     """
 
     path: Name  # as data.source

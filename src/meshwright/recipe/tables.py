@@ -102,12 +102,15 @@ class ModelRecipe(Table):
     `from` (Hugging Face directory or its config.json) and `family` (with layers, hidden and heads).
 
     The other fields change single values of that architecture, as in `spec.config.ModelConfig`; a field that is None
-    keeps its value, or with `family` the family's default. load_weights: start from the weights of the directory `from`
-    instead of random ones.
-    dense_layers: indices, from 0, of layers with an MLP instead of experts. shared_intermediate: width of the shared
-    expert, 0 for none. router_loss: weight of the load-balancing loss.
-    mup_base_hidden: hidden size for which initial values and learning rate were chosen; at another hidden size they are
-    scaled by the maximal update parametrization (µP). None: no scaling.
+    keeps its value, or with `family` the family's default.
+
+    Attributes:
+        load_weights: Start from the weights of the directory `from` instead of random ones.
+        dense_layers: Indices, from 0, of layers with an MLP instead of experts.
+        shared_intermediate: Width of the shared expert, 0 for none.
+        router_loss: Weight of the load-balancing loss.
+        mup_base_hidden: Hidden size for which initial values and learning rate were chosen; at another hidden size they
+            are scaled by the maximal update parametrization (µP). None: no scaling.
     """
 
     preset: Name | None = None
@@ -281,10 +284,12 @@ class TrackRecipe(Table):
 class CheckpointRecipe(Table):
     """Table [checkpoint] of a recipe: interval, retention and dtype of checkpoints.
 
-    every: optimizer steps between checkpoints; 0: save only when the run ends or is stopped. keep: number of
-    newest checkpoints to retain. keep_best: retain the one with the lowest validation loss too. dtype: "float32" or
-    "bfloat16", of the exported model weights (optimizer state and master weights stay float32). background: write in a
-    thread while training continues.
+    Attributes:
+        every: Optimizer steps between checkpoints; 0: save only when the run ends or is stopped.
+        keep: Number of newest checkpoints to retain.
+        keep_best: Retain the one with the lowest validation loss too.
+        dtype: "float32" or "bfloat16", of the exported model weights (optimizer state and master weights stay float32).
+        background: Write in a thread while training continues.
     """
 
     every: CountOrZero = 0  # steps; 0 = at the end only

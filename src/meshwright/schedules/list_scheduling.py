@@ -90,10 +90,13 @@ def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[f
 class GreedyParameters:
     """Parameters of greedy list scheduling, which picks the next step of each free rank.
 
-    cap: [ranks], maximum saved activations of each rank, in units of one stage and micro-batch. forward_first: True to
-    prefer forwards to input gradients. deep_first: True to prefer, among forwards, those of later stages. hold: a rank
-    starts no forward if an input gradient arrives within this fraction of the forward's duration. patience: a weight
-    gradient starts only in an idle interval of at least this fraction of its duration, or when memory is full.
+    Attributes:
+        cap: [ranks], maximum saved activations of each rank, in units of one stage and micro-batch.
+        forward_first: True to prefer forwards to input gradients.
+        deep_first: True to prefer, among forwards, those of later stages.
+        hold: A rank starts no forward if an input gradient arrives within this fraction of the forward's duration.
+        patience: A weight gradient starts only in an idle interval of at least this fraction of its duration, or when
+            memory is full.
     """
 
     cap: tuple[int, ...]

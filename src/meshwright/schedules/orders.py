@@ -29,9 +29,12 @@ class Problem:
     within the rank's memory. A task is one pass on one stage, which runs once per micro-batch; its number is kind x
     stages + stage, with kinds 0 forward, 1 input gradient, 2 weight gradient.
 
-    ranks, micro_batches: numbers of pipeline ranks and micro-batches. placement: [stages], rank of each stage.
-    duration: [tasks], time of one run. hop: [stages - 1], time of a message across each stage boundary, 0 inside a
-    rank. limit: [ranks], maximum number of saved activations in units of one stage and micro-batch.
+    Attributes:
+        ranks, micro_batches: Numbers of pipeline ranks and micro-batches.
+        placement: [stages], rank of each stage.
+        duration: [tasks], time of one run.
+        hop: [stages - 1], time of a message across each stage boundary, 0 inside a rank.
+        limit: [ranks], maximum number of saved activations in units of one stage and micro-batch.
     """
 
     ranks: int

@@ -9,10 +9,15 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Key of a ``config.json`` that holds one optional ModelConfig field. key: its name. kind: "flag": a boolean;
-    "switch": a boolean or a number, of which 0 is false; "factor": a number above 0; "count": a whole number above 0;
-    "limit": a number above 0, or null for none; "inverse_square": a number x above 0, where the field is x ** -0.5;
-    "nested": only an object in ``rope_parameters`` holds it, and `key` names its default."""
+    """Key of a ``config.json`` that holds one optional ModelConfig field.
+
+    Attributes:
+        key: Name of the key.
+        kind: Kind of its value. "flag": a boolean; "switch": a boolean or a number, of which 0 is false; "factor": a
+            number above 0; "count": a whole number above 0; "limit": a number above 0, or null for none;
+            "inverse_square": a number x above 0, where the field is x ** -0.5; "nested": a value that only an object in
+            ``rope_parameters`` holds, and `key` names its default.
+    """
 
     key: str
     kind: Literal["flag", "factor", "limit", "inverse_square", "nested", "switch", "count"] = "factor"
@@ -22,13 +27,16 @@ class Setting:
 class Windows:
     """Rule by which a ``config.json`` of a family tells which layers have a sliding window.
 
-    layers: those that have one if the key ``layer_types`` is missing: "all" layers; "late": from ``max_window_layers``
-    on; "early": every other layer before ``max_window_layers``; "periodic": all but every ``period``-th (the key
-    ``period_key`` overrides the period); "unrotated": those without rotary positions, by default every ``period``-th;
-    "rotated": those with rotary positions. switch: True if ``use_sliding_window`` must be true. listed: True if
-    ``layer_types`` may list the layers; if not, transformers ignores that key, and all layers or none have a window.
-    chunked: True if windows are chunks: the key ``attention_chunk_size`` has their size, and ``layer_types`` calls them
-    ``chunked_attention``.
+    Attributes:
+        layers: Those that have one if the key ``layer_types`` is missing: "all" layers; "late": from
+            ``max_window_layers`` on; "early": every other layer before ``max_window_layers``; "periodic": all but every
+            ``period``-th (the key ``period_key`` overrides the period); "unrotated": those without rotary positions, by
+            default every ``period``-th; "rotated": those with rotary positions.
+        switch: True if ``use_sliding_window`` must be true.
+        listed: True if ``layer_types`` may list the layers; if not, transformers ignores that key, and all layers or
+            none have a window.
+        chunked: True if windows are chunks: the key ``attention_chunk_size`` has their size, and ``layer_types`` calls
+            them ``chunked_attention``.
     """
 
     layers: Literal["all", "late", "early", "periodic", "unrotated", "rotated"]

@@ -17,9 +17,12 @@ class ParameterTable:
     """Table of all parameters of a model, in the forward order of its FSDP units (the embedding, each layer, the head)
     and, within a unit, in the order of its flat buffer.
 
-    entries: one for each tensor on disk. tensors: the parameters of the model in memory, each a concatenation of
-    entries (such as query, key and value, or all experts). units: names of the FSDP units. tied: True if the head uses
-    the embedding matrix.
+    Attributes:
+        entries: One for each tensor on disk.
+        tensors: The parameters of the model in memory, each a concatenation of entries (such as query, key and value,
+            or all experts).
+        units: Names of the FSDP units.
+        tied: True if the head uses the embedding matrix.
     """
 
     entries: tuple[ParameterEntry, ...]

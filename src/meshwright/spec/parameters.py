@@ -62,10 +62,13 @@ def make_projection_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 class _Place:
     """Position of a new parameter entry (one tensor of a checkpoint) in the model.
 
-    unit: name of its FSDP unit. part: role of the entry, such as "query": key of its Hugging Face name in `DISK_NAMES`.
-    layer, expert: index of its layer and of its expert; None if it belongs to none. tensor: name, without ".weight" or
-    ".bias", of the model parameter of which the entry is a slice along dim 0; None: the same as `part`. offset: index
-    along dim 0 of that parameter at which the slice begins.
+    Attributes:
+        unit: Name of its FSDP unit.
+        part: Role of the entry, such as "query": key of its Hugging Face name in `DISK_NAMES`.
+        layer, expert: Index of its layer and of its expert; None if it belongs to none.
+        tensor: Name, without ".weight" or ".bias", of the model parameter of which the entry is a slice along dim 0;
+            None: the same as `part`.
+        offset: Index along dim 0 of that parameter at which the slice begins.
     """
 
     unit: str
@@ -78,11 +81,15 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Sharding of a parameter entry over mesh axes. split: {axis: dim along which the axis shards the entry}. blocks:
-    sizes along that dim of consecutive blocks, each sharded separately (empty: one block). granularity: shard
-    boundaries are multiples of this number. remainder: what happens if tp does not divide the dim: refuse the layout,
-    let ranks share heads, or pad. partial: reason why tp ranks that hold the same values have partial gradients; None:
-    they have complete ones."""
+    """Sharding of a parameter entry over mesh axes.
+
+    Attributes:
+        split: {axis: dim along which the axis shards the entry}.
+        blocks: Sizes along that dim of consecutive blocks, each sharded separately (empty: one block).
+        granularity: Shard boundaries are multiples of this number.
+        remainder: What happens if tp does not divide the dim: refuse the layout, let ranks share heads, or pad.
+        partial: Reason why tp ranks that hold the same values have partial gradients; None: they have complete ones.
+    """
 
     split: Mapping[SplitAxis, int] = field(default_factory=dict)
     blocks: tuple[int, ...] = ()

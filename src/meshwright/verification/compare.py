@@ -34,10 +34,12 @@ def choose_tolerance(problem: Problem) -> float:
 class Comparison:
     """Result of comparing a layout's training run with the single-device reference.
 
-    worst_name, worst_error: name and relative error of the tensor that differs most among gradients, updates and
-    optimizer states. loss_error, gradient_norm_error: largest relative errors of a loss and of a gradient norm.
-    failure: one-line description of the first difference beyond the tolerance; None if all values agree. step: step
-    (from 0) of that difference; None without one, or if it belongs to no single step.
+    Attributes:
+        worst_name, worst_error: Name and relative error of the tensor that differs most among gradients, updates and
+            optimizer states.
+        loss_error, gradient_norm_error: Largest relative errors of a loss and of a gradient norm.
+        failure: One-line description of the first difference beyond the tolerance; None if all values agree.
+        step: Step (from 0) of that difference; None without one, or if it belongs to no single step.
     """
 
     worst_name: str

@@ -28,9 +28,11 @@ Weights = Mapping[str, torch.Tensor]  # model parameter -> its values, [output, 
 class BatchLoss(NamedTuple):
     """Losses of a batch, summed over its loss terms (target tokens, preference pairs or single responses).
 
-    loss: reported loss in nats. objective: loss plus load-balancing loss, to be differentiated. terms: number of loss
-    terms, by which both are to be divided. excess_loads: router-bias name -> [E], each expert's number of tokens minus
-    the mean.
+    Attributes:
+        loss: Reported loss in nats.
+        objective: Loss plus load-balancing loss, to be differentiated.
+        terms: Number of loss terms, by which both are to be divided.
+        excess_loads: router-bias name -> [E], each expert's number of tokens minus the mean.
     """
 
     loss: torch.Tensor

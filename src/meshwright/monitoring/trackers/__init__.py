@@ -31,10 +31,14 @@ FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 class TrackedRun:
     """Description of the run that a tracker gets at its start.
 
-    name: name of the run. directory: run directory. fresh: True if the run is not resumed. step: last step whose values
-    the tracker has certainly received. Values of later steps may be sent a second time; the tracker should then show
-    them once. kept: strings to be stored in the run directory for a resume, such as the run's id on a server; the
-    tracker may change them.
+    Attributes:
+        name: Name of the run.
+        directory: Run directory.
+        fresh: True if the run is not resumed.
+        step: Last step whose values the tracker has certainly received. Values of later steps may be sent a second
+            time; the tracker should then show them once.
+        kept: Strings to be stored in the run directory for a resume, such as the run's id on a server; the tracker may
+            change them.
     """
 
     name: str
