@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.quantization.packing import PackedProduct, Packing
+from meshwright.quantization.packing import QuantizedFormat, QuantizedMatmul
 
 # bitsandbytes.functional.quantize_4bit(weights, blocksize=64, quant_type="nf4"): codes, absmax, dequantized values.
 EXPECTED = {
@@ -31,7 +31,7 @@ def digest(values: torch.Tensor) -> str:
 
 @pytest.mark.parametrize("dtype", EXPECTED)
 def test_nf4_is_that_of_bitsandbytes(dtype: torch.dtype):
-    packing = Packing("nf4")
+    packing = QuantizedFormat("nf4")
     records = packing.pack(weights().to(dtype).flatten()).view(-1, 36)
     scales = records[:, 32:].contiguous().view(torch.float32)
     values = packing.unpack(records, dtype).float()
@@ -40,7 +40,7 @@ def test_nf4_is_that_of_bitsandbytes(dtype: torch.dtype):
 
 @pytest.mark.parametrize("name", ["nf4", "int8"])
 def test_records_are_independent_of_where_the_weights_are_cut(name: str):
-    packing, whole = Packing(name), weights()
+    packing, whole = QuantizedFormat(name), weights()
     records = packing.pack(whole.flatten()).view(96, 2, -1)
     assert torch.equal(packing.pack(whole[:, 64:].flatten()).view(96, -1), records[:, 1])
     assert torch.equal(packing.pack(whole[5:9].flatten()).view(4, 2, -1), records[5:9])
@@ -48,14 +48,14 @@ def test_records_are_independent_of_where_the_weights_are_cut(name: str):
 
 def test_int8_is_off_by_at_most_half_a_step():
     whole = weights()
-    error = (Packing("int8").round_trip(whole) - whole.double()).view(-1, 64).abs().amax(dim=1)
+    error = (QuantizedFormat("int8").round_trip(whole) - whole.double()).view(-1, 64).abs().amax(dim=1)
     steps = whole.view(-1, 64).abs().amax(dim=1) / 127
     assert bool((error <= 0.5001 * steps).all()) and float(error.max()) > 0
 
 
 def test_packed_product_has_the_gradient_of_the_unpacked_weight():
-    packing, whole = Packing("nf4"), weights()
-    product, records = PackedProduct(packing, 96, 128), packing.pack(whole.flatten())
+    packing, whole = QuantizedFormat("nf4"), weights()
+    product, records = QuantizedMatmul(packing, 96, 128), packing.pack(whole.flatten())
     x = torch.randn(3, 5, 128, dtype=torch.float64, requires_grad=True)
     dy = torch.randn(3, 5, 96, dtype=torch.float64)
     y = product(x, records)

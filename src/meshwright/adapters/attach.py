@@ -16,7 +16,7 @@ from meshwright.layout import Layout
 from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.initialise import initial_value
 from meshwright.model.layers import Linear
-from meshwright.quantization.packing import PackedProduct, Packing
+from meshwright.quantization.packing import QuantizedFormat, QuantizedMatmul
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX
 from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
@@ -65,7 +65,7 @@ def _attach_low_rank(
     for parameter in table.tensors:
         layer = parameter.name.removesuffix(".weight")
         if (packed := parameter.entries[0].packed) and layer in modules:
-            modules[layer].packed = PackedProduct(Packing(packed), *parameter.local_shape(layout))
+            modules[layer].packed = QuantizedMatmul(QuantizedFormat(packed), *parameter.local_shape(layout))
     for name, first in tensors.items():
         layer, _, part = name.rpartition(".adapter.")
         if part != "a" or not isinstance(modules.get(layer), Linear):  # of another pipeline stage

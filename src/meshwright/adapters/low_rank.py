@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.adapters.dropout import Dropout
 from meshwright.model.layers import Linear
-from meshwright.quantization.packing import PackedProduct
+from meshwright.quantization.packing import QuantizedMatmul
 
 
 class Rows(NamedTuple):
@@ -92,7 +92,7 @@ class _AdaptedProduct(torch.autograd.Function):
         a: torch.Tensor,
         b: torch.Tensor,
         adapter: LowRank,
-        packed: PackedProduct | None,
+        packed: QuantizedMatmul | None,
     ) -> torch.Tensor:
         """Return x (W + s B A)ᵀ, [..., Y]. weight: W, or its quantized records, which `packed` dequantizes (None: not
         quantized); a, b: stacked matrices A and B of `adapter`. context: autograd context."""

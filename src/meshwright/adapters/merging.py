@@ -19,7 +19,7 @@ from meshwright.adapters.peft_directory import open_adapter, with_adapter_of
 from meshwright.errors import UserError, error_reason
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.huggingface import match_entries, read_entry
-from meshwright.quantization.packing import Packing
+from meshwright.quantization.packing import QuantizedFormat
 from meshwright.spec.adapter_config import RECORD_BYTES, AdapterConfig
 from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX, find_adaptable_entries
 from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft
@@ -200,7 +200,7 @@ def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None 
         started = weight
         if packed is not None:
             turned = name in adapter.transposed
-            started = Packing(packed).round_trip(weight.T.contiguous() if turned else weight)
+            started = QuantizedFormat(packed).round_trip(weight.T.contiguous() if turned else weight)
             started = started.T if turned else started
             lost.add(started, weight)
         merged = adapter.merge(name, started)

@@ -64,7 +64,7 @@ class CheckpointFiles:
 
     def weights_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the weights `name`; for quantized ones the shape after dequantization."""
-        return self.shape(name) if name in self.names else mxfp4.unpacked_shape(self.shape(name + BLOCKS))
+        return self.shape(name) if name in self.names else mxfp4.compute_dequantized_shape(self.shape(name + BLOCKS))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor `name` without reading its values."""

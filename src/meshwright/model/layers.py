@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.model.axis_operations import AxisOperations, TensorOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.model.weight_gradients import Taps, WeightGradients, linear
-from meshwright.quantization.packing import PackedProduct
+from meshwright.quantization.packing import QuantizedMatmul
 from meshwright.spec.config import ModelConfig
 
 
@@ -29,7 +29,7 @@ class Linear(nn.Module):
     """
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
-    packed: PackedProduct | None = None  # the product with a packed weight
+    packed: QuantizedMatmul | None = None  # the product with a packed weight
     adapter: Any  # `adapters.low_rank.LowRank`, which computes the product in place of `base_product`
     taps: Taps | None = None  # set during a compiled call
 

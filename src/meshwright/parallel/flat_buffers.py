@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.layout import Layout
 from meshwright.model.initialise import ReadSlice
-from meshwright.quantization.packing import Unpacked, packing_of
+from meshwright.quantization.packing import UnquantizedFormat, get_weight_format
 from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
 from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
 
@@ -159,9 +159,9 @@ class FlatLayout:
         return rates.pop() if rates else 1.0
 
     @property
-    def packing(self) -> Unpacked:
+    def packing(self) -> UnquantizedFormat:
         """Storage format of the buffer's elements: plain, or quantized in blocks (NF4 or int8, for frozen weights)."""
-        return packing_of(self.tensors[0].tensor.entries[0].packed if self.tensors else None)
+        return get_weight_format(self.tensors[0].tensor.entries[0].packed if self.tensors else None)
 
     def slices_within(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:
         """Yield (slice, first, last) for each slice of a parameter entry (checkpoint tensor) that overlaps the elements

@@ -25,72 +25,73 @@ _NF4 = (
 
 @functools.cache
 def _nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return NF4's 16 quantization levels (arXiv:2305.14314, appendix E), [16], and the midpoints between them, by
-    which values are rounded, [15]; float32, on `device`."""
+    """Return two float32 tensors on `device`: NF4's 16 quantization levels [16] (arXiv:2305.14314, appendix E), and the
+    midpoints between neighbouring levels [15], at which rounding changes from one level to the next."""
     values = torch.tensor(_NF4, dtype=torch.float32, device=device)
     return values, (values[:-1] + values[1:]) / 2
 
 
 @functools.cache
 def _nf4_pairs(device: torch.device) -> torch.Tensor:
-    """Return a table [256] that maps a byte of two NF4 codes to the two float32 levels, that of the high code first,
-    stored as one int64. Looking up pairs is twice as fast as looking up codes."""
+    """Return a lookup table, int64 [256], that dequantizes two NF4 codes at a time. The index is a byte of two codes;
+    the entry's 8 bytes are their two float32 levels, that of the high half first. This is twice as fast as one lookup
+    per code."""
     values = _nf4_tables(device)[0]
     return torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1).view(torch.int64).flatten()
 
 
-class Unpacked:
-    """Storage format of a flat weight buffer that holds the weights themselves, not quantized: one buffer item for each
-    weight. Base class of `Packing`, whose items are bytes. Attribute `dtype`: dtype of the buffer; None: that of the
-    weights."""
+class UnquantizedFormat:
+    """Storage format of a flat weight buffer whose items are the weights themselves, one item per weight. Base class of
+    `QuantizedFormat`, whose items are bytes. dtype: dtype of the buffer; None: the dtype of the weights."""
 
     dtype: torch.dtype | None = None
 
     def count(self, elements: int) -> int:
-        """Return the number of items of the buffer that store `elements` weights: `elements`, one for each weight."""
+        """Return the number of buffer items that store `elements` weights: here the same number."""
         return elements
 
     def count_elements(self, items: int) -> int:
-        """Return the number of weights that `items` items of the buffer store: `items`, one weight in each."""
+        """Return the number of weights that `items` buffer items store: here the same number."""
         return items
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Convert weights `values` [n] to buffer items: `values` itself."""
+        """Convert weights `values` [n] to buffer items [n]. Here they are the same, and `values` itself is returned."""
         return values
 
     def unpack(self, items: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Convert buffer items [n] to weights [n]: `items` itself. `dtype`: ignored here; dtype to which `Packing`
-        dequantizes."""
+        """Convert buffer items [n] to weights [n]. Here they are the same, and `items` itself is returned. dtype:
+        ignored; a quantized format dequantizes to it."""
         return items
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the weight of shape `shape` as a view of its buffer items [n], n the number of its elements."""
+        """Return buffer items [n] as a view of shape `shape`, which has n elements."""
         return items.view(shape)
 
 
-UNPACKED = Unpacked()
+UNPACKED = UnquantizedFormat()
 
 
-def packing_of(name: str | None) -> Unpacked:
-    """Return the storage format of a weight buffer by its name: "nf4" or "int8"; None: not quantized."""
-    return UNPACKED if name is None else Packing(name)
+def get_weight_format(name: str | None) -> UnquantizedFormat:
+    """Return the storage format of a flat weight buffer. name: quantization of the weights, "nf4" or "int8"; None: not
+    quantized."""
+    return UNPACKED if name is None else QuantizedFormat(name)
 
 
 @dataclass(frozen=True)
-class Packing(Unpacked):
-    """Storage format of weights quantized in blocks of 64 elements; the buffer items are bytes (uint8). name: "nf4" or
-    "int8"."""
+class QuantizedFormat(UnquantizedFormat):
+    """Storage format of weights that are quantized in blocks of 64 elements. The buffer items are bytes (uint8); a
+    block is one record, its codes followed by its float32 scale. name: "nf4" or "int8"."""
 
     name: str
     dtype: ClassVar[torch.dtype] = torch.uint8  # type: ignore[misc]
 
     @property
     def record_bytes(self) -> int:
-        """Number of bytes of a record: the codes and the scale of a block of 64 elements."""
+        """Size in bytes of a record: the codes and the scale of a block of 64 elements."""
         return RECORD_BYTES[self.name]
 
     def count(self, elements: int) -> int:
-        """Return the size in bytes of `elements` quantized weights with their scales; `elements` must be a multiple of
+        """Return the size in bytes of `elements` quantized weights with their scales. `elements` must be a multiple of
         64."""
         assert elements % BLOCK == 0, elements
         return elements // BLOCK * self.record_bytes
@@ -100,13 +101,12 @@ class Packing(Unpacked):
         return items // self.record_bytes * BLOCK
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return `items`, the bytes of a weight's records, unchanged: quantized bytes have no view in the weight's
-        shape `shape`."""
+        """Return `items`, the quantized bytes of a weight, unchanged: they have no view in the weight's shape `shape`."""
         return items
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Quantize weights `values` [n], n a multiple of 64; return their records, uint8 [n / 64 x record bytes]. The
-        codes and scales of NF4 are those of bitsandbytes, bit for bit."""
+        """Quantize the weights `values` [n], n a multiple of 64; return one record (codes and scale) per 64 weights, as
+        flat uint8 [n / 64 x record bytes]. NF4 codes and scales equal those of bitsandbytes bit for bit."""
         blocks = values.reshape(-1, BLOCK).float()
         largest = blocks.abs().amax(dim=1)
         scaled = (blocks * (1.0 / largest.clamp(min=1e-38))[:, None]).clamp(-1, 1)
@@ -118,7 +118,7 @@ class Packing(Unpacked):
         return torch.cat([codes, largest[:, None].view(torch.uint8)], dim=1).flatten()
 
     def unpack(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize `records`, uint8 [n / 64 x record bytes], to weights [n] in `dtype`, computed in float32 as by
+        """Dequantize `records` (as `pack` returns them) to weights [n] in `dtype`; the arithmetic is in float32, as in
         bitsandbytes."""
         records = records.view(-1, self.record_bytes)
         at_once = UNPACKED_AT_ONCE.get(records.device.type, len(records))
@@ -139,41 +139,45 @@ class Packing(Unpacked):
         return codes.contiguous().view(torch.int8).float().div_(127).mul_(largest).to(dtype)
 
     def round_trip(self, values: torch.Tensor) -> torch.Tensor:
-        """Quantize `values`, of any shape with a multiple of 64 elements, and dequantize them; return the result in
-        float64, same shape. Shows the rounding error of the format."""
+        """Quantize and dequantize `values` [...], whose number of elements is a multiple of 64; return the result in
+        float64, same shape. The difference from `values` is the rounding error of the format."""
         return self.unpack(self.pack(values.reshape(-1)), torch.float32).double().view(values.shape)
 
 
-class PackedProduct:
-    """Function that computes the product x Wᵀ of a linear layer whose frozen weight W [outputs, inputs] is quantized
-    (QLoRA); W is dequantized for the product, and again in backward. `packing`: storage format of W; `outputs`,
-    `inputs`: shape of W on this rank."""
+class QuantizedMatmul:
+    """Product x Wᵀ of a linear layer whose frozen weight W [outputs, inputs] is quantized (QLoRA). W is dequantized for
+    the forward pass and again in backward.
 
-    def __init__(self, packing: Packing, outputs: int, inputs: int) -> None:
+    packing: storage format of W. outputs, inputs: shape of W on this rank.
+    """
+
+    def __init__(self, packing: QuantizedFormat, outputs: int, inputs: int) -> None:
         self.packing, self.shape = packing, (outputs, inputs)
 
     def unpack(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize the weight from its `records`, flat uint8; return W [outputs, inputs] in `dtype`."""
+        """Dequantize the weight from `records`, its quantized bytes (flat uint8); return W [outputs, inputs] in
+        `dtype`."""
         return self.packing.unpack(records, dtype).view(self.shape)
 
     def __call__(self, x: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ [..., outputs] for `x` [..., inputs]. `records`: the quantized weight, flat uint8."""
-        return _Product.apply(x, records, self)  # type: ignore[no-untyped-call, no-any-return]
+        """Return x Wᵀ [..., outputs] for `x` [..., inputs]. records: the quantized bytes of W, flat uint8."""
+        return _QuantizedMatmulFunction.apply(x, records, self)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Product(torch.autograd.Function):
-    """Autograd function of the product x Wᵀ with a quantized weight W; x gets a gradient, W none."""
+class _QuantizedMatmulFunction(torch.autograd.Function):
+    """Autograd function of x Wᵀ with a quantized weight W; the gradient of x is computed, W gets none."""
 
     @staticmethod
-    def forward(context: Any, x: torch.Tensor, records: torch.Tensor, product: PackedProduct) -> torch.Tensor:
-        """Return x Wᵀ [..., outputs] for `x` [..., inputs], with W dequantized from `records` (uint8). `product`:
-        format and shape of W."""
+    def forward(context: Any, x: torch.Tensor, records: torch.Tensor, product: QuantizedMatmul) -> torch.Tensor:
+        """Return x Wᵀ [..., outputs] for `x` [..., inputs]. records: the quantized bytes of W, flat uint8. product:
+        storage format and shape of W."""
         context.save_for_backward(records)
         context.product = product
         return torch.nn.functional.linear(x, product.unpack(records, x.dtype))
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return dy W, the gradient of x; None for the other inputs. `dy`: output gradient [..., outputs]."""
+        """Return (dy W, None, None): the gradient of x, and none for the other inputs. dy: output gradient [...,
+        outputs]."""
         (records,) = context.saved_tensors
         return dy @ context.product.unpack(records, dy.dtype), None, None
