@@ -15,9 +15,9 @@ _LINES = 10  # maximum lines of a document
 _TRAINED, _SPECIAL = "bold green", "magenta"
 
 
-def make_mark_table(marks: Mapping[str, Any]) -> Any:
+def make_role_table(marks: Mapping[str, Any]) -> Any:
     """Format turns and tokens by role, and the tokens that are trained on, as a rich table. marks: dict of
-    `describe_marks`."""
+    `count_tokens_by_role`."""
     from rich.console import Group
     from rich.text import Text
 

@@ -36,9 +36,8 @@ class SampleOrder:
         self._half_bits = max(2, ((sequences - 1).bit_length() + 1) // 2)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the index, in [0, sequences), of the sample that training reads n-th, for each n >= 0 in `numbers`;
-        int64 of the same shape.
-        """
+        """Return the sample indices, in [0, sequences), at the positions `numbers` >= 0 of the training order; int64 of
+        the same shape."""
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
         epochs, places = np.divmod(wanted.ravel(), self.sequences)
@@ -49,12 +48,12 @@ class SampleOrder:
         return samples.reshape(wanted.shape)
 
     def epoch(self, number: int) -> int:
-        """Return the epoch, from 0, of the n-th sample that training reads (n = `number`, from 0)."""
+        """Return the epoch, from 0, to which position `number` of the training order belongs."""
         return number // self.sequences
 
     def _permute(self, places: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
-        """Map positions of an epoch to sample indices; both are in [0, sequences). places: positions. epoch: its
-        number, from 0."""
+        """Map positions in an epoch to sample indices, both in [0, sequences). places: the positions. epoch: number of
+        the epoch, from 0."""
         digest = hashlib.sha512(f"{self._key}, epoch {epoch}".encode()).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         assert len(keys) == _ROUNDS
@@ -101,9 +100,8 @@ class MixtureOrder:
             self._before[self._sources == source] = np.arange(count)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the index of the sample that training reads n-th, for each n >= 0 in `numbers`; int64 of the same
-        shape. Indices count the samples of all sources, source after source.
-        """
+        """Return the sample indices at the positions `numbers` >= 0 of the training order; int64 of the same shape.
+        Indices count the samples of all sources, source after source."""
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
         periods, places = np.divmod(wanted.ravel(), len(self._sources))
@@ -116,7 +114,7 @@ class MixtureOrder:
         return samples.reshape(wanted.shape)
 
     def count_by_source(self, samples: int) -> list[int]:
-        """Return how many of the first `samples` samples of the training order come from each source, [sources]."""
+        """Return how many of the first `samples` samples of the training order each source has, [sources]."""
         periods, rest = divmod(samples, len(self._sources))
         more = np.bincount(self._sources[:rest], minlength=len(self.parts))
         return [periods * part + int(extra) for part, extra in zip(self.parts, more, strict=True)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import find_newest
-from meshwright.data.tokenizers.tokenizer import find_least_vocabulary
+from meshwright.data.tokenizers.tokenizer import find_smallest_vocabulary
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import limit_of
@@ -91,7 +91,7 @@ def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float |
     if recipe.model is None:  # type: ignore[redundant-expr]
         return None
     layout, sequence = layout or recipe.parsed_layout, recipe.data.sequence
-    config = config_from_recipe(recipe.model, sequence, find_least_vocabulary(recipe.data.tokenizer))
+    config = config_from_recipe(recipe.model, sequence, find_smallest_vocabulary(recipe.data.tokenizer))
     tokens = recipe.train.batch / layout.dp / layout.micro_batches * sequence
     return training_flops_per_token(config, sequence) * tokens / config.layers / (layout.tp * layout.cp)
 

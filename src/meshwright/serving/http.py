@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshwright import __version__
-from meshwright.data.tokenizers.library import contain_panics
+from meshwright.data.tokenizers.library import convert_panics
 from meshwright.errors import UserError
 from meshwright.serving.engine_client import EngineClient, Refusal, Ticket
 from meshwright.serving.gate import ApiKeys, BodyReader, HttpSettings
@@ -163,7 +163,7 @@ class HttpApp:
             body = parse_body(model, data)
             self._check_model(getattr(body, "model", None) or self.settings.model)
             try:
-                with contain_panics():
+                with convert_panics():
                     return use(body)
             except UserError as error:
                 raise option_error(error, model) from None

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from meshwright.data.tokenizers.library import contain_panics
+from meshwright.data.tokenizers.library import convert_panics
 from meshwright.errors import RankLost
 from meshwright.serving.choices import Choice, Piece
 from meshwright.serving.engine_client import EngineClient
@@ -90,7 +90,7 @@ class JobRunner:
     async def _follow(self, choice: Choice, outputs: AsyncIterator[Output], take: Take) -> None:
         """Call `take` with each new piece of one choice until it has finished. outputs: iterator over the engine's
         outputs for the choice."""
-        with contain_panics():
+        with convert_panics():
             async for output in outputs:
                 if output.finish_reason in FAILED_ENDS:
                     status, message, code = FAILED_ENDS[output.finish_reason]

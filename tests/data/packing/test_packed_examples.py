@@ -14,7 +14,7 @@ from meshwright.data import NO_TARGET, PackedExamples
 from meshwright.data.packing.packed import StoredTokens
 from meshwright.data.packing.packing_plan import OPEN_ROWS, PackingSettings, pack_best_fit
 from meshwright.data.packing.shards import EncodedDocument, ShardWriter
-from meshwright.data.packing.token_marks import UNDESIRABLE_BIT
+from meshwright.data.packing.token_flags import UNDESIRABLE_BIT
 from meshwright.data.prepared import format_packing_report
 from meshwright.data.sources.reading import Document
 from meshwright.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.packing.token_marks import AUTHORS, TRAINED_BIT
+from meshwright.data.packing.token_flags import AUTHORS, TRAINED_BIT
 from meshwright.data.records import conversation_turns, message_regions
 from meshwright.data.records.chat_template import ChatTemplate
 from meshwright.data.records.conversations import RecordFormat
@@ -175,7 +175,7 @@ def test_marks_say_in_whose_turn_each_token_is(tmp_path):
     [[piece]] = encoder.encode_documents([Document("d", "", None, Example((), (tuple(TURNS[:2]),)))])
     decode = encoder.tokenizer.tokenizer.decode
     runs: list[tuple[str, bool, list[int]]] = []
-    for token, mark in zip(piece.tokens.tolist(), piece.trained.tolist(), strict=True):
+    for token, mark in zip(piece.tokens.tolist(), piece.flags.tolist(), strict=True):
         author, trained = AUTHORS[mark >> 1], bool(mark & TRAINED_BIT)
         if not runs or runs[-1][:2] != (author, trained):
             runs.append((author, trained, []))
@@ -372,7 +372,7 @@ def test_parts_that_are_marked_as_context_are_not_trained_nor_are_tokens_across_
         record = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": content}]}
         (example,) = RecordFormat("chat").parse_examples(record)
         [[piece]] = encoder.encode_documents([Document("d", "", None, example)])
-        decode, trained = encoder.tokenizer.tokenizer.decode, piece.trained & TRAINED_BIT != 0
+        decode, trained = encoder.tokenizer.tokenizer.decode, piece.flags & TRAINED_BIT != 0
         rest = decode(piece.tokens[~trained].tolist(), skip_special_tokens=False)
         return decode(piece.tokens[trained].tolist(), skip_special_tokens=False), rest.partition("assistant\n")[2]
 

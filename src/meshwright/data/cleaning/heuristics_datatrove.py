@@ -63,7 +63,7 @@ def load_spacy() -> Any:
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text as datatrove does: spaCy's tokens that are not white space."""
+    """Split a text into words as datatrove does: spaCy's tokens without white space."""
     with _parse_with_spacy(text) as parsed:
         return [word for token in parsed if (word := token.text.strip())]
 
@@ -135,8 +135,8 @@ def check_gopher_repetition(text: str) -> Finding | None:
 
 
 def _count_repeated_characters(words: Sequence[str], n: int) -> int:
-    """Count the characters of the word n-grams that occurred earlier in the text, as datatrove does: the search
-    continues after such an n-gram, so that those counted do not overlap. words: the text's words in order."""
+    """Count the characters of the word n-grams that occurred earlier in the text. As in datatrove, counted n-grams do
+    not overlap: after one, the search continues behind it. words: the text's words in order."""
     seen: set[str] = set()
     characters = at = 0
     while at < len(words) - n + 1:
@@ -151,7 +151,7 @@ def _count_repeated_characters(words: Sequence[str], n: int) -> int:
 
 def filter_c4_lines(text: str) -> tuple[str, int]:
     """Apply the line filters of `C4QualityFilter`; returns (kept lines without citation marks, number of non-blank
-    lines removed). Lines because of which `check_c4` drops the whole page are kept."""
+    lines removed). Lines that make `check_c4` drop the whole page are kept, so that it finds them."""
     kept, dropped = [], 0
     for line in map(str.strip, text.splitlines()):
         words, plain = line.split(), CITATION.sub("", line)

@@ -29,8 +29,8 @@ _OWN_WORD = re.compile(rb"\xe3[\x81-\x83\x90-\xbf][\x80-\xbf]|[\xe4-\xe9][\x80-\
 
 
 class Words:
-    """Words of a text as 64-bit hashes; len() is their number. Words are compared in lower case without punctuation
-    (GPT-3, arXiv:2005.14165, appendix C). In scripts without spaces (Han, kana) every character is a word.
+    """Words of a text as 64-bit hashes, for comparison in lower case without punctuation (GPT-3, arXiv:2005.14165,
+    appendix C). In scripts without spaces (Han, kana) every character is a word. len() gives the number of words.
 
     hashes: hash of each word in order, uint64 [words].
     """

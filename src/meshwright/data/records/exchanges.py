@@ -27,18 +27,15 @@ _KINDS = {"instruction": "instruction", "messages": "chat", "conversations": "ch
 
 
 class Exchange(NamedTuple):
-    """Prompt and response of a record as text.
-
-    If the record ends with an assistant's turn, that turn is the response, and the prompt is all turns before it.
-    Otherwise the response is "" and the prompt is all turns.
-    """
+    """Prompt and response of a record, as text. If the record ends with an assistant's turn, that turn is the response,
+    and the earlier turns are the prompt. Otherwise the response is "", and all turns are the prompt."""
 
     prompt: str
     response: str
 
 
 def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
-    """Split an instruction, chat or preference record into prompt and response; of a preference, the chosen response.
+    """Split an instruction, chat or preference record into prompt and response (of a preference, the chosen one).
     where: position of the record, such as "a.jsonl:17", for errors.
 
     An instruction record may lack its output; its response is then "". Raises `UserError` for any other kind of record.
@@ -69,9 +66,8 @@ def replace_response(record: Mapping[str, Any], response: str, where: str) -> Re
 
 
 def find_first_request(record: Mapping[str, Any], where: str) -> str:
-    """Return the text of a record's first user turn, "" if there is none; for an instruction record the instruction
-    without its input. where: position of the record, such as "a.jsonl:17", for errors.
-    """
+    """Return the text of a record's first user turn, "" if there is none. Of an instruction record it is the
+    instruction without `input`. where: position of the record, such as "a.jsonl:17", for errors."""
     return next((turn.content for turn in _parse_turns(record, where) if turn.role == "user"), "")
 
 

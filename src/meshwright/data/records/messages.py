@@ -110,10 +110,10 @@ class MessageFormat(NamedTuple):
     roles: Mapping[str, str] = {}
 
     def parse_all(self, turns: Any, where: str, unused: set[str], alternative: str = "") -> tuple[Message, ...]:
-        """Parse `turns`, a list of messages. where: its key in the record, for errors. unused: set to which keys of
-        messages that are not used, such as "messages.id", are added. alternative: other allowed types, such as "or a
-        string", for the error. Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or
-        a tool's result without a call."""
+        """Parse `turns`, a list of messages. where: its key in the record, for errors. unused: set to which ignored
+        keys, such as "messages.id", are added. alternative: other allowed types, such as "or a string", for the error.
+        Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or a tool's result without
+        a call."""
         if not isinstance(turns, list):
             problem = f'"{where}" is {describe_value(turns)}, not a list of messages {alternative}'
             raise MalformedRecord(problem.rstrip())
@@ -123,8 +123,8 @@ class MessageFormat(NamedTuple):
 
     def parse(self, turn: Any, where: str, key: str, unused: set[str]) -> Message:
         """Parse the JSON object of one message. where: its position, such as "messages[2]", for errors. key: key of the
-        list, for `unused`. Raises `MalformedRecord` for a missing key, an unknown role, or a content that is not text.
-        """
+        list. unused: set to which ignored keys, such as "messages.id", are added. Raises `MalformedRecord` for a
+        missing key, an unknown role, or a content that is not text."""
         if not isinstance(turn, dict):
             raise MalformedRecord(
                 f'{where} is {describe_value(turn)}, not a message {{"role": "...", "content": "..."}}'
@@ -175,9 +175,9 @@ class MessageFormat(NamedTuple):
         )
 
     def _find_key(self, turn: Mapping[str, Any], part: str, where: str) -> str:
-        """Return the key under which the message `turn` has the standard key `part`, such as "content"; of several, the
-        first whose value is not empty. If it has none, return "" or, if `where` (the message's position, for the error)
-        is not empty, raise `MalformedRecord`."""
+        """Return the key of `turn`, a message as JSON, for the standard key `part`, such as "content"; of several
+        synonyms the first whose value is not empty. where: position of the message; if it has no such key,
+        `MalformedRecord` is raised. With `where` = "" the result is "" instead."""
         names = (self.keys[part],) if part in self.keys else _SYNONYMS[part]
         held = [name for name in names if name in turn]
         key = next((name for name in held if turn[name] not in _EMPTY), held[0] if held else "")
@@ -289,9 +289,10 @@ def _parse_call_text(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int, int], ...] | None]:
-    """Parse a message's content, a string or a list of parts; return (text, reasoning, ranges of the text that are not
-    trained on). Parts may have marks (`train`, `weight`) and lack `type`, as in axolotl; the ranges are None if no part
-    has a mark. Raises `MalformedRecord` for anything else, such as an image."""
+    """Parse a message's content, a string or a list of parts; return (text, reasoning, character ranges of the text
+    that are not trained on). The ranges are None unless a part is marked (`train`, `weight`). Parts may lack `type`, as
+    in axolotl. where: position of the message, for errors. Raises `MalformedRecord` for anything else, such as an
+    image."""
     if isinstance(content, str):
         return content, "", None
     if not isinstance(content, list) or not content:
@@ -325,9 +326,9 @@ def parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int, 
 
 
 def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
-    """Parse the mark of a message or a part of one that says if it is trained on: `train` (axolotl), or `weight` 0 or 1
-    (OpenAI). Return None if it has no mark. Raises `MalformedRecord` for another value, or two that contradict each
-    other."""
+    """Return True if a message, or a part of one, is marked as to be trained on, False if as not, None if it has no
+    mark. Marks are `train` (axolotl) and `weight` 0 or 1 (OpenAI). where: its position, for errors. Raises
+    `MalformedRecord` for another value, or two that contradict each other."""
     marks = {key: turn[key] for key in _SYNONYMS["trained"] if turn.get(key) is not None}
     for key, value in marks.items():
         if value not in (0, 1):

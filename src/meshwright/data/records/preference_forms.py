@@ -24,8 +24,8 @@ def is_openai_preference(record: Mapping[str, Any]) -> bool:
 
 
 def flatten_openai_preference(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an OpenAI preference with the values of `input` as keys of their own, such as "input.messages". Raises
-    `MalformedRecord` if `input` is no object."""
+    """Return an OpenAI preference record in which the values of `input` have top-level keys, such as "input.messages".
+    Raises `MalformedRecord` if `input` is no object."""
     given = record.get("input")
     if not isinstance(given, dict):
         held = "no key" if given is None else f"{describe_value(given)} under the key"

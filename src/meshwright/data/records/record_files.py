@@ -179,9 +179,8 @@ class _ListBuffer:
         self.text = self.text.removeprefix("\ufeff")
 
     def _read_more(self) -> None:
-        """Drop the parsed text and read more: as many bytes as there are unparsed characters, at least 1 MiB, so that
-        the number of attempts to parse a long record grows only logarithmically.
-        """
+        """Drop the parsed text and read more of the file: as many bytes as there are unparsed characters, at least 1
+        MiB. This doubling bounds the number of attempts to parse a long record by its logarithm."""
         rest = self.text[self.at :]
         data = self._stream.read(max(_CHUNK, len(rest)))
         self._ended = not data
@@ -248,17 +247,18 @@ def count_unread_columns(file: SourceFile, stream: Stream, columns: Sequence[str
 
 
 def _select_columns(held: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Return those of the columns `held`, which the file has, that contain the keys `wanted`, once each. The key "a.b"
-    is in column a, unless there is a column "a.b"."""
+    """Return those of the Parquet columns `held` that contain the keys `wanted`, once each. The key "a.b" is in column
+    a, unless there is a column "a.b"."""
     there = (name if name in held else name.partition(".")[0] for name in wanted)
     return [name for name in dict.fromkeys(there) if name in held]
 
 
 def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[ParsedRecord]:
-    """Yield (position such as ":row 17", value, None) for each row of a Parquet file; a value maps column names to
-    values, in which null fields of structs are left out: Parquet gives every struct the fields of all. columns: names
-    of the columns to read (None: all). stream: the file's bytes, used if it is not on a local disk. Raises `UserError`
-    if the file has none of `columns` or is damaged.
+    """Yield (position such as ":row 17", value, None) for each row of a Parquet file. The value is a dict by column
+    name. Null fields of structs are left out, since Parquet stores every field of the schema for each struct.
+
+    columns: names of the columns to read (None: all). stream: the file's bytes, used if it is not on a local disk.
+    Raises `UserError` if the file has none of `columns` or is damaged.
     """
     number = 0
     with open_parquet(file, stream) as table:
@@ -279,7 +279,7 @@ def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | Non
 
 
 def _drop_null_fields(value: Any) -> Any:
-    """Return a copy of a value of Parquet without the null fields of its structs, at every level."""
+    """Return a copy of a Parquet value without the null fields of its structs, at every level."""
     if isinstance(value, dict):
         return {key: _drop_null_fields(one) for key, one in value.items() if one is not None}
     return [_drop_null_fields(one) for one in value] if isinstance(value, list) else value

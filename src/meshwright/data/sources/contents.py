@@ -22,8 +22,8 @@ _SETTLED = 2.0  # seconds; a file that changed more recently may change again wi
 
 
 class SourceDigests:
-    """SHA-256 digests of the source files. They enter the key of the data cache, and show whether a file was changed
-    later.
+    """SHA-256 digests of the source files. They are part of the key of the data cache, and show whether a file was
+    changed later.
 
     sha256: hex digest of each file. bytes: total size of the files.
     """
@@ -69,9 +69,8 @@ class SourceDigests:
 
 
 def _read_file_state(file: SourceFile) -> list[int]:
-    """Return numbers that stay equal as long as a file is not written: [size in bytes, modification time in ns, change
-    time in ns, inode]; for a file in a remote store the size alone. Raises `UserError` if it cannot be read.
-    """
+    """Return the state of a file, which changes if it is written: [size in bytes, modification time in ns, change time
+    in ns, inode]; for a file in a remote store only the size. Raises `UserError` if it cannot be read."""
     if isinstance(file.path, StoredFile):
         return [file.path.size or 0]
     try:
