@@ -316,8 +316,8 @@ class Layout:
             groups.setdefault(fixed, []).append(rank)
         return [tuple(group) for group in groups.values()]
 
-    def refuse_unbuilt(self) -> None:
-        """Raise `UserError` if the layout, though valid, has a part that this version of Meshwright cannot run."""
+    def check_implemented(self) -> None:
+        """Raise `UserError` if the layout, though valid, needs a feature that is not implemented."""
         schedule = f"pp{self.pp}:{self.schedule}"
         unbuilt = [
             (self.schedule in ASYNCHRONOUS_SCHEDULES, schedule, "asynchronous pipelines"),

@@ -73,7 +73,7 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
     """Raise `UserError` if a user's module cannot run on the layout: if the layout has tp, cp, pp, ep or recomputation,
     which need a model built by Meshwright, or if `batch` is not a multiple of dp x micro-batches. batch: samples of a
     step over all ranks."""
-    layout.refuse_unbuilt()
+    layout.check_implemented()
     spread = f'layout "{layout}"'
     own = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep * layout.etp}
     for axis, ranks in own.items():

@@ -34,7 +34,7 @@ def refuse(
                 f"{config.family} is an encoder, and a recipe needs a decoder to train, verify or serve. Train it as a "
                 "user-defined module (examples/bert_classifier.py, docs/model.md)"
             )
-        layout.refuse_unbuilt()
+        layout.check_implemented()
     reason = (
         _ranks_problem(layout, world_size)
         or _encoder_problem(layout, config)

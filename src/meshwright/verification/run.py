@@ -264,7 +264,7 @@ def _resolve_arguments(layout: Any, model: Any) -> tuple[list[Layout], list[tupl
     else:
         layouts = [layout if isinstance(layout, Layout) else Layout.parse(str(layout))]
     for each in layouts:
-        each.refuse_unbuilt()
+        each.check_implemented()
         if recipe is not None:  # check before ranks are started
             load_named_programs(recipe.collectives, scale_down_layout(each), recipe.where)
     models = [] if model is None else [_resolve_model(model)]
