@@ -66,11 +66,11 @@ def _find_data(recipe: Recipe) -> PreparedData:
 
 
 def read_prompts(data: PreparedData, count: int) -> list[list[int]]:
-    """Return up to `count` different prompts as token IDs from `data`, from the validation split, or from the training
+    """Return up to `count` different prompts as token IDs, from the validation split of `data`, or from the training
     split if the validation split is empty.
 
     A prompt is the first 16 tokens of a text document, or the tokens of an SFT or preference example before its first
-    loss target. `UserError` if both splits are empty, or if no document is longer than its prompt.
+    loss target. Raises `UserError` if both splits are empty, or if no document is longer than its prompt.
     """
     split = next((found for name in ("validation", "train") if (found := data.split(name)).sequences), None)
     if split is None:

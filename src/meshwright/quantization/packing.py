@@ -101,7 +101,8 @@ class QuantizedFormat(UnquantizedFormat):
         return items // self.record_bytes * BLOCK
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return `items`, the quantized bytes of a weight, unchanged: they have no view in the weight's shape `shape`."""
+        """Return `items`, the quantized bytes of a weight, unchanged, since they cannot be viewed as a weight of shape
+        `shape`."""
         return items
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
