@@ -61,7 +61,7 @@ class Terminated(MeshwrightError):
 
 
 def error_reason(error: OSError) -> str:
-    """Return the reason of an OSError as text in lower case, such as "no space left on device"."""
+    """Return the reason of the OSError `error` as text in lower case, such as "no space left on device"."""
     return (error.strerror or str(error)).lower()
 
 

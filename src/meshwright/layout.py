@@ -371,8 +371,8 @@ def _parse_count(part: str, name: str, digits: str) -> int:
 
 
 def _parse_options(part: str, name: str, options: str | None) -> dict[str, object]:
-    """Parse the text after a part's colon (`ulysses` in `cp2:ulysses`); return the `Layout` fields that it sets, {} for
-    None. part: the whole part, for the error. name: its letters."""
+    """Parse `options`, the text after a part's colon (`ulysses` in `cp2:ulysses`); return the `Layout` fields that it
+    sets, {} for None. part: the whole part, for the error. name: its letters."""
     if options is None:
         return {}
     if name == "tp" and options == "nosp":

@@ -126,8 +126,9 @@ class Schema(Generic[Root]):
         raise UserError(": ".join(part for part in (where(key), *self._describe_problem(key, problem)) if part) + more)
 
     def override(self, tables: dict[str, Any], text: str) -> str:
-        """Apply an override such as `train.steps=100` to the parsed TOML `tables`, in place; return the dotted key that
-        was set. A value that is a bare word is taken as a string. Raises `UserError`."""
+        """Apply the override `text`, such as `train.steps=100`, to the parsed TOML `tables`, in place; return the
+        dotted key that was set. A value that is a bare word is taken as a string. Raises `UserError` for text without
+        "=", or a key inside a value that is no table."""
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not key:
             raise UserError(f'override "{text}": an override is written table.key=value, as in train.steps=100')

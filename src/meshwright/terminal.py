@@ -11,8 +11,8 @@ from typing import Any
 
 
 def escape_control_characters(text: str) -> str:
-    """Replace control characters with Python escape sequences, and tabs with spaces; newlines are kept. Text from user
-    documents may contain control characters, which could control the terminal."""
+    """Replace control characters in `text` with Python escape sequences, and tabs with spaces; newlines are kept. Text
+    from user documents may contain control characters, which could control the terminal."""
     return "".join(
         character if character == "\n" or character.isprintable() else ascii(character)[1:-1]
         for character in text.expandtabs(4)

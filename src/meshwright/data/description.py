@@ -57,8 +57,8 @@ def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
 
 
 def count_tokens_by_role(data: PreparedData) -> dict[str, Any]:
-    """Count turns, tokens and trained tokens by role (user, assistant ...) in all training examples; returns JSON as
-    `token_flags.count_by_role` does, an empty dict for plain text."""
+    """Count turns, tokens and trained tokens by role (user, assistant ...) in all training examples of `data`; return
+    JSON as `token_flags.count_by_role` does, an empty dict for plain text."""
     split = data.split("train")
     return split.count_by_role() if isinstance(split, PackedExamples) else {}
 

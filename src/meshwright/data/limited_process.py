@@ -159,8 +159,8 @@ def _end_process(process: subprocess.Popen[bytes], owner: int) -> None:
 def serve_requests(program: str, cpu_seconds: int, memory_bytes: int) -> None:
     """Main loop of the subprocess: read requests from standard input, one JSON object per line, and write one answer
     per line, until the input ends. The kernel ends the process when a request exceeds `cpu_seconds`, and refuses
-    allocations beyond `memory_bytes`. program: as for `LimitedProcess`; it is imported before memory is limited. Its
-    own output is discarded."""
+    allocations beyond `memory_bytes`. program: as for `LimitedProcess`; it is imported before memory is limited. What
+    the program prints is discarded."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     handle: Handler = runpy.run_path(program)["make_handler"]()

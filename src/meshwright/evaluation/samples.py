@@ -33,8 +33,8 @@ def generate_samples(
     log: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Generate sample texts with the newest checkpoint of a run. Return, for each prompt, the JSON document of
-    `meshwright generate --json`; an empty list for a run whose recipe has no [model] table (a torch module of the
-    user's own).
+    `meshwright generate --json`; an empty list for a run whose recipe has no [model] table (it trains a user's torch
+    module).
 
     run_directory: directory of the training run. prompts: texts to continue (user messages if the run trained on
     records); if empty, `count` prompts are read from the run's data by `read_prompts`. count: number of those prompts;

@@ -150,9 +150,7 @@ def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> 
 
 
 def replace_annotation(record: Mapping[str, Any], annotation: Annotation) -> Record:
-    """Return a copy of the record with `annotation` in place of its present one; without the key if `annotation` is
-    empty.
-    """
+    """Return a copy of the record whose annotation is replaced by `annotation`, or removed if `annotation` is empty."""
     plain = {key: value for key, value in record.items() if key != ANNOTATION}
     fields = annotation.to_json()
     return {**plain, ANNOTATION: fields} if fields else plain

@@ -151,8 +151,8 @@ class Rewriter:
         return text, changes
 
     def rewrite_example(self, example: Example, name: str = "") -> tuple[Example, dict[str, int]]:
-        """Mask every text of a record; return (new record, {kind: number of masked items}). name: the document's
-        name."""
+        """Mask every text of the record `example`; return (new record, {kind: number of masked items}). name: the
+        document's name."""
         total = Counter[str]()
 
         def rewrite(text: str) -> str:

@@ -180,8 +180,8 @@ class SegmentWriter:
 
 
 class Segment:
-    """File with the cleaning rules' results for a block of consecutive documents. Header and columns are read from disk
-    on each access.
+    """File with the cleaning results of a block of consecutive documents. Header and columns are read from disk on each
+    access.
 
     first: number of the first document. documents: number of documents. sentences, spans: total numbers of sentences
     and of spans (three consecutive sentences) in these documents; 0 if spans are not compared.

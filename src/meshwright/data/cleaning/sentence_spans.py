@@ -120,9 +120,9 @@ NO_SENTENCES = RemovedSentences(np.zeros(0, np.int64))
 def _map_temporary(
     path: Path, kind: type[np.uint8 | np.int64], size: int, mode: Literal["r+", "w+"] = "w+"
 ) -> NDArray[Any]:
-    """Map a temporary file of `size` values as an array, [size]; the file is unlinked while it is mapped, so that no
-    kill leaves it behind.
-    """
+    """Map the temporary file `path` as an array of `size` values. kind: NumPy type of a value. mode: "w+" creates the
+    file, "r+" opens an existing one. The file is unlinked while it is mapped, so that a killed process leaves none
+    behind."""
     array: NDArray[Any] = np.memmap(path, kind, mode, shape=(size,)) if size else np.zeros(0, kind)
     path.unlink(missing_ok=True)
     return array

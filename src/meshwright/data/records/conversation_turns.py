@@ -30,7 +30,7 @@ class Render(Protocol):
     `TemplateError` if the template refuses the messages."""
 
     def __call__(self, messages: TemplateMessages, prompt: bool = ..., /) -> str:
-        """Return the rendered text."""
+        """Return the text of `messages`. prompt: append the header of the assistant's next turn."""
 
 
 class ConversationTurnFinder:
@@ -73,9 +73,9 @@ class ConversationTurnFinder:
     def _find_turn(
         self, regions: MessageRegions | None, number: int, around: tuple[int, int] | None
     ) -> tuple[int, int]:
-        """Return the character range [begin, end) of the turn with message index `number`. around: (end of the previous
-        message in the text, beginning of the next one); None: unknown, or the turn is interleaved with another message.
-        """
+        """Return the character range [begin, end) of the turn with message index `number`. regions: positions of the
+        messages in the text; None: unknown. around: (end of the previous message in the text, beginning of the next
+        one); None: unknown, or the turn is interleaved with another message."""
         if regions is not None and around is not None:
             context = self._inputs, *map(_describe_shape, self._messages[max(0, number - 1) : number + 1])
             found = self._finder.find(regions, number, around, context, lambda: self._render_delimiters(number))
@@ -149,8 +149,8 @@ def make_turn_finder(special: re.Pattern[str], render: Render, literals: Sequenc
 
 def render_delimiters(messages: TemplateMessages, render: Render, literals: Sequence[str]) -> TurnDelimiters:
     """Render a conversation that ends with an assistant turn, and return the template's text around this turn.
-    messages: dicts of template variables (`role`, `content` ...). literals: strings that the template may search for in
-    messages (see `locate_messages`)."""
+    messages: dicts of template variables (`role`, `content` ...). render: renders messages by the template. literals:
+    strings that the template may search for in messages (see `locate_messages`)."""
 
     def render_end(some: TemplateMessages, prompt: bool) -> str | None:
         """Return the template's text after the last message of `some`; None if the template refuses them or inspects

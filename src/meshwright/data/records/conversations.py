@@ -187,7 +187,8 @@ class RecordFormat(NamedTuple):
         return ()
 
     def _parse_system(self, record: Mapping[str, Any]) -> str:
-        """Return the text of `system`, a string or a list of parts (Anthropic); "" if it is missing or null."""
+        """Return the system prompt of `record`, its value `system`, a string or a list of parts (Anthropic); "" if it
+        is missing or null."""
         value = record.get(key := self.get_file_key("system"))
         return "" if value is None else parse_content(value, f'"{key}"')[0]
 
@@ -215,9 +216,9 @@ class RecordFormat(NamedTuple):
     def _parse_completion(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse TRL's `prompt` and `completion` to (prompt, branches), with one branch, the completion. unused: set to
-        which ignored keys of messages are added. Raises `MalformedRecord` if a key is missing or has a value of a wrong
-        type."""
+        """Parse `record` with TRL's keys `prompt` and `completion` to (prompt, branches), with one branch, the
+        completion. unused: set to which ignored keys of messages are added. Raises `MalformedRecord` if a key is
+        missing or has a value of a wrong type."""
         prompt = self._parse_side(record, "prompt", "user", unused)
         completion = self._parse_side(record, "completion", "assistant", unused)
         return separate_prompt(prompt, (completion,), [*map(self.get_file_key, ("prompt", "completion"))])
@@ -299,10 +300,10 @@ class RecordFormat(NamedTuple):
     def _parse_side(
         self, record: dict[str, Any], part: str, role: str, unused: set[str], split: bool = False
     ) -> tuple[Message, ...]:
-        """Parse the value under the standard key `part`, such as "prompt" or "chosen", to messages. The value is a text
-        (one message of `role`), one message, or a list of messages. split: True: a text may have several turns,
-        "Human:" and "Assistant:". unused: set to which ignored keys of messages are added. Raises `MalformedRecord` for
-        any other value."""
+        """Parse the value of `record` under the standard key `part`, such as "prompt" or "chosen", to messages. The
+        value is a text (one message of `role`), one message, or a list of messages. split: True: a text may have
+        several turns, "Human:" and "Assistant:". unused: set to which ignored keys of messages are added. Raises
+        `MalformedRecord` for any other value."""
         key = self.get_file_key(part)
         if key not in record:
             raise self._missing_key_error(record, key, part)

@@ -125,7 +125,8 @@ class ExampleEncoder:
     def _render_prompt(
         self, messages: Sequence[Message], header: bool, tools: Tools, variables: Variables | None
     ) -> RenderedConversation:
-        """Render a conversation for `encode_prompt` and check that the template renders all tools and calls."""
+        """Render a conversation and check that the template renders all tools and calls. Arguments as for
+        `encode_prompt`."""
         given: dict[str, Any] = {"tools": tools, "variables": variables}
         try:
             rendered = self.template.render_with_spans(messages, len(messages), prompt=header, **given)

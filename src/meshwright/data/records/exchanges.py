@@ -162,7 +162,8 @@ def _parse_turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
 
 
 def _join_turns(turns: Sequence[Message]) -> str:
-    """Join messages to one text: a single user message as it is, several with their roles, separated by blank lines."""
+    """Join the messages `turns` to one text: a single user message unchanged, several with their roles, separated by
+    blank lines."""
     texts = [str(turn.template_variables()["content"]) for turn in turns]
     if len(turns) == 1 and turns[0].role == "user":
         return texts[0]

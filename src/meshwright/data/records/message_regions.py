@@ -98,8 +98,8 @@ def list_unmasked_strings(
 
 
 def is_unmasked(letter: str) -> bool:
-    """Return True for a character that is never replaced by a placeholder: white space, control characters, and those
-    that JSON escapes."""
+    """Return True if the character `letter` is never replaced by a placeholder: white space, control characters, and
+    characters that JSON escapes."""
     return _KEPT.match(letter) is not None
 
 

@@ -122,8 +122,8 @@ class MessageFormat(NamedTuple):
         return tuple(self.parse(turn, f"{where}[{number}]", where, unused) for number, turn in enumerate(turns))
 
     def parse(self, turn: Any, where: str, key: str, unused: set[str]) -> Message:
-        """Parse the JSON object of one message. where: its position, such as "messages[2]", for errors. key: key of the
-        list. unused: set to which ignored keys, such as "messages.id", are added. Raises `MalformedRecord` for a
+        """Parse one message, the JSON object `turn`. where: its position, such as "messages[2]", for errors. key: key
+        of the list. unused: set to which ignored keys, such as "messages.id", are added. Raises `MalformedRecord` for a
         missing key, an unknown role, or a content that is not text."""
         if not isinstance(turn, dict):
             raise MalformedRecord(
@@ -251,8 +251,9 @@ def list_strings(value: Any, kept: Sequence[str] = ()) -> list[str]:
 
 
 def _parse_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return a message's tool calls as {"type": "function", "function": {"name", "arguments": object}}, with "id" if
-    given. where: position of the message, for errors. Raises `MalformedRecord` for a call in another form."""
+    """Return the tool calls of the message `turn` as {"type": "function", "function": {"name", "arguments": object}},
+    with "id" if given. where: position of the message, for errors. Raises `MalformedRecord` for a call in another form.
+    """
     calls = turn.get("tool_calls")
     if calls in _EMPTY and turn.get("function_call") not in _EMPTY:  # OpenAI's older form
         calls = [turn["function_call"]]
@@ -326,9 +327,9 @@ def parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int, 
 
 
 def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
-    """Return True if a message, or a part of one, is marked as to be trained on, False if as not, None if it has no
-    mark. Marks are `train` (axolotl) and `weight` 0 or 1 (OpenAI). where: its position, for errors. Raises
-    `MalformedRecord` for another value, or two that contradict each other."""
+    """Parse the mark of `turn`, a message or a part of one, that sets if it is trained on: `train` (axolotl), or
+    `weight` 0 or 1 (OpenAI). Return None if it has no mark. where: its position, for errors. Raises `MalformedRecord`
+    for another value, or two that contradict each other."""
     marks = {key: turn[key] for key in _SYNONYMS["trained"] if turn.get(key) is not None}
     for key, value in marks.items():
         if value not in (0, 1):
@@ -340,8 +341,8 @@ def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
 
 
 def _get_string(values: Mapping[str, Any], key: str, where: str) -> str:
-    """Return the string under `key` of a JSON object. where: its position, for errors. Raises `MalformedRecord` if the
-    value is not a string."""
+    """Return the string under `key` of the JSON object `values`. where: its position, for errors. Raises
+    `MalformedRecord` if the value is not a string."""
     if not isinstance(values[key], str):
         raise MalformedRecord(f"{where}.{key} is {describe_value(values[key])}, not a string")
     return str(values[key])

@@ -73,7 +73,7 @@ def _keep_last_reasoning(branch: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _has_reasoning(message: Message) -> bool:
-    """Return True if an assistant's message has reasoning, in its own field or between <think> and </think>."""
+    """Return True if an assistant's message has reasoning, in a separate field or between <think> and </think>."""
     marked = message.role == "assistant" and THOUGHT.match(message.content) is not None
     return marked or "reasoning_content" in message.fields
 

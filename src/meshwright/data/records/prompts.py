@@ -44,8 +44,8 @@ def separate_prompt(prompt: Turns, branches: Sequence[Turns], keys: Sequence[str
 
 
 def find_shared_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, tuple[Turns, ...]]:
-    """Split two whole conversations into (prompt, branches): the prompt is their common prefix, () if there is none;
-    each branch keeps at least its last turn."""
+    """Split the whole conversations `chosen` and `rejected` into (prompt, branches): the prompt is their common prefix,
+    () if they have none; each branch keeps at least its last turn."""
     common = 0
     while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
         common += 1
@@ -64,5 +64,5 @@ def _is_assistant_turn(turn: Message) -> bool:
 
 
 def _normalize(turns: Turns) -> list[Any]:
-    """Return role and texts of each turn, without surrounding white space, for comparison."""
+    """Return role and texts of each of `turns`, without surrounding white space, for comparison."""
     return [(turn.role, *(text.strip() for text in turn.list_texts())) for turn in turns]

@@ -204,7 +204,7 @@ def _find_first_run(special: re.Pattern[str], text: str, begins: frozenset[str])
 
 
 def measure_common_prefix(one: str, other: str) -> int:
-    """Return the length of the longest common prefix of two texts."""
+    """Return the length of the longest common prefix of the texts `one` and `other`."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # compared in C, as the texts may be long
         middle = (low + high + 1) // 2

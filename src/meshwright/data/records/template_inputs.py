@@ -65,8 +65,9 @@ def parse_variables(value: Any, where: str) -> dict[str, Any]:
 
 
 class Conversation(NamedTuple):
-    """A conversation that the assistant is to continue, with all inputs of the chat template. tools, variables: as in
-    `ChatTemplate.render`."""
+    """A conversation that the assistant is to continue, with all inputs of the chat template. tools: JSON schemas of
+    the functions that the assistant may call. variables: further variables of the template, such as {"enable_thinking":
+    False}."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -79,8 +80,9 @@ class Conversation(NamedTuple):
 
 
 def parse_conversation(messages: Sequence[Any], tools: Any, variables: Any) -> Conversation:
-    """Parse the inputs of a chat request: messages, tools and, as in vLLM's API, `chat_template_kwargs`. Raises
-    `UserError`, whose text begins with the position of the mistake, such as "messages[2].content"."""
+    """Parse the inputs of a chat request, given as JSON: messages, tools and variables (`chat_template_kwargs` of
+    vLLM's API). Raises `UserError`, whose text begins with the position of the mistake, such as "messages[2].content".
+    """
     try:
         turns = MessageFormat().parse_all(list(messages), "messages", set())
         check_tool_results(turns, "messages")

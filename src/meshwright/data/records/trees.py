@@ -28,8 +28,8 @@ def list_conversations(
     """List the conversations in a tree of messages: its paths from the root to a leaf, cut after their last assistant
     turn; there may be none. A path ends before a message that was deleted or that reviewers rejected.
 
-    messages: field names and roles of the messages. unused: set to which ignored keys are added. Raises
-    `MalformedRecord` for a malformed message, or more than 10,000 messages.
+    record: the tree as JSON. messages: field names and roles of the messages. unused: set to which ignored keys are
+    added. Raises `MalformedRecord` for a malformed message, or more than 10,000 messages.
     """
     found: list[tuple[Message, ...]] = []
     seen: set[int] = set()  # assistant turns that are trained on

@@ -37,8 +37,8 @@ class PageExtractor:
         self._process = self._make_process()
 
     def extract_text(self, html: str) -> Extraction:
-        """Extract the main text of a page. The result has the text or, if there is none, the reason, such as "takes
-        more than 10 s of CPU time"."""
+        """Extract the main text of the page `html`. The result has the text or, if that fails, the reason, such as
+        "takes more than 10 s of CPU time"."""
         if self._pages == _PAGES:
             self._process, self._pages = self._make_process(), 0
         answer = self._process.ask({"html": html})
@@ -79,5 +79,5 @@ def describe_extractor(library: str) -> str:
 
 
 def _missing_extractor_error(library: str) -> UserError:
-    """Build the error for an extractor that is not installed."""
+    """Build the error for the extraction library `library` that is not installed."""
     return UserError(f"WARC files need the package {library}: pip install 'meshwright[{EXTRACTORS[library]}]'")

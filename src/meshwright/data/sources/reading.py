@@ -70,11 +70,11 @@ class EarlierReading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Splits source files into documents: one per text file, JSON line, element of a JSON list, Parquet row, WET
-    or WARC page.
+    """Splits source files into documents: one per text file, JSON line, element of a JSON list, Parquet row, WET or
+    WARC page.
 
-    encoding: text encoding of the files, such as "utf-8". text_key: key of a record's text, unless the file's source
-    sets its own. longest: texts of more characters are cut into several documents, after a blank line, else after a
+    encoding: text encoding of the files, such as "utf-8". text_key: key of a record's text; a source may set a
+    different one. longest: texts of more characters are cut into several documents, after a blank line, else after a
     line, else anywhere. required_keys: {key: type}; if not empty, a record without one of these keys or without text is
     no error, but becomes a document with a problem. records: parse every file as instruction, chat or preference
     records, one document each, never cut; None: plain text. extractor: library that extracts the texts of WARC pages.

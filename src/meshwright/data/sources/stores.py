@@ -266,7 +266,7 @@ def find_first_changed(files: Sequence[StoredFile]) -> int | None:
 
 
 def _make_stored_file(url: str, place: str, entry: dict[str, Any], filesystem: Any) -> StoredFile:
-    """Build a `StoredFile`. place: path in `filesystem`. entry: the file's metadata from the fsspec `filesystem`
+    """Build a `StoredFile` for `url`. place: path in `filesystem`. entry: its metadata from the fsspec `filesystem`
     ("size", "ETag" ...)."""
     return StoredFile(url, place, entry.get("size"), _find_version(entry), filesystem)
 

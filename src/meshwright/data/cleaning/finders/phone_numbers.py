@@ -157,8 +157,8 @@ def _match_international(text: str, start: int) -> int | None:
 
 
 def _announces_number(before: str) -> bool:
-    """Return True if a word such as "Tel.", followed by at most a few other words, ends `before`, the text of the line
-    before a number."""
+    """Return True if `before`, the text of the line before a number, ends with a word such as "Tel.", or with such a
+    word and at most a few others."""
     announcement = max((match.span() for match in _WORDS.finditer(before)), default=None)
     if announcement is None or _SENTENCE_END.search(before, announcement[0]):
         return False
