@@ -81,10 +81,10 @@ class MixtureOrder:
     seed: random seed of the training run. sequences: number of samples of each source; source k's samples have the
     indices from sequences[0] + ... + sequences[k-1] on. weights: w, relative share of each source.
 
-    The pattern of sources is periodic and as even as possible: source k's number among the first n samples differs from
-    n w_k / sum(w) by at most 1 - 1/(2K - 2) (Tijdeman, "The chairman assignment problem", 1980), and among any n
-    consecutive samples by at most twice that. The period is the sum of the smallest integers with the ratios of the
-    weights; if it would exceed `LONGEST_PERIOD` (65,536), these integers are scaled down and rounded.
+    The pattern of sources is periodic and as even as possible: among the first n samples, source k has its share n w_k
+    / sum(w), with an error of at most 1 - 1/(2K - 2) samples (Tijdeman, "The chairman assignment problem", 1980). The
+    period is the sum of the smallest integers with the ratios of the weights. If it would exceed `LONGEST_PERIOD`
+    (65,536), these integers are scaled down and rounded.
     """
 
     def __init__(self, seed: int, sequences: Sequence[int], weights: Sequence[float]) -> None:
@@ -138,13 +138,10 @@ def reduce_weights(weights: Sequence[float]) -> list[int]:
 
 def interleave_evenly(counts: Sequence[int]) -> list[int]:
     """Return a list of sum(counts) source indices in which source k in [0, K) occurs counts[k] times, spread as evenly
-    as possible: [2, 1] gives [0, 1, 0].
-
-    With w the share of source k, its occurrence j (from 0) is allowed at positions t (from 1) at which w t - j >=
-    1/(2K-2) and w (t-1) - j <= 1 - 1/(2K-2). Each position goes to the source whose next occurrence is allowed there
-    and has the earliest last allowed position. Every occurrence then gets an allowed position (Tijdeman 1980, theorem
-    1).
-    """
+    as possible: [2, 1] gives [0, 1, 0]. Each position goes to the source with the earliest deadline among those whose
+    next occurrence is already allowed (Tijdeman 1980, theorem 1)."""
+    # With w the share of source k, its occurrence j (from 0) is allowed at positions t (from 1) at which
+    # w t - j >= 1/(2K-2) and w (t-1) - j <= 1 - 1/(2K-2); the last of them is its deadline.
     total, number = sum(counts), len(counts)
     if number == 1:
         return [0] * total

@@ -35,8 +35,8 @@ def flatten_openai_preference(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_turns(text: str, is_prompt: bool) -> tuple[Message, ...]:
-    """Split a text with turns "Human:" and "Assistant:" (Anthropic) into messages; return () if it has no such turns. A
-    last turn without text is left out of a prompt (`is_prompt`); otherwise it is an empty answer."""
+    """Split a text with turns "Human:" and "Assistant:" (Anthropic) into messages; return () if it has no such turns.
+    is_prompt: True: a last turn without text is left out; False: it is kept as an empty answer."""
     turns = _HH_TURN.split(text)
     if len(turns) <= 2 or turns[0].strip():
         return ()

@@ -343,8 +343,7 @@ def _refuse_secrets(url: str, key: str) -> None:
 
 def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
     """Raise `UserError` if a protocol in `url` may log in with the user's keys, unless the environment variable
-    MESHWRIGHT_STORES lists it. key: recipe key with which the error begins. protocols: all that fsspec supports.
-    """
+    MESHWRIGHT_STORES lists it. key: recipe key with which the error begins. protocols: all protocols of fsspec."""
     allowed = {name.strip().lower() for name in os.environ.get(ALLOWED, "").split(",")}
     for part in url.split("::"):
         protocol = part.partition("://")[0].lower()
