@@ -45,9 +45,8 @@ def sync_directory(directory: Path) -> None:
 
 
 class AtomicFile:
-    """Context manager that writes a file atomically: under a temporary name in the same directory, which `finish`
-    renames to `path`, the final name. Without `finish` the temporary file is deleted when the context exits.
-    """
+    """Context manager that writes a file atomically: under a temporary name in the same directory, until `finish`
+    renames it to `path`. Without `finish` the temporary file is deleted when the context exits."""
 
     def __init__(self, path: Path) -> None:
         """Open a temporary file next to `path`, the final name."""

@@ -40,24 +40,24 @@ class SampleOrder:
         the same shape."""
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
-        epochs, places = np.divmod(wanted.ravel(), self.sequences)
-        samples = np.empty_like(places)
+        epochs, positions = np.divmod(wanted.ravel(), self.sequences)
+        samples = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            samples[here] = self._permute(places[here].astype(np.uint64), int(epoch)).astype(np.int64)
+            samples[here] = self._permute(positions[here].astype(np.uint64), int(epoch)).astype(np.int64)
         return samples.reshape(wanted.shape)
 
     def epoch(self, number: int) -> int:
         """Return the epoch, from 0, to which position `number` of the training order belongs."""
         return number // self.sequences
 
-    def _permute(self, places: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
-        """Map positions in an epoch to sample indices, both in [0, sequences). places: the positions. epoch: number of
+    def _permute(self, positions: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
+        """Map positions in an epoch to sample indices, both in [0, sequences). positions: the positions. epoch: number of
         the epoch, from 0."""
         digest = hashlib.sha512(f"{self._key}, epoch {epoch}".encode()).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         assert len(keys) == _ROUNDS
-        result = self._apply_feistel(places, keys)
+        result = self._apply_feistel(positions, keys)
         while (outside := np.flatnonzero(result >= self.sequences)).size:
             result[outside] = self._apply_feistel(result[outside], keys)
         return result
@@ -104,9 +104,9 @@ class MixtureOrder:
         Indices count the samples of all sources, source after source."""
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
-        periods, places = np.divmod(wanted.ravel(), len(self._sources))
-        sources = self._sources[places]
-        turns = periods * np.array(self.parts)[sources] + self._before[places]
+        periods, positions = np.divmod(wanted.ravel(), len(self._sources))
+        sources = self._sources[positions]
+        turns = periods * np.array(self.parts)[sources] + self._before[positions]
         samples: NDArray[np.int64] = np.empty_like(turns)
         for source in np.unique(sources):
             here = sources == source

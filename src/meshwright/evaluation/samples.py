@@ -1,4 +1,4 @@
-"""Samples of a run for its report: texts that its newest checkpoint generates from prompts of the run's own data."""
+"""Samples of a run for its report: texts that its newest checkpoint generates from prompts in the run's data."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Find the tensors of a model path: a safetensors file, shards with an index, or torch's `.bin`, read without executing
-its pickle. Only headers are read; every error in them is one line that names the file."""
+"""Tensors of a model path: a safetensors file, shards with an index, or torch's `.bin`, read without executing its
+pickle. Only headers are read; every error in them is one line that names the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Concurrent requests to a served model, with a journal on disk so that no request is answered twice."""
+"""Concurrent requests to a served model, with a journal of answers on disk so that no request is sent twice."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ cases = st.tuples(
 
 @given(case=cases, document_mask=st.booleans(), rows=st.integers(1, 5))
 @settings(deadline=None, max_examples=50)
-def test_rows_hold_every_token_once_and_mask_other_documents(
+def test_rows_contain_every_token_once_and_mask_other_documents(
     bytes_tokenizer, tmp_path_factory: pytest.TempPathFactory, case, document_mask: bool, rows: int
 ):
     documents, shard_tokens, sequence = case

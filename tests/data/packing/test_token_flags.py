@@ -1,4 +1,4 @@
-"""Marks of tokens: counts of turns, spans and tokens against a count token by token."""
+"""Token flags: counts of turns, spans and tokens against a count token by token."""
 
 from __future__ import annotations
 

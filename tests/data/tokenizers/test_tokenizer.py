@@ -42,7 +42,7 @@ LOSSY = [name for name in KINDS if name not in EXACT]
 each_kind = pytest.mark.parametrize("name", KINDS)
 
 
-def test_least_vocabulary_is_known_before_reading_text(own: dict[str, tuple[Path, TextTokenizer]], tmp_path: Path):
+def test_smallest_vocabulary_is_known_before_reading_text(own: dict[str, tuple[Path, TextTokenizer]], tmp_path: Path):
     directory, trained = own["bpe"]
     assert find_smallest_vocabulary(str(directory)) == trained.vocabulary > 257
     assert find_smallest_vocabulary("bytes") == own["bytes"][1].vocabulary == 257

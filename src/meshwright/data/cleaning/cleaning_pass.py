@@ -170,8 +170,8 @@ class _ReportBuilder:
         documents_by_file: Sequence[int],
     ) -> None:
         """Store the results from which the report is built. files: the source files that `reader` split and `cleaner`
-        checked. segments: the rules' results, in blocks of consecutive documents. duplicates: the final code (kept, or
-        dropped by which rule) of each document. documents_by_file: number of documents in each file."""
+        checked. segments: the cleaning results, in blocks of consecutive documents. duplicates: the final code (kept,
+        or the rule that dropped it) of each document. documents_by_file: number of documents in each file."""
         self.files, self.reader, self.cleaner = files, reader, cleaner
         self.segments, self.duplicates, self.documents_by_file = segments, duplicates, documents_by_file
         self.labels = sorted({file.counted_as for file in files})

@@ -1,4 +1,4 @@
-"""CleanedCorpus of the corpus: cleaning of all documents and their split into training and validation documents."""
+"""Cleaning of all documents of a corpus, and their split into training and validation documents."""
 
 from __future__ import annotations
 

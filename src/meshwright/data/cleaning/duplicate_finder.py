@@ -1,4 +1,4 @@
-"""The rules for duplicates in a cleaning pass, which compare documents by the columns of its segments."""
+"""Duplicate rules of a cleaning pass: they compare documents by the columns of the pass's segment files."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class DuplicateFinder:
         """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that other
         rules dropped are neither marked nor compared.
 
-        keys: function that maps a segment (block of consecutive documents) to their keys, uint64 [documents, words per
-        key]. records: uint64 [documents], a hash of the record that each document is part of; documents of one record
-        are not compared with each other. None: each document is a record.
+        keys: function that returns the keys of a segment's documents, uint64 [documents, words per key]; a segment is a
+        block of consecutive documents. records: uint64 [documents], a hash of the record that each document is part of;
+        documents of one record are not compared with each other. None: each document is a record.
         """
         code = 1 + RULES.index(rule)
 

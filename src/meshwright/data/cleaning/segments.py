@@ -1,6 +1,4 @@
-"""Segments: the cleaning rules' results for runs of consecutive documents, in files of columns. A killed pass resumes
-from them.
-"""
+"""Segments: files of columns with the cleaning results of consecutive documents, from which a killed pass resumes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Deduplication of sentence spans: three consecutive sentences that occur before in the corpus are removed.
+"""Deduplication of sentence spans: three consecutive sentences that occur earlier in the corpus are removed.
 
 C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2) keeps one of each three-sentence span that occurs more than once.
-Here the first is kept, in reading order. Spans are compared by 128-bit hashes in an external sort.
+Here the first in reading order is kept. Spans are compared by 128-bit hashes in an external sort.
 """
 
 from __future__ import annotations

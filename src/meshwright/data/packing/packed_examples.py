@@ -1,4 +1,4 @@
-"""Examples of records packed whole into rows, with response masks and counts of what did not fit.
+"""Whole examples of records packed into rows, with response masks and counts of truncated and dropped examples.
 
 Shapes: B rows, S tokens in a row. A packed row has a capacity of S + 1 tokens: the last one is only a target.
 """

@@ -1,8 +1,8 @@
-"""Token flags of records, one byte per token: whether the token is a target of the loss, and the role of the turn that
-it is part of.
+"""Token flags of records: one byte per token, which marks targets of the loss and stores the role of the token's turn.
 
 Bit 0 is 1 for a target of the loss; bits 1 to 6 hold the index in `AUTHORS` of the turn's role; bit 7 is 1 for the
-tokens of an undesirable response (KTO)."""
+tokens of an undesirable response (KTO).
+"""
 
 from __future__ import annotations
 

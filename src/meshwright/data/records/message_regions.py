@@ -183,7 +183,7 @@ class _PlaceholderTable(dict[int, int]):
     def __init__(self, placeholders: Placeholders, message: int, part: int) -> None:
         """Start empty. placeholders: table to which new ones are added; message, part: their owner."""
         super().__init__()
-        self.masked: dict[str, str] = {}  # texts that have been hidden
+        self.masked: dict[str, str] = {}  # masked copies by text
         self._placeholders, self._owner = placeholders, (message, part)
 
     def __missing__(self, code: int) -> int:

@@ -1,7 +1,7 @@
 """Messages of conversations, parsed from the published schemas: OpenAI, ShareGPT, TRL, OpenAssistant.
 
-What a message has besides role and text is kept under the names of OpenAI's schema, which chat templates read. What no
-schema defines is reported as not used, and what cannot be represented, such as an image, is refused by name.
+Other data of a message than role and text are stored under the names of OpenAI's schema, which chat templates read.
+Keys that no schema defines are reported as ignored; content that cannot be represented, such as an image, is an error.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class TurnFinder:
         self._special, self._header, self._end, self._other_end = special, header, end, other_end
         self._begins = begins
         self._delimiters: dict[Hashable, TurnDelimiters] = {}
-        self._repeats: set[str] = set()  # text between a turn and letters of it that are repeated after it
+        self._repeats: set[str] = set()  # text between a turn and its repetition
 
     def exclude_repeats(
         self, regions: MessageRegions, number: int, count_masked_characters: Callable[[], int]

@@ -1,4 +1,5 @@
-"""Finder of telephone numbers: international, national in forms of their own, and others after words like "Tel."."""
+"""Finder of telephone numbers: international ones, the national forms of some countries, and others after words like
+"Tel."."""
 
 from __future__ import annotations
 
