@@ -52,8 +52,7 @@ class SampleOrder:
         return number // self.sequences
 
     def _permute(self, positions: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
-        """Map positions in an epoch to sample indices, both in [0, sequences). positions: the positions. epoch: number of
-        the epoch, from 0."""
+        """Map `positions` in an epoch to sample indices, both in [0, sequences). epoch: number of the epoch, from 0."""
         digest = hashlib.sha512(f"{self._key}, epoch {epoch}".encode()).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         assert len(keys) == _ROUNDS

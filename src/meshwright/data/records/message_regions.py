@@ -181,7 +181,8 @@ class _PlaceholderTable(dict[int, int]):
     occurs for the first time."""
 
     def __init__(self, placeholders: Placeholders, message: int, part: int) -> None:
-        """Start empty. placeholders: table to which new ones are added; message, part: their owner."""
+        """Start empty. placeholders: table to which new placeholders are added. message, part: index of the message,
+        and index in `PARTS`, from which the characters come."""
         super().__init__()
         self.masked: dict[str, str] = {}  # masked copies by text
         self._placeholders, self._owner = placeholders, (message, part)
