@@ -32,14 +32,14 @@ def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
     split = data.split("train")
     order = data.make_sample_order().sample(np.arange(min(split.sequences, max(count, _LOOK_AHEAD))))
     samples = order[:count]
-    if count and not any(len(starts) > 1 for starts in split.read_batch(samples).document_starts()):
+    if count and not any(len(starts) > 1 for starts in split.read_batch(samples).list_document_starts()):
         samples[-1] = next(
-            (sample for sample in order if len(split.read_batch([sample]).document_starts()[0]) > 1), samples[-1]
+            (sample for sample in order if len(split.read_batch([sample]).list_document_starts()[0]) > 1), samples[-1]
         )
     batch = split.read_batch(samples)
     rows = []
     for sample, tokens, targets, starts in zip(
-        samples.tolist(), batch.tokens, batch.targets, batch.document_starts(), strict=True
+        samples.tolist(), batch.tokens, batch.targets, batch.list_document_starts(), strict=True
     ):
         masked = np.flatnonzero(targets == NO_TARGET).tolist()
         row = {"sample": sample, "masked_targets": masked, "target_tokens": len(tokens) - len(masked)}

@@ -22,7 +22,7 @@ PARTIAL = ".partial-"  # prefix of unfinished files, which the next preparation 
 _BLOCK = 1 << 20
 
 
-def canonical_json(value: Any) -> bytes:
+def to_canonical_json(value: Any) -> bytes:
     """Serialize a JSON value to canonical bytes for hashing: sorted keys, no spaces, ASCII. Equal values give equal
     bytes.
     """
@@ -97,7 +97,7 @@ def try_write_json(path: Path, value: Any) -> None:
     """
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, canonical_json(value))
+        write_atomic(path, to_canonical_json(value))
 
 
 def write_array(file: AtomicFile, array: NDArray[Any]) -> None:

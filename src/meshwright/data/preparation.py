@@ -22,12 +22,12 @@ from meshwright.data.cleaning.corpus import (
 from meshwright.data.cleaning.rules import Rewriter, collect_key_fields
 from meshwright.data.files import (
     PARTIAL,
-    canonical_json,
     find_damage,
     hash_file,
     hold_lock,
     read_json,
     sync_directory,
+    to_canonical_json,
     write_atomic,
 )
 from meshwright.data.packing.shards import Shard, ShardWriter, TextEncoder, limit_rate
@@ -127,7 +127,7 @@ class _Preparation:
             special = self.tokenizer_files.load().special if self.tokenizer_files else frozenset[str]()
             check_template_tokens(recipe.template_name, special, recipe.tokenizer)
         self.contents = SourceDigests(self.files, cache, log)
-        self.key = hashlib.sha256(canonical_json(self._collect_key_fields())).hexdigest()
+        self.key = hashlib.sha256(to_canonical_json(self._collect_key_fields())).hexdigest()
         self.directory = cache / self.key[:32]
 
     def _collect_key_fields(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class _Preparation:
             "sha256": _hash_json([tokenizer_record, shards]),
         }
         closed = {**manifest, "manifest_sha256": _hash_json(manifest)}
-        write_atomic(self.directory / "manifest.json", canonical_json(closed))
+        write_atomic(self.directory / "manifest.json", to_canonical_json(closed))
         sync_directory(self.directory)
         return manifest
 
@@ -296,7 +296,7 @@ class _Preparation:
                 name: {"bytes": (directory / name).stat().st_size, "sha256": hash_file(directory / name)}
                 for name in FILES
             }
-            write_atomic(record_path, canonical_json(record))
+            write_atomic(record_path, to_canonical_json(record))
             sync_directory(self.directory)
         return load_tokenizer(directory), record
 
@@ -365,7 +365,7 @@ class _Preparation:
 
 def _hash_json(value: Any) -> str:
     """Hash a JSON value in canonical form; returns hex SHA-256."""
-    return hashlib.sha256(canonical_json(value)).hexdigest()
+    return hashlib.sha256(to_canonical_json(value)).hexdigest()
 
 
 def _trains_tokenizer(recipe: DataRecipe) -> bool:

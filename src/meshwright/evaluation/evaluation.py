@@ -156,7 +156,7 @@ def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[in
     requests: list[Request] = []
     counted: dict[str, list[int]] = {}
     sampling = Sampling(max_tokens=0, prompt_logprobs=0)
-    for row, begins in enumerate(batch.document_starts()):
+    for row, begins in enumerate(batch.list_document_starts()):
         for begin, end in itertools.pairwise([*begins.tolist(), batch.tokens.shape[1]]):
             targets = batch.targets[row, begin:end]
             places = np.flatnonzero(targets != IGNORED)

@@ -95,7 +95,7 @@ def _iterate_prompts(split: PackedDataset, document_mask: bool) -> Iterator[tupl
     """
     examples = isinstance(split, PackedExamples)
     for number, batch in enumerate(islice(split.iterate_batches(_ROWS), _BATCHES)):
-        rows = zip(batch.tokens, batch.targets, batch.document_starts(), strict=True)
+        rows = zip(batch.tokens, batch.targets, batch.list_document_starts(), strict=True)
         for row, (tokens, targets, starts) in enumerate(rows, number * _ROWS):
             within = row > 0 and document_mask and not examples  # text rows after the first begin inside a document
             for start, stop in pairwise([*starts[within:].tolist(), len(tokens)]):

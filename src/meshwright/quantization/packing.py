@@ -24,7 +24,7 @@ _NF4 = (
 
 
 @functools.cache
-def _nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _build_nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two float32 tensors on `device`: NF4's 16 quantization levels [16] (arXiv:2305.14314, appendix E), and the
     midpoints between neighbouring levels [15], at which rounding changes from one level to the next."""
     values = torch.tensor(_NF4, dtype=torch.float32, device=device)
@@ -32,11 +32,11 @@ def _nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.cache
-def _nf4_pairs(device: torch.device) -> torch.Tensor:
+def _build_nf4_pairs(device: torch.device) -> torch.Tensor:
     """Return a lookup table, int64 [256] on `device`, that dequantizes two NF4 codes at a time. The index is a byte of
     two codes; the entry's 8 bytes are their two float32 levels, that of the high half first. This is twice as fast as
     one lookup per code."""
-    values = _nf4_tables(device)[0]
+    values = _build_nf4_tables(device)[0]
     return torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1).view(torch.int64).flatten()
 
 
@@ -112,7 +112,7 @@ class QuantizedFormat(UnquantizedFormat):
         largest = blocks.abs().amax(dim=1)
         scaled = (blocks * (1.0 / largest.clamp(min=1e-38))[:, None]).clamp(-1, 1)
         if self.name == "nf4":
-            code = torch.bucketize(scaled, _nf4_tables(values.device)[1], out_int32=True).to(torch.uint8)
+            code = torch.bucketize(scaled, _build_nf4_tables(values.device)[1], out_int32=True).to(torch.uint8)
             codes = (code[:, ::2] << 4) | code[:, 1::2]
         else:
             codes = (scaled * 127).round().to(torch.int8).view(torch.uint8)
@@ -135,7 +135,7 @@ class QuantizedFormat(UnquantizedFormat):
         """Dequantize `records` [blocks, record bytes], uint8; return the weights [blocks, 64] in `dtype`."""
         codes, largest = records[:, :-4], records[:, -4:].contiguous().view(torch.float32)
         if self.name == "nf4":
-            pairs = _nf4_pairs(records.device).index_select(0, codes.reshape(-1).int())
+            pairs = _build_nf4_pairs(records.device).index_select(0, codes.reshape(-1).int())
             return pairs.view(torch.float32).view(-1, BLOCK).mul_(largest).to(dtype)
         return codes.contiguous().view(torch.int8).float().div_(127).mul_(largest).to(dtype)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from meshwright.data.files import canonical_json
+from meshwright.data.files import to_canonical_json
 from meshwright.errors import UserError
 from meshwright.synthesis.endpoint import ChatRequest, Completion, Endpoint, RequestRefused
 from meshwright.untrusted import parse_json
@@ -143,7 +143,7 @@ class ChatClient:
         and `RequestRefused` if it refuses all or the first ten requests; answers received until then are in the
         journal.
         """
-        names = [self._request_key(request) for request in requests]
+        names = [self._compute_request_key(request) for request in requests]
         pending = {name: request for name, request in zip(names, requests, strict=True) if name not in self.journal}
         if pending:
             self._send_all(list(pending.items()), doing)
@@ -176,9 +176,9 @@ class ChatClient:
             ) / 1e6
         return summary
 
-    def _request_key(self, request: ChatRequest) -> str:
+    def _compute_request_key(self, request: ChatRequest) -> str:
         """Return the key of a request in the journal: the hex SHA-256 of its JSON."""
-        return hashlib.sha256(canonical_json(request.to_json(self.endpoint.model))).hexdigest()
+        return hashlib.sha256(to_canonical_json(request.to_json(self.endpoint.model))).hexdigest()
 
     def _count_usage(self, answer: Completion | None) -> None:
         """Add one answer (None: the server refused the request) to the counts that `summarize_usage` returns."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any, NamedTuple
 
-from meshwright.data.files import canonical_json
+from meshwright.data.files import to_canonical_json
 from meshwright.errors import UserError
 
 _LONGEST_ANSWER = 64 << 20  # bytes
@@ -138,7 +138,7 @@ class Endpoint:
         retry. Raises `RequestRefused` for a final HTTP error (status 400, 401, 404 ...), `NoAnswer` if all attempts
         fail by a temporary one (408, 409, 425, 429, 5xx), a time-out, a broken connection or an invalid answer.
         """
-        body = canonical_json(request.to_json(self.model))
+        body = to_canonical_json(request.to_json(self.model))
         reason = ""
         for attempt in range(self.tries):
             try:

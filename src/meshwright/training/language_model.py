@@ -19,7 +19,7 @@ from meshwright.adapters.peft_directory import read_peft_adapter
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PackedDataset, PackedExamples, PreparedData
-from meshwright.data.files import canonical_json
+from meshwright.data.files import to_canonical_json
 from meshwright.layout import Layout
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.documents import Documents
@@ -217,7 +217,7 @@ class LanguageModelTask:
         log-probabilities are reused only if all are equal."""
         return {
             "data_sha256": self.data.sha256,
-            "model": hashlib.sha256(canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
+            "model": hashlib.sha256(to_canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
             "precision": self.layout.precision or "fp32",
         }
 
@@ -279,7 +279,9 @@ class LanguageModelTask:
         """Return the positions within each sequence at which documents begin, for the sequences that this rank reads in
         the steps `first` to `first` + `steps` - 1: one tuple of positions per sequence."""
         samples = [self.samples_of_step(step) for step in range(first, first + steps)]
-        return tuple(tuple(row.tolist()) for row in self.tokens.read_batch(np.concatenate(samples)).document_starts())
+        return tuple(
+            tuple(row.tolist()) for row in self.tokens.read_batch(np.concatenate(samples)).list_document_starts()
+        )
 
     def _make_workload(self) -> Work:
         """Return the workload (global batch, sequence length, dtype sizes, device) from which the planner predicts

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.data import PreparedData
-from meshwright.data.files import canonical_json, find_damage, hash_file, read_json, write_atomic
+from meshwright.data.files import find_damage, hash_file, read_json, to_canonical_json, write_atomic
 from meshwright.errors import UserError, error_reason
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.documents import Documents
@@ -49,7 +49,7 @@ class TeacherCache:
         assert recipe.distill.teacher is not None
         files = CheckpointFiles(recipe.distill.teacher)
         paths = sorted({files.file(name) for name in files.names} | {files.directory / "config.json"})
-        digest = hashlib.sha256(canonical_json([[path.name, hash_file(path)] for path in paths]))
+        digest = hashlib.sha256(to_canonical_json([[path.name, hash_file(path)] for path in paths]))
         self.identity: dict[str, Any] = {
             "format": FORMAT,
             "data": data.sha256,
@@ -60,7 +60,7 @@ class TeacherCache:
             "top_k": recipe.distill.top_k,
         }
         parent = data.directory.parent / "teachers"
-        self.directory = parent / hashlib.sha256(canonical_json(self.identity)).hexdigest()[:32]
+        self.directory = parent / hashlib.sha256(to_canonical_json(self.identity)).hexdigest()[:32]
         self._maps: dict[Path, NDArray[Any]] = {}
         self._manifest: Mapping[str, Any] = {}
 
@@ -87,7 +87,7 @@ class TeacherCache:
                     files[path.name] = {"sha256": hash_file(path), "bytes": path.stat().st_size}
                 outside = np.exp(self._map(paths[1])[..., -1])
                 rest, tokens = rest + float(outside.sum(dtype=np.float64)), tokens + outside.size
-            write_atomic(self.directory / MANIFEST, canonical_json({"identity": self.identity, "files": files}))
+            write_atomic(self.directory / MANIFEST, to_canonical_json({"identity": self.identity, "files": files}))
         except OSError as error:
             raise UserError(f"data.cache: {self.directory} cannot be written: {error_reason(error)}") from None
         size = sum(about["bytes"] for about in files.values())
@@ -122,7 +122,7 @@ class TeacherCache:
     @property
     def sha256(self) -> str:
         """Checksum of all files, for `state.json`."""
-        return hashlib.sha256(canonical_json(self._manifest)).hexdigest()
+        return hashlib.sha256(to_canonical_json(self._manifest)).hexdigest()
 
     def _map(self, path: Path) -> NDArray[Any]:
         """Map the .npy file `path` into memory; return it as an array."""

@@ -68,7 +68,7 @@ def test_rows_contain_every_token_once_and_mask_other_documents(
     place = 0
     for batch in tokens.iterate_batches(rows):
         for row, (inputs, targets, ids) in enumerate(zip(batch.tokens, batch.targets, batch.document_ids, strict=True)):
-            starts = batch.document_starts()[row].tolist()
+            starts = batch.list_document_starts()[row].tolist()
             for column in range(sequence):
                 here, following = place + column, place + column + 1
                 if following >= len(stream):

@@ -93,7 +93,7 @@ def test_reasoning_has_one_name_whatever_the_schema():
     ):  # fmt: skip
         [_, message] = chat(ASK, TELL | turn).branches[0]
         assert (message.content, message.fields) == ("A", {"reasoning_content": "R"})
-        assert message.template_variables()["thinking"] == "R"
+        assert message.to_template_variables()["thinking"] == "R"
     assert chat(ASK, {"role": "assistant", "content": None, "refusal": "No."}).branches[0][1].content == "No."
 
 

@@ -150,7 +150,7 @@ def test_tool_calls_are_part_of_the_span_and_render_as_in_transformers():
         Message("tool", "sunny", fields={"tool_call_id": "1", "name": "weather"}), Message("assistant", "A"),
     ]  # fmt: skip
     template = ChatTemplate(source, {}, frozenset({"<|s|>", "<|e|>"}), "it")
-    seen = [turn.template_variables() for turn in turns]
+    seen = [turn.to_template_variables() for turn in turns]
     theirs, _ = render_jinja_template([seen], tools=[tool], chat_template=source)
     assert template.render(turns, tools=[tool]) == theirs[0]
     first, second = spans_of(

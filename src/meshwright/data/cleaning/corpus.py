@@ -17,10 +17,10 @@ from meshwright.data.cleaning.segments import KEPT, find_earlier_reading
 from meshwright.data.cleaning.sentence_spans import NO_SENTENCES, RemovedSentences, remove_sentences
 from meshwright.data.files import (
     AtomicFile,
-    canonical_json,
     find_damage,
     read_json,
     sync_directory,
+    to_canonical_json,
     write_array,
     write_atomic,
 )
@@ -83,7 +83,7 @@ class CleanedCorpus:
             "bytes": self.bytes,
             "report": self.report,
         }
-        write_atomic(directory / "survey.json", canonical_json(record | written))
+        write_atomic(directory / "survey.json", to_canonical_json(record | written))
         sync_directory(directory)
 
     @classmethod

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from meshwright.data.cleaning.characters import KINDS, count_character_kinds
 from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.rules import RULES, Verdict
-from meshwright.data.files import AtomicFile, canonical_json
+from meshwright.data.files import AtomicFile, to_canonical_json
 from meshwright.data.sources.reading import Document, EarlierReading
 from meshwright.data.sources.resolution import SourceFile
 
@@ -153,7 +153,7 @@ class SegmentWriter:
 
     def write(self, path: Path) -> None:
         """Write the collected results to the file `path` atomically."""
-        header = canonical_json(
+        header = to_canonical_json(
             {
                 "first": self.first,
                 "documents": self.documents,

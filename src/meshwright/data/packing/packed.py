@@ -40,10 +40,9 @@ class TokenBatch:
         """Number of targets that count towards the loss (not -100)."""
         return int((self.targets != NO_TARGET).sum())
 
-    def document_starts(self) -> list[NDArray[np.int64]]:
-        """Return for each of the B rows the ascending positions, in [0, S), at which a document begins; the first is
-        always 0.
-        """
+    def list_document_starts(self) -> list[NDArray[np.int64]]:
+        """List for each of the B rows the ascending positions, in [0, S), at which a document begins; the first is
+        always 0."""
         begins = np.diff(self.document_ids, axis=1, prepend=-1) != 0
         return [np.flatnonzero(row) for row in begins]
 

@@ -154,7 +154,7 @@ class PackedExamples(PackedDataset):
             labels = {"desirable": int((~undesirable).sum()), "undesirable": int(undesirable.sum())}
         rows: list[list[int]] = []
         by_source = []
-        for first, end in self._examples_by_source():
+        for first, end in self._list_example_ranges():
             own = slice(*np.searchsorted(numbers, [first, end]))
             places = range(len(numbers))[own]
             packed = (
@@ -207,7 +207,7 @@ class PackedExamples(PackedDataset):
         prompt. A single example is its own partner. numbers: indices of the K examples among all, ascending.
         """
         partners = np.zeros(len(numbers), np.int64)
-        for first, end in self._examples_by_source():
+        for first, end in self._list_example_ranges():
             begin, stop = np.searchsorted(numbers, [first, end]).tolist()
             count = max(1, stop - begin)
             partners[begin:stop] = begin + (np.arange(stop - begin) + max(1, count // 2)) % count
@@ -332,10 +332,9 @@ class PackedExamples(PackedDataset):
         counts = [self._map_index(shard)[:, 2].astype(np.int64) for shard in self.shards]
         return np.concatenate([np.zeros(0, np.int64), *counts]).reshape(-1, self.packing.documents_per_example)
 
-    def _examples_by_source(self) -> list[tuple[int, int]]:
-        """Return the range [first, end) of example indices of each data source; one range of all examples if rows may
-        mix sources.
-        """
+    def _list_example_ranges(self) -> list[tuple[int, int]]:
+        """List the range [first, end) of example indices of each data source; one range of all examples if rows may mix
+        sources."""
         ends = np.cumsum([0, *(shard.documents for shard in self.shards)])[self._shards_before].tolist()
         return list(itertools.pairwise(ends))
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.files import AtomicFile, canonical_json, find_damage, read_json, sync_directory, write_atomic
+from meshwright.data.files import AtomicFile, find_damage, read_json, sync_directory, to_canonical_json, write_atomic
 from meshwright.data.packing.token_flags import TRAINED_BIT
 from meshwright.data.sources.reading import Document
 from meshwright.data.tokenizers.tokenizer import TextTokenizer
@@ -230,7 +230,7 @@ class ShardWriter:
         files[names[DOCUMENTS]] = write_atomic(self.directory / names[DOCUMENTS], index.getvalue())
         shard = Shard(number, first, following, count, documents, size, self.tokenizer_sha256, files)
         sync_directory(self.directory)
-        write_atomic(record, canonical_json(dataclasses.asdict(shard)))
+        write_atomic(record, to_canonical_json(dataclasses.asdict(shard)))
         sync_directory(self.directory)
         return shard
 

@@ -137,7 +137,7 @@ class ChatTemplate:
         turn. Raises `TemplateError` if the template refuses the messages.
         """
         given = TemplateInputs(tools, variables or {})
-        return self._render_marked([message.template_variables() for message in messages], given, prompt)[0]
+        return self._render_marked([message.to_template_variables() for message in messages], given, prompt)[0]
 
     def render_with_spans(
         self, messages: Sequence[Message], trained_from: int = 0, *, tools: Tools = (),
@@ -149,7 +149,7 @@ class ChatTemplate:
         tools, variables, prompt: as in `render`; with a prompt there are no ranges. Raises `TemplateError` if the
         template refuses the messages, leaves out the text of one, or the ranges cannot be determined.
         """
-        seen, given = [message.template_variables() for message in messages], TemplateInputs(tools, variables or {})
+        seen, given = [message.to_template_variables() for message in messages], TemplateInputs(tools, variables or {})
         if any(BEGIN in text or END in text for message in messages for text in message.list_texts()):
             raise TemplateError(f"cannot render U+{ord(BEGIN):X} and U+{ord(END):X}: remove them from the record")
         text, marked = self._render_marked(seen, given, prompt)

@@ -137,7 +137,7 @@ def make_turn_finder(special: re.Pattern[str], render: Render, literals: Sequenc
     """
     header, end, other, begins = "", None, None, frozenset[str]()
     with suppress(TemplateError):
-        user, answer = Message("user", "A?").template_variables(), Message("assistant", "B.").template_variables()
+        user, answer = Message("user", "A?").to_template_variables(), Message("assistant", "B.").to_template_variables()
         plain, asked = render([user], False), render([user], True)
         header = asked.removeprefix(plain) if asked.startswith(plain) else ""
         delimiters = render_delimiters([user, answer], render, literals)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.data.files import canonical_json, write_atomic
+from meshwright.data.files import to_canonical_json, write_atomic
 from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.messages import MalformedRecord, Message
 from meshwright.data.records.parsed_example import Example
@@ -79,7 +79,7 @@ def name_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
     names = []
     for record in records:
         plain = {key: value for key, value in record.items() if key != ANNOTATION}
-        name = hashlib.sha256(canonical_json(plain)).hexdigest()[:16]
+        name = hashlib.sha256(to_canonical_json(plain)).hexdigest()[:16]
         seen[name] = seen.get(name, 0) + 1
         names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return names
@@ -164,7 +164,7 @@ def _parse_turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
 def _join_turns(turns: Sequence[Message]) -> str:
     """Join the messages `turns` to one text: a single user message unchanged, several with their roles, separated by
     blank lines."""
-    texts = [str(turn.template_variables()["content"]) for turn in turns]
+    texts = [str(turn.to_template_variables()["content"]) for turn in turns]
     if len(turns) == 1 and turns[0].role == "user":
         return texts[0]
     return "\n\n".join(f"{turn.role}: {text}" for turn, text in zip(turns, texts, strict=True))

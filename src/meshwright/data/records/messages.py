@@ -66,7 +66,7 @@ class Message(NamedTuple):
     trained: bool | None = None
     context: tuple[tuple[int, int], ...] = ()
 
-    def template_variables(self) -> dict[str, Any]:
+    def to_template_variables(self) -> dict[str, Any]:
         """Return the message as variables of a chat template: `role`, `content` (content and input joined),
         `instruction` (content alone), `input`, and the message's other fields; reasoning also under gpt-oss's name
         `thinking`.

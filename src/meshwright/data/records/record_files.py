@@ -142,23 +142,23 @@ def _iterate_list(file: SourceFile, buffer: _ListBuffer) -> Iterator[ParsedRecor
     one at a time; the list may be larger than memory. file: names the file in errors. Raises `UserError` if the file is
     no valid JSON list.
     """
-    if buffer.next_character() != "[":
+    if buffer.peek_character() != "[":
         raise UserError(
             f"{file.path}: not a JSON list: it should begin with [; if it holds one object a line, it is JSON Lines: "
             'rename it to .jsonl or set data.format = "jsonl"'
         )
     buffer.at += 1
     number = 0
-    while buffer.next_character() != "]":
+    while buffer.peek_character() != "]":
         if number:
-            if buffer.next_character() != ",":
+            if buffer.peek_character() != ",":
                 raise buffer.broken_record_error(number, "a comma or ] should follow it")
             buffer.at += 1
-            buffer.next_character()
+            buffer.peek_character()
         number += 1
         yield f":record {number}", buffer.parse_value(number), None
     buffer.at += 1
-    if buffer.next_character(at_end=True):
+    if buffer.peek_character(at_end=True):
         raise buffer.broken_record_error(number, "there is more after the end of the list")
 
 
@@ -189,10 +189,9 @@ class _ListBuffer:
         except UnicodeError as error:
             raise UserError(f"{self.file.path}: does not decode ({error})") from None
 
-    def next_character(self, at_end: bool = False) -> str:
+    def peek_character(self, at_end: bool = False) -> str:
         """Skip white space and return the next character without consuming it. At the end of the file return "" if
-        `at_end` is set, else raise `UserError`.
-        """
+        `at_end` is set, else raise `UserError`."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
                 self.at += 1

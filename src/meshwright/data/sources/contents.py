@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshwright.data.files import canonical_json, hash_file, read_json, try_write_json
+from meshwright.data.files import hash_file, read_json, to_canonical_json, try_write_json
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.stores import StoredFile, find_first_changed
 from meshwright.errors import UserError
@@ -36,7 +36,7 @@ class SourceDigests:
         self._states = [_read_file_state(file) for file in files]
         self.bytes = sum(state[0] for state in self._states)
         names = [os.path.abspath(file.path) if isinstance(file.path, Path) else file.path.url for file in files]
-        memory = cache / "contents" / f"{hashlib.sha256(canonical_json(names)).hexdigest()[:32]}.json"
+        memory = cache / "contents" / f"{hashlib.sha256(to_canonical_json(names)).hexdigest()[:32]}.json"
         known = (read_json(memory) or {}) if self.bytes >= REMEMBER_FROM else {}
         self.sha256: list[str] = []
         remembered: dict[str, list[object]] = {}
@@ -97,6 +97,6 @@ def _hash_stored(file: StoredFile) -> str:
     gives no version.
     """
     if file.version is not None:
-        return hashlib.sha256(canonical_json([file.url, file.size, file.version])).hexdigest()
+        return hashlib.sha256(to_canonical_json([file.url, file.size, file.version])).hexdigest()
     with file.open() as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
