@@ -266,19 +266,19 @@ def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
         raise UserError(f"{where}: the text differs from the exported one, so its annotation does not apply")
 
 
-def _parse_value(row: Record, task: str, marks: list[Any], sides: Exchange, where: str) -> Value:
+def _parse_value(row: Record, task: str, items: list[Any], sides: Exchange, where: str) -> Value:
     """Parse the labels or spans in one row of an annotation tool; return a frozenset of label names or a tuple of
     `Span`.
 
-    row: the tool's row as a JSON object, with the annotated "text". task: "classify" (labels) or "spans". marks: the
+    row: the tool's row as a JSON object, with the annotated "text". task: "classify" (labels) or "spans". items: the
     row's list of labels or spans. sides: prompt and response of the record. where: position of the row, for errors.
     """
     if task == "classify":
-        if not all(isinstance(label, str) for label in marks):
+        if not all(isinstance(label, str) for label in items):
             raise UserError(f"{where}: a label is not a string; is this a project of another task?")
-        parse_label_set(set(marks), where)  # raises for an unknown label
-        return frozenset(marks)
-    return tuple(sorted({_parse_span(one, row["text"], sides, where) for one in marks}))
+        parse_label_set(set(items), where)  # raises for an unknown label
+        return frozenset(items)
+    return tuple(sorted({_parse_span(one, row["text"], sides, where) for one in items}))
 
 
 def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:

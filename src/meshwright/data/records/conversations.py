@@ -67,7 +67,8 @@ class RecordFormat(NamedTuple):
         return [example for each in found for example in select_reasoning(each, self.thinking)]
 
     def parse_example(self, record: dict[str, Any]) -> Example:
-        """Parse a record that is one example. Raises `MalformedRecord` as `parse_examples` does."""
+        """Parse a record that is one example. Raises `MalformedRecord` if it lacks a key of this format, or has a value
+        of a wrong type."""
         if self.kind == "preference" and "chosen" not in self.renamed and is_openai_preference(record):
             renamed = {**self.renamed, **OPENAI_PREFERENCE}
             return self._replace(renamed=renamed).parse_example(flatten_openai_preference(record))

@@ -252,7 +252,8 @@ def query_stored_files(url: str, key: str) -> Iterator[tuple[str, StoredFile, bo
 
 
 def _strip_url(url: str) -> str:
-    """Return the path in `url`, or in the first of a chain of URLs ("a::b"): without protocol, query and outer "/"."""
+    """Return the path in `url`, or in the first URL of a chain ("a::b"), without protocol, query, and "/" at both
+    ends."""
     return re.sub(r"^[A-Za-z][A-Za-z0-9+.-]*://", "", url.partition("::")[0].partition("?")[0]).strip("/")
 
 

@@ -69,7 +69,7 @@ def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokeniz
     tokens have random names."""
     tokenizer.encode_special_tokens = True
     hidden = _list_tokens_to_rename(tokenizer, special)
-    state = _find_spellable_state(tokenizer, hidden)
+    state = _find_state_to_rename(tokenizer, hidden)
     if state is None:
         return tokenizer
     encoder, _ = _rename_tokens(state, hidden)
@@ -117,10 +117,10 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
         return Tokenizer.from_str(json.dumps(state)), names
 
 
-def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
-    """Check whether plain text can be encoded as one of the tokens `hidden`, even if the tokenizer's option
-    `encode_special_tokens` is set. If so, return the parsed tokenizer.json, in which the caller must rename these
-    tokens; else None."""
+def _find_state_to_rename(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
+    """Return the parsed tokenizer.json if plain text can be encoded as one of the tokens `hidden`, even with the
+    tokenizer's option `encode_special_tokens`; the caller must then rename these tokens in it. Return None if no text
+    can be."""
     added = tokenizer.get_added_tokens_decoder().values()
     spelled = any(token.content in hidden for token in added if not token.special)
     if not spelled and all(tokenizer.model.token_to_id(token) is None for token in hidden):
