@@ -137,14 +137,14 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
     ("double"), or the previous message of the same size ("stale"). Raises RankLost if a message cannot be posted."""
     communicator = axis.communicator
     calls, whats, faults = [], list[Callable[[], tuple[str, str]]](), list[Fault | None]()
-    with communicator.calls.together():
+    with communicator.calls.post_together():
         for m in messages:
             size, here, there = m.tensor.nbytes, axis.ranks[axis.rank], axis.ranks[m.peer]
             communicator.record.count_call(m.site, "transfer", axis.name, size, 0 if m.is_receive else size)
-            pair = communicator.calls.group(axis.ranks, (there, here) if m.is_receive else (here, there))
+            pair = communicator.calls.register_group(axis.ranks, (there, here) if m.is_receive else (here, there))
             dtype, shape = m.tensor.dtype, m.tensor.shape
             calls.append(communicator.calls.post(pair, m.site, "transfer", axis.name, size, dtype, shape))
-            whats.append(partial(_name_message, m, axis, communicator.calls.count(pair)))
+            whats.append(partial(_name_message, m, axis, communicator.calls.count_calls(pair)))
             planted = m.is_receive and communicator.faults.active is not None
             faults.append(communicator.faults.match_call(m.site, "transfer") if planted else None)
     try:
@@ -343,7 +343,7 @@ def _post_call(
     axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
     shape = ("...", *output.shape[1:]) if uneven else output.shape  # the recorded shape must be equal on all ranks
     number = calls.post(axis.calls_group, call.site, call.operation, axis.name, call.payload, output.dtype, shape)
-    call.index = calls.count(axis.calls_group)
+    call.index = calls.count_calls(axis.calls_group)
     try:
         with axis.communicator.around(call.site):
             works, finish = post()

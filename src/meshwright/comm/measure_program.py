@@ -162,7 +162,7 @@ def _run_program(executable: Executable, vector: torch.Tensor | None, output: to
     place."""
     calls = get_process_writer()
     size, form = (0, ("", ())) if vector is None else (vector.nbytes, (vector.dtype, vector.shape))
-    number = calls.post(calls.group(executable.ranks), executable.name, "program", "world", size, *form)
+    number = calls.post(calls.register_group(executable.ranks), executable.name, "program", "world", size, *form)
     calls.wait(number)
     executable.run(vector, output)
     calls.done(number)

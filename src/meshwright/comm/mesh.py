@@ -79,7 +79,7 @@ class Communicator:
         site, operation, axis, dtype, shape: values recorded for the call, as for a collective call. A RuntimeError
         inside the context becomes RankLost.
         """
-        number = self.calls.post(self.calls.group(ranks), site, operation, axis, 0, dtype, shape)
+        number = self.calls.post(self.calls.register_group(ranks), site, operation, axis, 0, dtype, shape)
         self.calls.wait(number)
         try:
             yield
@@ -134,7 +134,7 @@ class Axis:
     def calls_group(self) -> int:
         """Number under which the flight recorder records this axis's calls. Axes over the same ranks share the number
         and the process group."""
-        return self.communicator.calls.group(self.ranks)
+        return self.communicator.calls.register_group(self.ranks)
 
     @property
     def key(self) -> str:
