@@ -17,7 +17,7 @@ from meshwright.planner.serving.device_ledger import SECTION
 
 VERSION = f"triton {triton.__version__}"
 _PROGRAMS = 512  # of `attend`, enough to fill a GPU; with fewer tiles, several programs share the sections of one
-_LOGITS_SECTION = 4096  # logits that one program of `weigh_sections` reads
+_LOGITS_SECTION = 4096  # logits that one program of `reduce_sections` reads
 _GEMV_ELEMENTS = 4096  # of a weight that one program of `gemv` reads
 _GEMV_WARPS = 4
 _PDL = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -230,7 +230,7 @@ def summarize_logits(logits_RV: torch.Tensor, draws_3R: torch.Tensor) -> torch.T
     rows, size = logits_RV.shape
     count = triton.cdiv(size, _LOGITS_SECTION)
     sections = draws_3R.new_empty(rows, count, 4)
-    kernels.weigh_sections[(rows, count)](
+    kernels.reduce_sections[(rows, count)](
         logits_RV, draws_3R, sections, size, logits_RV.stride(0), _LOGITS_SECTION, num_warps=8
     )
     out = draws_3R.new_empty(rows, 7)

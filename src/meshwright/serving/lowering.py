@@ -75,7 +75,7 @@ class Lowering:
         self.config, self._stage = weights.config, weights.stage
         self._kernels, self._weights, self._dtype, self._limits = kernels, weights, dtype, limits
         self._split = not mesh.tp.trivial
-        self.ops: OpList = kernels.op_list()
+        self.ops: OpList = kernels.create_op_list()
         self.segments: list[Segment] = []
         self.nbytes = dict.fromkeys(("weights", "packed", "workspace", "kv", "logits"), 0)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
@@ -113,7 +113,8 @@ class Lowering:
         tables can share them, as each block belongs to one table. kv_heads: key-value heads of this rank."""
         dtype, size = np.float32 if self._dtype == "float32" else np.uint16, self.config.head_dim
         keys, values = (
-            self._kernels.empty(shape, dtype) for shape in op.LayerCache.shapes(self._limits.blocks, kv_heads, size)
+            self._kernels.allocate(shape, dtype)
+            for shape in op.LayerCache.compute_shapes(self._limits.blocks, kv_heads, size)
         )
         self.nbytes["kv"] += keys.nbytes + values.nbytes
         return keys, values
@@ -240,7 +241,7 @@ class Lowering:
         self._lower_norm(self._model.final_norm, rows, rows, "outputs", self.config.logit_divisor)
         if packed is None:
             packed = self._pack_weight(self._model.embedding if self._model.head is None else self._model.head)
-        self.logits = self._kernels.empty((self._limits.logits, packed.n), np.float32)
+        self.logits = self._kernels.allocate((self._limits.logits, packed.n), np.float32)
         self.nbytes["logits"] += self.logits.nbytes
         self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
         if self.config.logit_softcap is not None:
@@ -354,7 +355,7 @@ class Lowering:
         rows = self._limits.token_budget if rows is None else rows
         key = f"{name}.{width}"
         if key not in self._buffers:
-            self._buffers[key] = self._kernels.empty((rows, width), np.float32)
+            self._buffers[key] = self._kernels.allocate((rows, width), np.float32)
             self._buffers[key][...] = 0
             self.nbytes["workspace"] += self._buffers[key].nbytes
         return self._buffers[key]
