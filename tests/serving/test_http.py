@@ -506,7 +506,7 @@ def test_retry_is_recognised_by_key_path_and_body(http: httpx.Client, engine: Fa
         assert http.post(path, json=body | change, headers=headers).status_code == 429
     tickets = engine.tickets
     assert tickets[0].key == tickets[1].key and len({ticket.key for ticket in tickets}) == 4
-    assert [ticket.first for ticket in tickets] == [False, True, False, False, False]
+    assert [ticket.first_attempt for ticket in tickets] == [False, True, False, False, False]
     assert tickets[0].tokens == 12
     assert "meshwright:refused_places_outstanding{" in http.get("/metrics").text
 

@@ -127,7 +127,7 @@ class BlockPool:
             [self._block_of[table, content] for content in hashes[first:count]] for table, first in enumerate(firsts)
         ]
 
-    def youngest_holder(self, block: int) -> int | None:
+    def find_youngest_holder(self, block: int) -> int | None:
         """Return the age (admission number) of the youngest sequence that holds the KV block with index `block`, the
         one admitted last; None if no sequence holds it."""
         return self._holders[block][-1] if self._holders[block] else None

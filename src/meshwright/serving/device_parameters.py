@@ -12,9 +12,12 @@ from meshwright.spec.config import ModelConfig
 
 
 def prepare_parameters(model: Transformer, config: ModelConfig) -> None:
-    """Convert the parameters of `model` in place for the GPU kernels: norm weights w to the factor that multiplies (1 +
-    w for norms whose weight is centred at 1), the final norm also divided by the logit divisor, in float32; query and
-    key features in the order of half-rotations (`half_rotation_order`)."""
+    """Convert the parameters of `model` in place to the form that the GPU kernels read. config: configuration of the
+    model.
+
+    Norms that multiply by 1 + weight get the weight 1 + weight. The final norm's weight is divided by the logit
+    divisor, in float32. Query and key features are permuted such that RoPE rotates the pairs i and i + D / 2.
+    """
     for module in model.modules():
         if isinstance(module, RMSNorm) and module.centre:
             module.weight, module.centre = torch.nn.Parameter(module.factors(), requires_grad=False), 0.0

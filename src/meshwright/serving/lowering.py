@@ -104,7 +104,7 @@ class Lowering:
             self._rotations[rotation] = cosine, sine
         self.states = self._get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
-        with reserve_pool([each for pair in self._caches for each in pair if limits.touched]):
+        with reserve_pool([each for pair in self._caches for each in pair if limits.resident]):
             self._lower_stage()  # reads and packs the weights meanwhile
         kernels.end_packing()
 

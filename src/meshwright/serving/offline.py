@@ -32,11 +32,13 @@ _STEP_SECONDS = 24 * 3600.0  # long, as no client waits
 
 
 def plan_offline(directory: Path, layout: Layout, dtype: str, device: str = "cpu") -> StepLimits:
-    """Choose the sizes of KV pool and buffers that each rank allocates to generate without a server. directory: model
-    directory. dtype: name of the dtype of parameters and KV cache. device: "cpu" or "cuda". Raises UserError if one
-    sequence does not fit in memory, or the model is an encoder."""
+    """Choose the sizes of KV pool and buffers that each rank allocates to generate without a server.
+
+    directory: model directory. layout: layout of the ranks. dtype: name of the dtype of parameters and KV cache.
+    device: "cpu" or "cuda". Raises UserError if one sequence does not fit in memory, or the model is an encoder.
+    """
     hosts = [read_device_memory()] if device == "cuda" else None
-    return make_step_limits(plan_memory(read_decoder_config(directory), layout, dtype, hosts=hosts), touched=False)
+    return make_step_limits(plan_memory(read_decoder_config(directory), layout, dtype, hosts=hosts), resident=False)
 
 
 def build_offline_engine(

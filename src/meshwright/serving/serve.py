@@ -209,10 +209,11 @@ class _StartupTimer:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """Checked settings of a server. checkpoint: model directory. dtype: dtype of parameters and KV cache. ledger:
-    predicted memory, with the number of KV blocks that fit. place: rank of this process if torchrun or SLURM started
-    one process per rank, else None. device: "cpu" or "cuda". plan: predicts the memory for given `steps`. kernels:
-    (instruction set, reason for plain torch) of CPU ranks, from `prepare_kernels`."""
+    """Checked settings of a server. checkpoint: model directory. config: configuration of the model. layout: layout of
+    all ranks. dtype: dtype of parameters and KV cache. ledger: predicted memory, with the number of KV blocks that fit.
+    place: rank of this process if torchrun or SLURM started one process per rank, else None. device: "cpu" or "cuda".
+    plan: function that predicts the memory for given `steps` (`StepSettings`). kernels: (instruction set, reason for
+    plain torch) of CPU ranks, from `prepare_kernels`."""
 
     checkpoint: Path
     config: ModelConfig

@@ -160,7 +160,7 @@ class TorchRunner:
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers
         self._cache = PagedCache(self.config, tables, layers, limits.blocks, kv_heads, dtype)
-        if limits.touched:
+        if limits.resident:
             for pair in self._cache.pairs:
                 pair.zero_()  # so that its memory is resident
         self._tile = 1 if self.config.experts else TILE_TOKENS
@@ -176,9 +176,9 @@ class TorchRunner:
         }
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Compute this rank's pipeline stage for a batch of T tokens. Return the logits [R, V] of its R output rows
-        (tokens whose logits are wanted), or from a stage that is not last the hidden states [T, H]. `hidden`: the
-        previous stage's hidden states [T, H], None on the first."""
+        """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits [R, V] of the R
+        output rows (tokens whose logits are wanted), any other stage the hidden states [T, H]. `hidden`: the previous
+        stage's hidden states [T, H]; None on the first stage."""
         with torch.inference_mode():
             begins = range(0, len(batch.tokens), self._tile)
             states_TH = torch.cat([self._run_tile(batch, begin, hidden) for begin in begins])
