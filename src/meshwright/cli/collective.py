@@ -38,7 +38,8 @@ def _quantity_option(option: str, name: str, parser: str, help: str) -> Callable
 
 
 def _parse_dims(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """Click callback of --dims: parse `4x4` into the grid's sides (4, 4); None (not given) stays None."""
+    """Parse the text of --dims, such as `4x4`, to the side lengths (4, 4) of the grid of ranks; None (not given) stays
+    None. A click callback; context, option: as click passes them."""
     if text is None:
         return None
     try:
@@ -89,8 +90,8 @@ def command(
 ) -> None:  # fmt: skip
     """Check an ALGORITHM (a name, auto, or @FILE) for a collective OPERATION, and simulate its time on a network.
 
-    auto simulates every algorithm of the operation and takes the fastest. Exit code 1 if a program is not valid: a line
-    names rank, step and reason.
+    auto simulates every algorithm of the operation and takes the fastest. Exit code 1 if the algorithm's program (list
+    of sends and receives of each rank) is not valid; an error line names rank, step and reason.
 
     \f
     ranks: number of ranks, None for a program file. total_bytes: size of the full vector. topology: kind of

@@ -60,8 +60,8 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @file_option("--html", help="Also write the samples to this page.")
 @json_option
 def show(recipe: str, overrides: tuple[str, ...], rows: int, html: Path | None, as_json: bool) -> None:
-    """Show counts of documents, tokens and dropped documents by rule, and samples as training reads them, one with a
-    document boundary. Of records also turns and tokens by role, and which tokens are trained on.
+    """Show counts of documents, tokens and dropped documents by rule, and samples as training reads them, one of them
+    with a document boundary. For records, also show turns and tokens by role and which tokens are trained on.
 
     Data that are not prepared yet are prepared first.
 
@@ -153,8 +153,9 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
 @overrides_argument
 @json_option
 def teacher(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Cache the teacher's distill.top_k most probable tokens of all of RECIPE's data, which distillation reads instead
-    of running the teacher; check those that exist already, byte for byte.
+    """Run the teacher of RECIPE's distillation over all its data, and cache the teacher's distill.top_k most probable
+    tokens at each position; distillation then reads these instead of running the teacher. If the cache exists already,
+    check it byte for byte.
 
     If it was killed, the same command continues where it stopped.
 

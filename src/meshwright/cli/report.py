@@ -100,9 +100,9 @@ def _find_document(given: Path | None, own: Path | None, command: str) -> dict[s
     """Read the JSON document that `meshwright COMMAND --json` printed into a file; return None if there is no such
     file.
 
-    given: file that the user named; `UserError` if it holds something else. own: file in the run directory, which is
-    read if `given` is None; if it holds something else, a warning is printed and the result is None. command: the
-    COMMAND, "evaluate" or "generate".
+    given: file that the user named; `UserError` if it is missing or contains something else. own: file in the run
+    directory, read if `given` is None; if it contains something else, a warning is printed and None returned. command:
+    the COMMAND, "evaluate" or "generate".
     """
     from meshwright.errors import UserError
     from meshwright.terminal import print_message
@@ -117,8 +117,8 @@ def _find_document(given: Path | None, own: Path | None, command: str) -> dict[s
 
 
 def _read_document(path: Path, command: str) -> dict[str, Any]:
-    """Read and check a JSON object that `meshwright COMMAND --json` printed into a file. command: "evaluate" or
-    "generate". `UserError` if the file does not hold such a document."""
+    """Read and check the JSON object in the file `path`, which `meshwright COMMAND --json` printed. command: "evaluate"
+    or "generate". `UserError` if the file does not contain such a document."""
     from meshwright.errors import UserError
     from meshwright.monitoring.report_inputs import check_evaluation, check_sample
     from meshwright.untrusted import read_json

@@ -76,9 +76,8 @@ def command(
 
 
 def _format_summary(found: Verification) -> str:
-    """Format a verification as text: number of layouts that passed, the worst errors and, with --mutate, the number of
-    injected faults that were detected.
-    """
+    """Format the result of a verification as text: number of layouts that passed, the worst errors and, with --mutate,
+    the number of injected faults that were detected. found: the result."""
     worst, layouts = found.worst, found.layouts
     passed = sum(entry["passed"] for entry in layouts)
     lines = [
