@@ -120,11 +120,11 @@ def ranks_share_one_host(place: Place) -> bool:
 
 
 def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
-    """Choose the threads per rank in a run that torchrun, Kubernetes or SLURM started. Rank 0 chooses one number for
-    all ranks, by the rank with the fewest cores. Collective: every rank calls it.
+    """Choose the number of threads per rank in a run that torchrun, Kubernetes or SLURM started. Rank 0 chooses one
+    number for all ranks, limited by the rank with the fewest cores. Collective: every rank calls it.
 
-    place: this rank's number and the number of ranks. store: key-value store that all ranks share. If rank 0 finds a
-    `UserError`, all ranks raise it.
+    recipe: recipe of the run. place: this rank's number and the number of ranks. store: key-value store that all ranks
+    share. If rank 0 gets a `UserError`, all ranks raise it.
     """
     store.set(f"meshwright/cores/{place.rank}", json.dumps(read_rank_cores(os.environ)))
     if place.rank == 0:

@@ -42,8 +42,9 @@ def check_vocabulary(recipe: Recipe, tokens: int) -> None:
 
 
 def check_teacher_tokenizer(recipe: Recipe, data: PreparedData) -> None:
-    """Raise `UserError` unless the teacher of distillation, if there is one, has the tokens of the data and the model's
-    vocabulary. Its directory may lack a tokenizer.json: then only the sizes are compared."""
+    """Raise `UserError` if the recipe has a teacher for distillation whose tokenizer differs from that of the data or
+    whose vocabulary size differs from the model's. If the teacher's directory lacks tokenizer.json, only the sizes are
+    compared."""
     if recipe.distill.teacher is None:
         return
     student = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary, recipe.adapter)
@@ -91,8 +92,8 @@ def check_memory(recipe: Recipe, machine_bytes: int) -> None:
 
 
 def check_profile_and_trackers(recipe: Recipe) -> None:
-    """Raise `UserError` if `train.profile_ranks` names a rank that the layout does not have, or if a tracker of
-    `track.to` cannot be created."""
+    """Raise `UserError` if the recipe's `train.profile_ranks` has a rank that the layout does not have, or if an
+    experiment tracker in its `track.to` cannot be created."""
     layout = recipe.parsed_layout
     if beyond := [rank for rank in recipe.train.profile_ranks if rank >= layout.world_size]:
         where = f"{recipe.where('train.profile_ranks')}: train.profile_ranks"
