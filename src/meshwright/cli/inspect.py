@@ -189,7 +189,7 @@ def _make_placement_table(placement: Mapping[str, Any]) -> Any:
 
 def _describe_rank_contents(rank: Mapping[str, Any]) -> tuple[str, str, int, int]:
     """Return the contents of a rank under a layout: (layers as text, other modules as text, bytes of its parameters,
-    bytes in training with AdamW). rank: the rank's entry in the placement of `inspect_model`.
+    bytes of all its model states in training with AdamW). rank: the rank's entry in the placement of `inspect_model`.
     """
     also = [name for name in ("embedding", "head") if rank[name]]
     if "experts" in rank:

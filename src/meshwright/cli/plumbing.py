@@ -37,11 +37,11 @@ def _check_device_without_layout(context: click.Context, option: click.Parameter
     the name is unknown, or an error if it asks for a GPU and --layout is given. A click callback; context, option: as
     click passes them."""
     _check_device(context, option, name)
-    _check_device_of_layout(context, option, name)
+    _refuse_gpu_with_layout(context, option, name)
     return name
 
 
-def _check_device_of_layout(context: click.Context, option: click.Parameter, value: Any) -> Any:
+def _refuse_gpu_with_layout(context: click.Context, option: click.Parameter, value: Any) -> Any:
     """Return the `value` of --device or --layout, in commands whose --layout runs on CPU ranks. Raises an error if
     --layout is given and --device asks for a GPU. A click callback; context, option: as click passes them."""
     from meshwright.launcher.device import refuse_device_of_layout
@@ -60,7 +60,7 @@ device_option = click.option("--device", callback=_check_device_without_layout, 
 device_option_of_ranks = click.option("--device", callback=_check_device, **_DEVICE)
 reading_layout_option = click.option(
     "--layout",
-    callback=_check_device_of_layout,
+    callback=_refuse_gpu_with_layout,
     help='Shard the model over local CPU ranks, such as "pp2" or "tp2 pp2".',
 )
 trust_option = click.option(

@@ -33,14 +33,15 @@ def command(
     as_json: bool,
 ) -> None:
     """Write RUN/report.html: curves of loss, throughput, learning rate, gradient norm, memory and time, recipe,
-    evaluation, samples, in one file. Of several runs, write comparison.html into the first one's directory.
+    evaluation, samples, in one file. For several runs, write comparison.html to the directory of the first RUN instead.
 
     evaluation.json and sample.json in the run directory are shown by default. Without sample.json, the newest
     checkpoint generates samples from the beginnings of validation documents, or from --prompt.
 
     \f
-    evaluation, sample: files that `evaluate --json` and `generate --json` printed. samples: number of texts to
-    generate; None: the default number, but none for large models. prompts: texts to continue. as_json: print JSON.
+    runs: run directories. evaluation, sample: files that `evaluate --json` and `generate --json` printed. samples:
+    number of texts to generate; None: the default number, or 0 for a large model. prompts: texts to continue. as_json:
+    print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.monitoring.report import write_report

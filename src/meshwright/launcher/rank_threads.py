@@ -113,9 +113,9 @@ def choose_local_threads(recipe: Recipe, ranks: int, cores: int | None = None) -
 
 
 def ranks_share_one_host(place: Place) -> bool:
-    """Return True if all ranks of the run are on this host and share its cores (SLURM did not give each rank its own);
-    then the thread count can be computed without asking the other ranks. place: numbers of all ranks and of those on
-    this host."""
+    """Return True if all ranks of the run are on this host and share its cores, so that the thread count can be
+    computed without asking the other ranks. False if SLURM has assigned cores to each rank. place: number of all ranks
+    and of those on this host."""
     return place.ranks == (place.host_ranks or 1) and bool(read_rank_cores(os.environ)["shared"])
 
 

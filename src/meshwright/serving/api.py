@@ -127,9 +127,9 @@ class Model:
         return found[0] if alone else found
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TextStream:
-        """Generate text after a prompt, a text or a list of token IDs, and return an iterator over the text. options:
-        fields of `GenerationOptions`. Raises UserError if a number is out of range, `n` is not 1, or the prompt leaves
-        no position for a new token.
+        """Generate text after a single prompt; return an iterator over the text. prompt: a text or a list of token IDs.
+        options: fields of `GenerationOptions`. Raises UserError if a number is out of range, `n` is not 1, or the
+        prompt leaves no position for a new token.
 
         Examples:
             >>> import meshwright as mw

@@ -107,7 +107,8 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     Attributes:
         deadline: Time in seconds of `time.monotonic` at which `_Server` calls `expire`.
-        write_deadline: Time, likewise, at which `_Server` aborts the connection because the client reads too slowly.
+        write_deadline: Time, by the same clock, at which `_Server` aborts the connection because the client reads too
+            slowly.
     """
 
     deadline = write_deadline = math.inf

@@ -189,7 +189,7 @@ class Lowering:
 
     def _lower_mixture(self, mixture: Mixture, x: Float32, norm: nn.Module | None) -> None:
         """Append to `ops` a mixture-of-experts layer (routed and shared experts); the result is added to the hidden
-        states. mixture: the layer's module. x: normed input [T, H]. norm: post-norm, applied to the result; None: none.
+        states. mixture: the layer's module. x: normed input [T, H]. norm: post-norm of the result, or None.
         """
         config, experts = self.config, mixture.experts
         width = experts.down.weight.shape[1]
@@ -266,7 +266,7 @@ class Lowering:
 
     def _lower_row_parallel(self, linear: modules.Linear, x: Float32, norm: nn.Module | None) -> None:
         """Append to `ops` a row-parallel linear layer with input `x`, whose output is all-reduced over tp and added to
-        the hidden states. norm: post-norm, applied to the output before it is added; None: none."""
+        the hidden states. norm: post-norm, applied to the output before it is added, or None."""
         if not self._split and self._adds_directly(norm):
             self._lower_linear(linear, self.states, x, accumulate=True)
             return
@@ -281,7 +281,7 @@ class Lowering:
 
     def _lower_sum(self, partial: Float32, bias: Float32 | None, norm: nn.Module | None) -> None:
         """Append to `ops` the residual sum of a sublayer: `partial` [T, H], summed over tp with `bias`, normalised and
-        scaled, is added to the hidden states. norm: None: none."""
+        scaled, is added to the hidden states. bias: [H], or None. norm: the post-norm's module, or None."""
         if self._adds_directly(norm):
             self._sum_over_ranks(partial, self.states, bias)
             return

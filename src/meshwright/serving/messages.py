@@ -77,7 +77,7 @@ class Channel:
         return channel
 
     @property
-    def own_host(self) -> str:
+    def own_address(self) -> str:
         """IP address of this machine on the connection, at which other ranks can reach it; "" for a Unix socket."""
         return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
 

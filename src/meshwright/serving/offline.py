@@ -78,7 +78,7 @@ def run_requests(
     try:
         while not engine.idle:
             for output in engine.step():
-                yield _raise_error(output)
+                yield _check_output(output)
                 if has_ended(output.request_id):
                     engine.cancel(output.request_id)
     finally:
@@ -88,7 +88,7 @@ def run_requests(
             engine.step()
 
 
-def _raise_error(output: Output) -> Output:
+def _check_output(output: Output) -> Output:
     """Return `output` unchanged; raise InvalidLogits if its finish reason is "error"."""
     if output.finish_reason == "error":
         raise InvalidLogits("the model computes NaN or infinite logits: its weights are damaged")
@@ -115,7 +115,7 @@ def run_on_ranks(
         """Put each output of one request, from the iterator `stream`, into the queue; cancel the request when it needs
         no more tokens."""
         async for output in stream:
-            outputs.put(_raise_error(output))
+            outputs.put(_check_output(output))
             if has_ended(output.request_id):
                 replicas.cancel(output.request_id)
 

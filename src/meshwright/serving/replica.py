@@ -128,8 +128,8 @@ class Replica:
         self._reset_start()
 
     def _reset_start(self) -> None:
-        """Reset the attributes that describe the present start of the rank processes, such as connections and
-        streams."""
+        """Set the attributes that concern the present rank processes, such as connections and streams, to their initial
+        values: no rank process has been started."""
         self.streams: dict[str, Stream] = {}
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self.cached_hashes: OrderedDict[bytes, None] = OrderedDict()

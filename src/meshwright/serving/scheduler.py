@@ -74,15 +74,15 @@ class Scheduler:
     replica runs its own copy with the same calls.
 
     A step takes one token of each decoding sequence, then chunks of prompts, the oldest sequence first, up to the token
-    budget. Requests are admitted by priority, then arrival, while the admission state (see `AdmissionState`) stays
-    safe.
+    budget. Requests are admitted by priority, then arrival, as long as every admitted sequence can get all KV blocks
+    that it needs to finish (`AdmissionState`).
 
     limits: sizes of the pool and of a step, whose token budget has room for a token of each sequence. groups: number of
     pipeline groups, each sequence in one.
 
     Attributes:
         pool: Pool of KV blocks.
-        windows: Sliding window of each block table in tokens; None: none.
+        windows: Sliding window of each block table in tokens; None: no window.
     """
 
     def __init__(self, limits: StepLimits, windows: SequenceOf[int | None] = (None,), groups: int = 1) -> None:

@@ -24,7 +24,7 @@ class Sequence:
         computed: Number of tokens whose keys and values are in the KV cache.
         in_flight: Number of scheduled batches with its tokens that have not been recorded.
         paused: True if it keeps its KV blocks until more can be allocated safely.
-        age: Number of its admission, from 0 on; a larger number is a younger sequence. -1 before admission.
+        age: Serial number of its admission, from 0: a larger number means a younger sequence. -1 before admission.
         admitted: Time of its admission in seconds of `time.perf_counter`; 0 before.
         blocks: Number of KV blocks that each of its block tables has had so far (one per 16 positions), released ones
             included.

@@ -258,9 +258,9 @@ def _check_model(
 
 
 def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
-    """Compile the kernels of CPU ranks if necessary, and return the settings `model` with them; without kernels the
-    predicted memory becomes that of plain torch. phases: logger of durations. Raises UserError if the layout needs
-    kernels."""
+    """Compile the kernels of CPU ranks if necessary. Return the settings `model` with the kernels' instruction set, or
+    if no kernels can be used, with the predicted memory of plain torch. phases: logger of durations. Raises UserError
+    if the layout needs kernels and none can be used."""
     if model.device != "cpu":
         return model
     instruction_set, reason = prepare_kernels(model.config, model.dtype, model.layout, phases.log)

@@ -99,7 +99,7 @@ class PagedCache:
         """Write the keys and values of the selected tokens to the cache of the layer with index `layer`. Return their
         causal attention, inside the layer's sliding window, [1, N, T, D]; 0 for padding. q_BNTD: queries [1, N, T, D].
         k_BKTD, v_BKTD: keys and values [1, K, T, D]; v_BKTD None: the keys are the values too. sinks: one more score of
-        each query head [N]; None: none."""
+        each query head [N], or None."""
         table, place = self._layers[layer]
         tokens = self._slots_WT.shape[1]
         for cache, new in zip(self.pairs[place], (k_BKTD,) if v_BKTD is None else (k_BKTD, v_BKTD), strict=True):

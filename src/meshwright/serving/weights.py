@@ -39,8 +39,8 @@ class RankWeights:
     """Reader of the weights of one rank: its tensor-parallel shards of its pipeline stage, one model parameter (such as
     fused query, key and value) at a time.
 
-    directory: Hugging Face directory or checkpoint. mesh: gives the rank's coordinates. Raises UserError, naming file
-    and tensor, where the checkpoint lacks a tensor or has it damaged or in another shape.
+    directory: Hugging Face directory or checkpoint. mesh: gives the rank's coordinates. Raises UserError, which names
+    file and tensor, if a tensor of the checkpoint is missing, damaged or of another shape than expected.
 
     Attributes:
         config: Configuration of the model.

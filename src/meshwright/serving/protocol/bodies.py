@@ -84,7 +84,8 @@ class EndpointBody(Body):
 
 class ChatMessage(Body):
     """One message of a conversation, as in OpenAI's API. content: a text or a list of text parts; null if an
-    assistant's message has only calls. tool_call_id: ID of the call that a tool's message answers."""
+    assistant's message has only tool calls. tool_calls: the calls, in OpenAI's format. tool_call_id: ID of the call
+    that a message of the role "tool" answers."""
 
     unsupported = UNSUPPORTED_IN_MESSAGES
 
@@ -202,13 +203,13 @@ class GenerationBody(EndpointBody):
         raise NotImplementedError
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Tokenize the body's prompts by `prompts`, the model's tokenizer. Return one pair for each prompt: (token IDs,
-        its text to be echoed before the answer, or None). Raises UserError for an invalid prompt."""
+        """Tokenize the body's prompts. Return a pair for each prompt: (token IDs, text of the prompt if the answer
+        begins with it, else None). prompts: the model's tokenizer. Raises UserError for an invalid prompt."""
         raise NotImplementedError
 
     def truncate(self, tokens: list[int], prompts: Prompts) -> list[int]:
-        """Return the last of a prompt's `tokens`, as many as the field `truncate_prompt_tokens` allows (None: all; -1:
-        `max_length` of `prompts`, the model's tokenizer)."""
+        """Return the last tokens of a prompt, at most as many as the field `truncate_prompt_tokens` states; None: all;
+        -1: the model's maximum length, `prompts.max_length`. tokens: the prompt's token IDs."""
         most = prompts.max_length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return tokens if most is None else tokens[-most:]
 
@@ -248,8 +249,8 @@ class PromptBody(GenerationBody):
         return self.logprobs
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Tokenize the body's prompts by `prompts`, the model's tokenizer. Return one pair for each prompt: (token IDs,
-        its text to be echoed before the answer, or None). Raises UserError for an invalid prompt."""
+        """Tokenize the body's prompts. Return a pair for each prompt: (token IDs, text of the prompt if the answer
+        begins with it, else None). prompts: the model's tokenizer. Raises UserError for an invalid prompt."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         inputs: list[tuple[list[int], str | None]] = []
         for given in cast("list[str | list[int]]", [self.prompt] if single else self.prompt):
@@ -340,8 +341,8 @@ class ChatBody(OpenAIBody, ConversationBody):
         return self.top_logprobs if self.logprobs else None
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Tokenize the conversation in the chat template, by `prompts`, the model's tokenizer. Return [(token IDs,
-        None)]: one prompt, without echo. Raises UserError for an invalid conversation."""
+        """Tokenize the conversation in the model's chat template. Return [(token IDs, None)]: one prompt that is not
+        echoed. prompts: tokenizer and chat template. Raises UserError for an invalid conversation."""
         return [(self.truncate(prompts.encode_chat(*self.to_conversation()), prompts), None)]
 
 
