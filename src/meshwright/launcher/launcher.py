@@ -293,17 +293,17 @@ class _Attempt:
         own_errors = [rank for rank in reported if not rank.blames_another_rank]
         if own_errors and not killed:
             self._raise_reported(own_errors[0])
-        line = self._describe_loss(killed or died, reported)
+        line = self._describe_lost_rank(killed or died, reported)
         self._print_hang_report(line)
         raise RankLost(f"{line}; {self._describe_resume()}")
 
-    def _describe_loss(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
-        """Return one sentence on which rank was lost and why. died: ranks that ended without a report. reported: ranks
-        that reported an error.
+    def _describe_lost_rank(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
+        """Describe in one sentence which rank was lost and why. died: ranks that ended without a report. reported:
+        ranks that reported an error.
 
-        The sentence is on the first of `died`. If none died, or if NCCL aborted that rank because another one was
-        suspended or made a wrong call, it is on the rank at fault according to the recorded collective calls. If the
-        calls show none, it is the first reported error.
+        The sentence is about the first of `died`. If no rank died, or if NCCL aborted that rank because another one was
+        suspended or made a wrong call, the sentence is about the rank at fault according to the recorded collective
+        calls. If the calls show no such rank, the sentence is the first reported error.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for a suspended one.

@@ -200,7 +200,8 @@ class Scheduler:
         }  # fmt: skip
 
     def _get_admission_state(self) -> AdmissionState:
-        """Return the admission state of the admitted sequences; computed at its first use in a step."""
+        """Return the state of the banker's algorithm (`AdmissionState`) for the admitted sequences; it is computed at
+        its first use in each step."""
         if self._state is None:
             for place, sequence in enumerate(self._admitted):
                 sequence.place = place

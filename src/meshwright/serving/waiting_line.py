@@ -53,7 +53,8 @@ class QueueForecast:
     """State of the engine's queue as it would be after appending a new HTTP request.
 
     Attributes:
-        waiting: Number of engine requests that would wait, those of the new request included; 0 or less: none.
+        waiting: Number of engine requests that would wait, those of the new request included; if 0 or less, all could
+            run at once.
         prompts: Function that returns the number of prompt tokens of each queued request, from the head, without the
             new request.
         tokens: Number of prompt tokens of all queued requests, the new request included.
