@@ -94,9 +94,9 @@ def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
 
 
 class CallWriter:
-    """Records this process's collective calls in a ring buffer, in one to three microseconds per call. descriptor: open
-    file of the rank's ring buffer (`create_memory_file`, `create_named_file`); None: private memory that no other
-    process can read."""
+    """Recorder of this process's collective calls in a ring buffer; a call takes one to three microseconds to record.
+    descriptor: open file of the rank's ring buffer (`create_memory_file`, `create_named_file`); None: private memory
+    that no other process can read."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:

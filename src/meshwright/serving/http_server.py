@@ -224,7 +224,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that the request's body is complete. If the response was sent already, the client has
+        """Record that the request's body is complete. If the response was sent already, the client has
         `KEEP_ALIVE_SECONDS` to start the next request."""
         self._unparsed_bytes = 0
         super().on_message_complete()

@@ -77,7 +77,7 @@ class RankPlan:
 
 
 class LocalStarter:
-    """Starts the ranks of a replica as processes forked on this machine, which end with this process. Attribute
+    """Starter of a replica's ranks as processes forked on this machine, which end with this process. Attribute
     `restarts` (True): lost ranks can be started again."""
 
     restarts = True

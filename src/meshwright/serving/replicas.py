@@ -102,7 +102,7 @@ class Replicas:
 
     @property
     def rank_processes(self) -> list[dict[str, int]]:
-        """{"replica", "rank", "pid"} of each connected rank process."""
+        """Connected rank processes, {"replica": index, "rank": rank in the replica, "pid": process id} each."""
         return [{name: hello[name] for name in ("replica", "rank", "pid")} for hello in self.hellos.values()]
 
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:

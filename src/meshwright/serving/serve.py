@@ -193,7 +193,7 @@ def serve(
 
 
 class _StartupTimer:
-    """Logs the duration of each phase of the server's start. log: called with one line per phase."""
+    """Timer that logs the duration of each phase of the server's start. log: called with one line per phase."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         """Start the clock of the first phase."""

@@ -158,7 +158,7 @@ class OpenAIFormatter(AnswerFormatter):
 
 
 class CompletionFormatter(OpenAIFormatter):
-    """Formats the responses of OpenAI's `/v1/completions`."""
+    """Formatter of the responses of OpenAI's `/v1/completions`."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -190,7 +190,7 @@ class CompletionFormatter(OpenAIFormatter):
 
 
 class ChatFormatter(OpenAIFormatter):
-    """Formats the responses of OpenAI's `/v1/chat/completions`."""
+    """Formatter of the responses of OpenAI's `/v1/chat/completions`."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

@@ -13,7 +13,7 @@ from meshwright.serving.protocol.answers import AnswerFormatter
 
 
 class LlamaFormatter(AnswerFormatter):
-    """Formats the responses of llama.cpp's `/completion`, which have a single choice."""
+    """Formatter of the responses of llama.cpp's `/completion`, which have a single choice."""
 
     def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
         """Return the event, as bytes, for a new `piece` of the streamed answer `choice`; empty bytes if the piece needs
