@@ -201,11 +201,11 @@ def product(
     """Compute one tile [ROWS, COLUMNS] of x Wᵀ, for x [rows, inner] and `weight` W [columns, inner], in steps of STEP
     elements of the inner dimension.
 
-    Program IDs: 0 row tile, 1 column tile, 2 split, or with GROUPED expert. Split s of SPLITS sums over the s-th part
-    of the inner dimension; with SPLITS > 1 `out` is [SPLITS, rows, columns], which `add_splits` sums; else
-    [rows, columns], plus `bias` [columns] if BIAS. GROUPED (grouped GEMM of experts, SPLITS = 1): `weight` is
-    [E, columns, inner], and `ends` int32 [E] has the exclusive end of each expert's rows in x; no row tile spans two
-    experts. Without GROUPED `ends` is not read."""
+    Grid: (row tiles, column tiles, SPLITS); if GROUPED (row tiles, column tiles, experts). Split-K: split s sums over
+    the s-th of SPLITS parts of the inner dimension. If SPLITS > 1, `out` is [SPLITS, rows, columns], which `add_splits`
+    sums; else `out` is [rows, columns], and `bias` [columns] is added if BIAS. GROUPED: grouped GEMM of E experts, with
+    SPLITS = 1; `weight` is [E, columns, inner], and `ends` int32 [E] has the exclusive end of each expert's rows in x,
+    else it is not read. No row tile spans two experts."""
     z = tl.program_id(2)
     begin, end = 0, rows
     first, last = 0, inner

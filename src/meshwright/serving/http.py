@@ -76,7 +76,7 @@ class HttpApp:
             "/tokenizer_info": lambda _: self._show_tokenizer(),
             "/health": lambda _: self._report_state("ready", "draining"),
             "/ready": lambda _: self._report_state("ready"),
-            "/metrics": lambda _: Response(self.metrics.page(), media_type=PROMETHEUS),
+            "/metrics": lambda _: Response(self.metrics.format_page(), media_type=PROMETHEUS),
         }
         document = describe_api({path: body for path, (body, _) in (GENERATION | plain).items()}, list(gets))
         gets["/openapi.json"] = lambda _: document

@@ -110,7 +110,7 @@ class ServingMetrics:
         """Count an HTTP request that was not queued. reason: as in `Refusal` ("requests", "connections" ...)."""
         self._refused.labels(self._model, reason).inc()
 
-    def page(self) -> bytes:
+    def format_page(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
