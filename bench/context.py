@@ -67,7 +67,7 @@ class Side:
         for leaf in self.leaves:
             leaf.requires_grad_()
         self.operations = ContextOperations() if name == "one device" else context_operations(self.mesh)
-        self.visible = self.operations.visibility(documents.select_tokens(places), len(places), None, device)
+        self.visible = self.operations.make_attention_mask(documents.select_tokens(places), len(places), None, device)
 
     def step(self) -> torch.Tensor | None:
         """The result, or None on a rank that has nothing to do."""

@@ -13,8 +13,8 @@ from meshwright.model import transformer
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
-from meshwright.model.scaled_dot_product import attend, visibility
-from meshwright.model.tiled_attention import Scores
+from meshwright.model.scaled_dot_product import attend, make_attention_mask
+from meshwright.model.tiled_attention import ScoreSettings
 from meshwright.model.transformer import Transformer
 from meshwright.model.varlen_attention import VarlenMask, supports_flash_attention, varlen_mask
 from meshwright.parallel.recompute import ActivationCheckpointing
@@ -47,7 +47,7 @@ def test_varlen_attention_equals_dense_mask(calls, window: int | None, starts: A
     heads = [each.transpose(1, 2) for each in x.split([4, kv_heads, kv_heads], dim=2)]
     found = []
     for form in ("varlen", "first"):
-        mask = visibility(documents, tokens, window, CPU, form)
+        mask = make_attention_mask(documents, tokens, window, CPU, form)
         assert isinstance(mask, VarlenMask) == (form == "varlen" and (starts is not None or window == 4))
         out = attend(*heads, mask)
         assert out.transpose(1, 2).is_contiguous()
@@ -141,8 +141,8 @@ def test_sinks_of_flash_attention_equal_those_of_tiles(calls, starts: Any):
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
     heads, found = [each.transpose(1, 2) for each in x.split([4, 2, 2], dim=2)], []
     for form in ("varlen", "first"):
-        mask = visibility(documents, 24, 7, CPU, form)
-        out = attend(*heads, mask, Scores(0.4, 0.0, sinks))
+        mask = make_attention_mask(documents, 24, 7, CPU, form)
+        out = attend(*heads, mask, ScoreSettings(0.4, 0.0, sinks))
         found.append((out, *torch.autograd.grad((out * torch.arange(8)).sum(), (x, sinks))))
     torch.testing.assert_close(found[0], found[1])
     assert len(calls) == 1

@@ -12,7 +12,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
-from meshwright.model.tiled_attention import Scores
+from meshwright.model.tiled_attention import ScoreSettings
 from meshwright.parallel.context import local_positions, shard_sequences
 from meshwright.parallel.ring_spans import list_spans
 from tests.parallel import context_cases as cases
@@ -89,7 +89,7 @@ def work(rank: int, source: int, ranks: int, tokens: int, first: torch.Tensor | 
     return sum(
         (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
         for span in list_spans(rank, source, ranks, tokens)
-        for tile in tiles.tiles_of(span, triangle, first)
+        for tile in tiles.cut_span(span, triangle, first)
     )
 
 
@@ -139,9 +139,9 @@ def test_context_attention_on_two_ranks_matches_for_every_dtype(two, method):
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_scaled_and_capped_scores_and_sinks_on_two_ranks_match_one_device(two, method):
-    for worst in two.run(cases.errors, method, CASES, torch.float64, Scores(0.9, 1.3)):
+    for worst in two.run(cases.errors, method, CASES, torch.float64, ScoreSettings(0.9, 1.3)):
         assert max(worst) < 1e-12
-    for worst in two.run(cases.errors, method, CASES[::2], torch.float64, Scores(0.9), False, True):
+    for worst in two.run(cases.errors, method, CASES[::2], torch.float64, ScoreSettings(0.9), False, True):
         assert max(worst) < 1e-12
 
 
@@ -166,7 +166,7 @@ def test_ring_of_flash_kernels_with_documents_and_windows_matches_dense_masks(ra
         for worst in started.run(cases.flash_errors, FLASH, torch.float64):
             assert max(worst) < 1e-12, [case for case, error in zip(FLASH, worst, strict=True) if not error < 1e-12]
         for sinks in (False, True):
-            for worst in started.run(cases.flash_errors, FLASH[sinks::5], torch.float64, Scores(0.9), sinks):
+            for worst in started.run(cases.flash_errors, FLASH[sinks::5], torch.float64, ScoreSettings(0.9), sinks):
                 assert max(worst) < 1e-12, "scaled scores, and sinks"
         for worst in started.run(cases.flash_errors, FLASH[::5], torch.bfloat16):
             assert max(worst) < 0.1, worst

@@ -234,14 +234,14 @@ def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return a copy of `parts`, which has one slice of equal size for each rank, with the slices shifted cyclically by
-    one rank. Imitates the injected fault "wrong group" (a call over other ranks)."""
+    """Return a copy of `parts`, which has one slice of equal size for each rank of `axis`, with the slices shifted
+    cyclically by one rank. Imitates the injected fault "wrong group" (a call over other ranks)."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
 def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
-    """Return the time for which the host may wait for a call on `tensor` to complete; None (no limit) for a CUDA
-    tensor, because `launcher.device_watch` detects calls that hang on the device."""
+    """Return the time for which the host may wait for a call on `tensor` over `axis` to complete; None (no limit) for a
+    CUDA tensor, because `launcher.device_watch` detects calls that hang on the device."""
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
@@ -342,8 +342,8 @@ def _post_call(
     """
     axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
     shape = ("...", *output.shape[1:]) if uneven else output.shape  # the recorded shape must be equal on all ranks
-    number = calls.post(axis.calls_group, call.site, call.operation, axis.name, call.payload, output.dtype, shape)
-    call.index = calls.count_calls(axis.calls_group)
+    number = calls.post(axis.recorder_group, call.site, call.operation, axis.name, call.payload, output.dtype, shape)
+    call.index = calls.count_calls(axis.recorder_group)
     try:
         with axis.communicator.around(call.site):
             works, finish = post()

@@ -90,13 +90,12 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Return (axis over which to make a call, shift), for a call to be made over `axis` while `fault` is active.
-        With the fault "wrong group" (call over other ranks) for this axis, the returned axis has other ranks, or shift
-        is True: the ranks' data must be shifted cyclically by one rank instead. With any other fault, or None, it is
-        (`axis`, False).
+        """Apply the fault "wrong group" (a call runs over other ranks) to a call over `axis`. Return (axis over which
+        to make the call, shift). Under this fault the returned axis has other ranks or, if no other axis was injected,
+        shift is True: the caller must shift the ranks' data cyclically by one rank. Under any other `fault`, or None,
+        return (`axis`, False).
 
-        ordered: True if the call's result depends on the order of ranks.
-        """
+        ordered: True if the call's result depends on the order of ranks."""
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False
         if self.other is None and not ordered:

@@ -377,7 +377,7 @@ def _serve_calls(connection: Connection) -> None:
 
 
 def _import_function(name: str) -> Callable[..., Any]:
-    """Import and return the function named "package.module:function"."""
+    """Import and return the function called `name`, "package.module:function"."""
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):

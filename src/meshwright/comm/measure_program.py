@@ -187,8 +187,8 @@ def _matches_native(executable: Executable, numel: int, device: str) -> bool:
 
 
 def _run_native(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call of the operation of `executable` (a prepared program) on `vector`; for a CUDA vector
-    on gloo, on a copy in host memory. Return the result on the vector's device."""
+    """Run torch.distributed's call of the same operation as `executable` (a prepared program) on `vector`; for a CUDA
+    vector on gloo, on a copy in host memory. Return the result on the vector's device."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
     return _call_native(executable, there).to(vector.device)
 
@@ -217,7 +217,7 @@ def _find_receiver(executable: Executable) -> int:
 
 def _call_native(e: Executable, vector: torch.Tensor) -> torch.Tensor:
     """Run torch.distributed's call of the program's operation on `vector`, in place. Return the result: `vector`, or a
-    new tensor for an all-to-all. e: prepared program, which gives the operation, process group and root rank."""
+    new tensor for an all-to-all. e: prepared program, of which operation, process group and root rank are read."""
     program, group, operation, root = e.program, e.group, e.program.operation, e.program.root
     shares = vector.view(program.ranks, -1).unbind() if operation in OWNED else (vector,) * program.ranks
     mine = shares[e.rank]

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from meshwright.model.documents import Documents
-from meshwright.model.scaled_dot_product import MaskForm, Visible, attend, visibility
-from meshwright.model.tiled_attention import Scores
+from meshwright.model.scaled_dot_product import AttentionMask, MaskForm, attend, make_attention_mask
+from meshwright.model.tiled_attention import ScoreSettings
 
 Function = Callable[..., Any]
 
@@ -89,22 +89,26 @@ class ContextOperations(TokenAxis):
 
     name = "cp"
 
-    def visibility(
+    def make_attention_mask(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
-    ) -> Visible:
-        """Return the attention mask that the method `attend` takes as its argument `visible`; None for plain causal
-        attention. `documents`: document boundaries in packed sequences; `tokens`: number of tokens of each sequence on
-        this rank; `window`: sliding window in tokens (None: none); `device`: device of the mask; `form`: form that the
-        kernel takes. Here it is the mask of unsharded sequences."""
-        return visibility(documents, self.size * tokens, window, device, form)
+    ) -> AttentionMask:
+        """Return the attention mask for the argument `visible` of `attend`; None for plain causal attention. This base
+        class builds the mask of unsharded sequences.
+
+        `documents`: document boundaries in packed sequences; `tokens`: number of tokens of each sequence on this rank;
+        `window`: sliding window in tokens (None: none); `device`: device of the mask; `form`: mask format of the
+        attention kernel, from `choose_mask_form`: "first" (first visible key of each query), "varlen" (document
+        boundaries) or "boolean" (one entry for each query and key)."""
+        return make_attention_mask(documents, self.size * tokens, window, device, form)
 
     def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible,
-        scores: Scores | None = None,
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: AttentionMask,
+        scores: ScoreSettings | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the causal attention [B, N, S, D] of this rank's queries (S tokens, N heads) over the keys of all cp
-        ranks; on one device, over the given keys. `k_BKSD`, `v_BKSD`: this rank's keys and values, of K heads.
-        `visible`: mask that `visibility` returned; `scores`: scale and softcap of the scores (None: 1 / √D, none)."""
+        """Return the causal attention [B, N, S, D] of this rank's queries `q_BNSD` to the keys of all cp ranks; on one
+        device, to the given keys. `k_BKSD`, `v_BKSD`: this rank's keys and values, of K heads. `visible`: attention
+        mask from `make_attention_mask`; `scores`: scale and softcap of the attention scores; None: 1 / √D and no
+        softcap."""
         return attend(q_BNSD, k_BKSD, v_BKSD, visible, scores)
 
 

@@ -83,10 +83,10 @@ class Documents:
         lengths_BS = counts_BS.gather(1, starts_BS)
         return lengths_BS if self.indices_C is None else lengths_BS[:, self.indices_C]
 
-    def cut(self, size: int, rows: int, sequence: int, device: torch.device) -> Documents:
-        """Return the boundaries of chunks instead of documents: each document is cut into chunks of `size` tokens,
-        within which layers with chunked attention attend. `rows`: number of sequences; `sequence`: tokens of an
-        unsharded sequence; `device`: device of the boundaries."""
+    def cut_into_chunks(self, size: int, rows: int, sequence: int, device: torch.device) -> Documents:
+        """Return boundaries for chunked attention: each document is cut into chunks of `size` tokens, and a token
+        attends only within its chunk. The chunks take the place of documents in the result. `rows`: number of
+        sequences; `sequence`: number of tokens of an unsharded sequence; `device`: device of the boundaries."""
         if sequence <= size:
             return self
 

@@ -24,10 +24,10 @@ def grouped_product(
     x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor, bias_EZ: torch.Tensor | None = None,
     first: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` (one for each of a token's experts) sorted by expert, where W
-    and b are those of the copy's expert; differentiable. `weight_EYX`: one W [Y, X] for each of E experts; `ends_E`:
-    exclusive end index of each expert's copies, int32; `bias_EZ`: one b for each, for the Z outputs from `first` on;
-    None: none."""
+    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert (a token has one copy for each of its
+    experts), with the W and b of each copy's expert; differentiable. `weight_EYX`: W [Y, X] of each of E experts;
+    `ends_E`: exclusive end index of each expert's copies, int32; `bias_EZ`: b of each expert, which is added to the
+    outputs [first, first + Z) only; None: no bias."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # A custom operator's first call loads the compiler.
         return _compute_grouped_product(x_NX, weight_EYX, ends_E, bias_EZ, first)
@@ -37,8 +37,8 @@ def grouped_product(
 def _compute_grouped_product(
     x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor, bias_EZ: torch.Tensor | None, first: int
 ) -> torch.Tensor:
-    """Compute x Wᵀ + b for token copies sorted by expert, with the arguments and result of `grouped_product`, but
-    without autograd."""
+    """Compute x Wᵀ + b for token copies sorted by expert, without autograd; arguments and result are those of
+    `grouped_product`."""
     if _supports_grouped_mm(x_NX, weight_EYX):
         y_NY = F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     else:
@@ -57,9 +57,9 @@ _forward = custom_operator("meshwright::grouped_product")(_compute_grouped_produ
 
 @custom_operator("meshwright::grouped_product_input")
 def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return dy W, [N, X], the gradient of the grouped product's input, where W is the matrix of the token copy's
-    expert. `dy_NY`: gradient of the output for N token copies sorted by expert; `ends_E`: exclusive end index of each
-    expert's copies."""
+    """Return dy W, [N, X], the gradient of the grouped product's input, with the matrix W of each token copy's expert.
+    `dy_NY`: gradient of the output for N token copies sorted by expert; `weight_EYX`: W of each of E experts; `ends_E`:
+    exclusive end index of each expert's copies."""
     if _supports_grouped_mm(dy_NY, weight_EYX):
         return F.grouped_mm(dy_NY.contiguous(), weight_EYX, offs=ends_E)
     dx_NX = dy_NY.new_empty(dy_NY.shape[0], weight_EYX.shape[2])

@@ -134,7 +134,7 @@ def match_entries(
             del names[entry.name]
             continue
         if not parts:
-            missing.append(files.missing_part(name, entry.disk_shape))
+            missing.append(files.describe_missing(name, entry.disk_shape))
             continue
         files.check_weights(name)
         if files.weights_shape(name) != entry.disk_shape:
@@ -188,5 +188,5 @@ def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str
     own name. Raises UserError if the tensor is missing."""
     name = entry.disk_name if names is None else names[entry.name]
     if not files.parts(name):
-        raise UserError(f"{files.directory}: tensor {files.missing_part(name, entry.disk_shape)} is missing")
+        raise UserError(f"{files.directory}: tensor {files.describe_missing(name, entry.disk_shape)} is missing")
     return files.read_weights(name, entry.expert[0] if entry.stacked and entry.expert else None)

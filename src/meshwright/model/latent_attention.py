@@ -21,8 +21,8 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import AttentionCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
 from meshwright.model.rope import rotate
-from meshwright.model.scaled_dot_product import Visible
-from meshwright.model.tiled_attention import Scores
+from meshwright.model.scaled_dot_product import AttentionMask
+from meshwright.model.tiled_attention import ScoreSettings
 from meshwright.spec.config import ModelConfig
 
 _NORM_EPSILON = 1e-6
@@ -55,21 +55,21 @@ class LatentAttention(nn.Module):
         self.latent_up = Linear(rank, self.heads * (self.plain + config.latent.value_dim), False, **options)
         inputs = self.heads * config.latent.value_dim
         self.output = RowParallelLinear(inputs, config.hidden, False, axes.tensor, "attention.output", **options)
-        self.scores, self.interleaved = Scores(config.score_scale), config.rotary_interleaved
+        self.scores, self.interleaved = ScoreSettings(config.score_scale), config.rotary_interleaved
 
     def forward(
         self,
         x_BSH: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
-        visible: Visible,
+        visible: AttentionMask,
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
         """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this
         rank's token slices). `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, E/2] each. `visible`:
-        attention mask from `visibility`; None: plain causal. `cache`: KV cache, to which the latent vectors and rotary
-        keys are added as those of layer number `layer`; attention then covers the cached tokens too, and `visible` is
-        ignored."""
+        attention mask from `make_attention_mask`; None: plain causal. `cache`: KV cache, to which the latent vectors
+        and rotary keys are added as those of layer number `layer`; attention then covers the cached tokens too, and
+        `visible` is ignored."""
         assert rotation is not None
         parts = self.qkv(self.tensor.enter(x_BSH, "attention.input"))
         rank, rotary = self.latent.rank, self.latent.rotary_dim
@@ -102,7 +102,7 @@ class LatentAttention(nn.Module):
         return k_BNSP, v_BNSV
 
     def _attend(
-        self, q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSV: torch.Tensor, visible: Visible
+        self, q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSV: torch.Tensor, visible: AttentionMask
     ) -> torch.Tensor:
         """Return the causal attention output [B, N, S, V] of queries and keys of head size D and values of head size V.
         The smaller size is padded with zeros, because attention kernels take one head size. `visible`: attention mask;

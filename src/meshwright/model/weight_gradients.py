@@ -102,7 +102,7 @@ class WeightGradients:
 
 
 def defer_weight_gradients(model: nn.Module, queue: WeightGradients | None, smallest: int = 0) -> None:
-    """Make the linear layers of `model` with at least `smallest` parameter elements hand the computation of their
+    """Make the linear layers of `model` with at least `smallest` parameter elements defer the computation of their
     weight gradients to `queue` in backward. In smaller layers, or in all layers if `queue` is None, autograd computes
     them."""
     for module in model.modules():
@@ -225,10 +225,10 @@ class _MakeTaps(torch.autograd.Function):
 
 
 class Tapped(Protocol):
-    """Interface of a linear layer y = x weightᵀ whose weight gradient is computed by a queue, also if the layer is
-    compiled. weight: [Y, X], Y outputs and X inputs. weight_gradients: the queue; None: autograd computes the weight
-    gradient. taps: during a compiled call two dummy inputs, by which the backward hands the queue what it needs: it
-    returns dy as gradient of one and x as that of the other. Otherwise None."""
+    """Interface of a linear layer y = x weightᵀ that can defer its weight gradient to a queue, also in a compiled
+    graph. weight: [Y, X], Y outputs and X inputs. weight_gradients: the queue; None: autograd computes the weight
+    gradient. taps: set only during a call of a compiled graph: two dummy inputs, whose gradients in the compiled
+    backward are dy and x, the operands that the queue needs; otherwise None."""
 
     weight: nn.Parameter
     weight_gradients: WeightGradients | None
@@ -301,8 +301,8 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of `x_NX` and the bias, given that of the output, and None for the other inputs; hand
-        the operands of the weight gradient to the queue that `forward` was given."""
+        """Return the gradients of `x_NX` and the bias, given the output gradient `dy_NY`, and None for the other
+        inputs. Put the operands of the weight gradient into the queue that was passed to `forward`."""
         x_NX, weight, ends_E = context.saved_tensors
         needs_x, needs_weight = context.needs_input_grad[:2]
         operators = torch.ops.meshwright

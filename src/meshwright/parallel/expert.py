@@ -113,7 +113,7 @@ class AllToAllTokenDispatcher:
         if axis.trivial:
             return counts, counts.new_zeros(1)
         # The number of this group's next call, equal on all of its ranks, and one for each sender and receiver.
-        call = ((axis.communicator.calls.count_calls(axis.calls_group) + 1) << 40) + (axis.ranks[0] << 20)
+        call = ((axis.communicator.calls.count_calls(axis.recorder_group) + 1) << 40) + (axis.ranks[0] << 20)
         pairs = torch.arange(axis.size**2, device=counts.device).view(axis.size, -1)
         signed = torch.cat([counts, -(counts.sum(dim=1) + call + pairs[axis.rank])[:, None]], dim=1)
         received = torch.zeros_like(signed)

@@ -44,15 +44,14 @@ def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tenso
     return values.unflatten(-1, (-1, columns.total))[..., columns.start : columns.stop].flatten(-2)
 
 
-def slice_entries(value_of: Callable[[ParameterEntry], torch.Tensor]) -> ReadSlice:
-    """Return a function that reads a slice of a parameter entry (one tensor of a checkpoint), given a function that
-    reads whole entries. The result, (entry, start, stop, columns) -> 1-D tensor, returns the elements [start, stop) of
-    the flattened entry; `columns`: (first, end, width) to count only the elements of columns [first, end) of a matrix
-    of `width` columns, None: all.
+def make_slice_reader(value_of: Callable[[ParameterEntry], torch.Tensor]) -> ReadSlice:
+    """Return a function that reads a slice of a parameter entry (one tensor of a checkpoint), given `value_of`, which
+    returns an entry's unsharded value in its shape on disk (before any transposition).
 
-    `value_of`: returns an entry's unsharded value in its shape on disk (before any transposition). The last value is
-    cached, so that consecutive slices of one entry call it once.
-    """
+    The returned function, (entry, start, stop, columns) -> 1-D tensor, returns the elements [start, stop) of the
+    flattened entry. columns: (first, end, width), to count only the elements in the columns [first, end) of a matrix
+    of `width` columns; None: all. The last value is cached, so that consecutive slices of one entry call `value_of`
+    once."""
     known: dict[str, torch.Tensor] = {}  # the last entry's value, flattened
 
     def read_slice(entry: ParameterEntry, start: int, stop: int, columns: tuple[int, int, int] | None) -> torch.Tensor:
@@ -152,15 +151,17 @@ class FlatLayout:
         return all(placed.tensor.trainable for placed in self.tensors)
 
     @property
-    def rate(self) -> float:
-        """Factor on the learning rate of the first `decay_numel` elements, the matrices (1 without µP)."""
+    def rate_factor(self) -> float:
+        """Factor on the learning rate of the first `decay_numel` elements of the buffer, which are matrices (µP;
+        otherwise 1)."""
         rates = {placed.tensor.entries[0].rate for placed in self.tensors if placed.tensor.decay}
         assert len(rates) < 2, f"{self.name}: matrices with different learning rates {rates}"
         return rates.pop() if rates else 1.0
 
     @property
-    def packing(self) -> UnquantizedFormat:
-        """Storage format of the buffer's elements: plain, or quantized in blocks (NF4 or int8, for frozen weights)."""
+    def storage_format(self) -> UnquantizedFormat:
+        """Storage format of the buffer's elements: unpacked or, for frozen weights, quantized in blocks (NF4 or
+        int8)."""
         return get_weight_format(self.tensors[0].tensor.entries[0].packed if self.tensors else None)
 
     def slices_within(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:
@@ -187,7 +188,7 @@ class FlatLayout:
     def parameter_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the model's parameters as views of `buffer`, an unsharded flat buffer (1-D, `self.padded` elements),
         in the order of `self.tensors` and in the shapes that they have on this rank."""
-        form, count = self.packing, self.packing.count
+        form, count = self.storage_format, self.storage_format.count
         return [form.view(buffer[count(at.offset) : count(at.offset + at.numel)], at.shape) for at in self.tensors]
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
@@ -208,7 +209,7 @@ class FlatLayout:
                 parameter = nn.Parameter(torch.empty(0, dtype=buffer.dtype, device=buffer.device), self.trainable)
                 module.register_parameter(leaf, parameter)
             # The same object otherwise: a tied layer or an LSTM's list of weights may refer to it too.
-            parameter.data = self.packing.view(view, before.shape)
+            parameter.data = self.storage_format.view(view, before.shape)
             bound.append(parameter)
         return bound
 
@@ -216,7 +217,7 @@ class FlatLayout:
         """Write parameter values into the 1-D `shard` of the flat buffer, whose first element is the buffer element
         `start`. `read_slice`: function (entry, first, last, columns) -> values that reads a slice of a parameter entry
         (checkpoint tensor)."""
-        form, count = self.packing, self.packing.count
+        form, count = self.storage_format, self.storage_format.count
         for part, first, last in self.slices_within(start, start + form.count_elements(shard.numel())):
             shift = part.begin - part.offset
             values = read_slice(part.entry, first + shift, last + shift, part.columns)
@@ -238,7 +239,7 @@ def buffer_name(unit: str, buffer: BufferKind) -> str:
     return unit if buffer == "dense" else f"{unit}.{buffer}"
 
 
-def flat_layout(
+def make_flat_layout(
     table: ParameterTable,
     name: str,
     shards: int = 1,
@@ -246,11 +247,11 @@ def flat_layout(
     coordinates: Mapping[str, int] | None = None,
     buffer: BufferKind = "dense",
 ) -> FlatLayout:
-    """Return the layout of one flat buffer of the FSDP unit `name` on one rank. `table`: the model's parameter table;
+    """Build the layout of one flat buffer of the FSDP unit `name` on one rank. `table`: the model's parameter table;
     `shards`: number of ranks over which ZeRO shards the buffer, which is padded to equal shards; `layout`: parallel
-    layout (None: one device); `coordinates`: {axis: index} of this rank in it (None: rank 0); `buffer`: "dense"
-    (trained parameters), "experts" (routed experts under expert parallelism), "frozen", "frozen_experts" or "packed"
-    (quantized)."""
+    layout (None: one device); `coordinates`: {axis: index} of this rank in it (None: rank 0); `buffer`: which of the
+    unit's parameters: "dense" (trained), "experts" (routed experts under expert parallelism), "frozen",
+    "frozen_experts" or "packed" (quantized)."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
     tensors, slices = [], []
@@ -314,9 +315,10 @@ def split_evenly(start: int, stop: int, index: int, shares: int) -> tuple[int, i
 
 
 class GradientBufferPool:
-    """Pool of 1-D buffers for unsharded gradients, which are in use only during backward passes (ZeRO-2 and 3).
-    Released buffers of layers (consecutive FSDP units of equal sizes) are reused for the next layer; other buffers (an
-    embedding's) are freed. `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers."""
+    """Pool of 1-D buffers for unsharded gradients, which are in use only during backward passes (ZeRO-2 and 3). A
+    buffer that is released is reused for the next of several consecutive FSDP units of equal sizes (layers); other
+    buffers (an embedding's) are freed. `sizes`: for each FSDP unit, in forward order, the numbers of elements of its
+    buffers; `device`, `dtype`: of the buffers."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
         self._device, self._dtype = device, dtype

@@ -30,8 +30,8 @@ ours = torch.ops.meshwright
 
 
 def _get_overloads(namespace: Any, *names: str) -> frozenset[Any]:
-    """Return the default overloads (`torch.ops.NAMESPACE.NAME.default`) of the operators `names`; PyTorch passes
-    overloads to the policy of selective activation checkpointing."""
+    """Return the default overloads of the operators `names` in `namespace`, such as `torch.ops.aten`; PyTorch passes
+    overloads (`torch.ops.aten.mm.default`) to the policy of selective activation checkpointing."""
     return frozenset(getattr(namespace, name).default for name in names)
 
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.model.attention_operator import by_kv_head
+from meshwright.model.attention_operator import group_by_kv_head
 from meshwright.model.precision import at_least_float32
-from meshwright.model.tiled_attention import Scores, Span, compute_scores, cut_tiles, flatten_heads, log_sum_exp
+from meshwright.model.tiled_attention import ScoreSettings, Span, compute_scores, cut_tiles, flatten_heads, log_sum_exp
 from meshwright.model.varlen_attention import FlashCall, VarlenMask, flash_backward, flash_forward
 
 
@@ -83,11 +83,11 @@ def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor
 
 
 def attend_by_tiles(
-    first_BC: torch.Tensor | None, how: Scores, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
+    first_BC: torch.Tensor | None, how: ScoreSettings, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
     """Compute the attention of `span` (a slice of queries over a slice of keys) by tiles; yield partial results to
-    merge. `first_BC`: index of the first key that each query attends to (None: 0), on the CPU; `how`: scale and softcap
-    of the scores; `block`: keys and values, [2, B, K, C, D]."""
+    merge. `first_BC`: index of the first key to which each query attends (None: 0), on the CPU; `how`: scale and
+    softcap of the scores; `q_BKGCD`: this rank's queries; `block`: keys and values, [2, B, K, C, D]."""
     k_BKCD, v_BKCD = block
     for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
@@ -104,7 +104,7 @@ def attend_by_tiles(
 
 def add_by_tiles(
     first_BC: torch.Tensor | None,
-    how: Scores,
+    how: ScoreSettings,
     gradients: Gradients,
     saved: SavedQueries,
     block: torch.Tensor,
@@ -128,11 +128,11 @@ def add_by_tiles(
             scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PCD, tile, part.shape, how, log_sum_PX1)
             p_PXL = scores_PXL.exp_()
             dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
-            less_PX1, v_PDL = _to_column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
-            if dtype == less_PX1.dtype:
-                dp_PXL = torch.baddbmm(less_PX1, d_out_PXD, v_PDL, beta=-1)
+            subtract_PX1, v_PDL = _to_column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
+            if dtype == subtract_PX1.dtype:
+                dp_PXL = torch.baddbmm(subtract_PX1, d_out_PXD, v_PDL, beta=-1)
             else:
-                dp_PXL = torch.bmm(d_out_PXD, v_PDL) - less_PX1
+                dp_PXL = torch.bmm(d_out_PXD, v_PDL) - subtract_PX1
             ds_PXL = p_PXL.mul_(dp_PXL).mul_(1 if slope_PXL is None else slope_PXL).to(dtype)
             dq_PXD = torch.bmm(ds_PXL, k_PCD[:, tile.keys])
             dq_BKGCD[at].add_(dq_PXD.view(part.shape), alpha=scale)
@@ -154,9 +154,10 @@ keys in [B, K, C], arguments of the call."""
 
 
 def list_kernel_calls(mask: VarlenMask, span: Span, rows: int, scale: float | None = None) -> Iterator[KernelCall]:
-    """Yield the calls of the flash kernels that compute the attention of `span` (a slice of queries over a slice of
-    keys), each as (index of its queries, index of its keys, call arguments); pairs of tokens that document boundaries
-    or the sliding window hide are left out. `rows`: number of sequences; `scale`: of the scores (None: 1 / √D)."""
+    """Yield the calls of flash kernels that compute the attention of `span` (a slice of queries over a slice of keys),
+    each as (index of its queries, index of its keys, call arguments). Pairs of query and key that `mask` (document
+    boundaries, sliding window) hides are left out. `rows`: number of sequences; `scale`: factor of the scores (None: 1
+    / √D)."""
     every, chunk, window = slice(None), span.keys.stop - span.keys.start, mask.window
     half = int(span.queries.start > 0)
     lengths = [chunk, *[0, chunk] * 2 * rows] if mask.lengths is None else mask.lengths.tolist()
@@ -186,11 +187,11 @@ def attend_by_flash(
     mask: VarlenMask, scale: float, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
     """Compute the attention of `span` (a slice of queries over a slice of keys) by flash kernels; yield partial results
-    to merge. `mask`: document boundaries and sliding window; `scale`: factor of the scores; `block`: keys and values,
-    [2, B, K, C, D]."""
+    to merge. `mask`: document boundaries and sliding window; `scale`: factor of the scores; `q_BKGCD`: this rank's
+    queries; `block`: keys and values, [2, B, K, C, D]."""
     for at, there, call in list_kernel_calls(mask, span, len(q_BKGCD), scale):
         out, log_sum = flash_forward(q_BKGCD[at].flatten(1, 2), block[0][there], block[1][there], call)
-        yield at, by_kv_head(out, block[0]), by_kv_head(log_sum, block[0])
+        yield at, group_by_kv_head(out, block[0]), group_by_kv_head(log_sum, block[0])
 
 
 def add_by_flash(
@@ -203,6 +204,6 @@ def add_by_flash(
         of_queries = saved.q, saved.out, saved.d_out, saved.log_sum_BKGC
         q, out, d_out, log_sum = (x[at].flatten(1, 2) for x in of_queries)
         dq, dk, dv = flash_backward(d_out, (q, block[0][there], block[1][there], out, log_sum), call)
-        gradients[0][at] += by_kv_head(dq, block[0])
+        gradients[0][at] += group_by_kv_head(dq, block[0])
         gradients[1][0][there] += dk
         gradients[1][1][there] += dv

@@ -17,7 +17,7 @@ from meshwright.parallel.pipeline import Compute, Key, Pipeline
 from meshwright.parallel.stage_compute import BackwardOrder, MicroBatch, Objective, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
-from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL, PREFERENCE_FIGURES
+from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL, PREFERENCE_METRICS
 
 TARGET_SITE = "data.targets"
 TermCount = int | torch.Tensor
@@ -43,8 +43,8 @@ class ForwardBackward:
         self.preference = preference
         # Called with each phase's name when it ends: "pipeline" (wait for a stage), "forward", "backward", "reduce".
         self.mark: Callable[[str], None] = lambda part: None
-        self.figures = torch.zeros(PREFERENCE_FIGURES, dtype=torch.float64, device=engine.mesh.device)
-        """`PreferenceLoss.figures` of the last call, summed over the responses whose last stage was here."""
+        self.metric_sums = torch.zeros(PREFERENCE_METRICS, dtype=torch.float64, device=engine.mesh.device)
+        """`PreferenceLoss.metric_sums` of the last call, summed over the responses whose last stage was here."""
         self.watched: Callable[[Compute], Compute] | None = None
         """Wrapper of the compute steps of a training step while a profile is taken."""
         self._pipeline = Pipeline(program, engine.mesh.pp)
@@ -104,34 +104,36 @@ class ForwardBackward:
 
     def _make_objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
         """Build the loss function of preference training: (index of a micro-batch, log-probabilities [B, D] of the D
-        responses of each sequence) -> summed loss; it also adds the micro-batch's metrics to the attribute `figures`.
-        None for next-token training. `micro_batches`: those that the indices refer to."""
+        responses of each sequence) -> summed loss; it also adds the micro-batch's metrics to the attribute
+        `metric_sums`. None for next-token training. `micro_batches`: those that the indices refer to."""
         preference = self.preference
         if preference is None:
             return None
-        self.figures.zero_()
+        self.metric_sums.zero_()
 
         def compute_loss(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
             """Return the summed preference loss of micro-batch number `micro_batch`, given the log-probabilities [B, D]
-            of its responses, and add its metrics to `figures`."""
+            of its responses, and add its metrics to `metric_sums`."""
             pairs = micro_batches[micro_batch][2].pairs
             assert pairs is not None, "documents without pairs"
             found = preference(log_probabilities_BD, pairs)
-            self.figures.add_(found.figures)
+            self.metric_sums.add_(found.metric_sums)
             return found.loss
 
         return compute_loss
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:
-    """Return the number of target tokens (not -100) of the whole step over all ranks, at least 1 (on a GPU a scalar
-    tensor there). `targets`: target tokens of each of this rank's micro-batches, [B, S] each. Collective."""
+    """Return the number of target tokens (not -100) of the whole step, summed over all ranks of `mesh`, at least 1: a
+    number, or on a GPU a scalar tensor, so that the host does not wait. `targets`: target tokens of each of this rank's
+    micro-batches, [B, S] each. Collective."""
     return _sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh)
 
 
 def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> TermCount:
-    """Return the number of preference pairs of the whole step over all ranks, at least 1 (on a GPU a scalar tensor
-    there). `pairs`: pairs of each of this rank's micro-batches, equal on all cp ranks. Collective."""
+    """Return the number of preference pairs of the whole step, summed over all ranks of `mesh`, at least 1: a number,
+    or on a GPU a scalar tensor, so that the host does not wait. `pairs`: pairs of each of this rank's micro-batches,
+    equal on all cp ranks. Collective."""
     return _sum_over_data((micro_batch.count for micro_batch in pairs), mesh, copies=mesh.cp.size)
 
 
@@ -148,9 +150,9 @@ def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) 
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Divide `loss`, the loss of this rank's micro-batches, by the number of ranks of `mesh` that compute the same
-    value, so that the sum over all ranks is the loss of the step. These are the tp ranks and, for a preference loss
-    (`of_pairs`), the cp ranks too."""
+    """Return this rank's share of the loss of a step: `loss`, the loss of its micro-batches, divided by the number of
+    ranks of `mesh` that compute the same value. The shares of all ranks sum to the loss. Ranks along tp compute the
+    same loss and, for a preference loss (`of_pairs`), ranks along cp too."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 

@@ -83,9 +83,9 @@ class TensorParallel(TensorOperations):
 
 
 class PartialGradients:
-    """Partial gradients of one rank, which must still be summed over tp: those of parameters that tp ranks replicate
-    but apply only to their own tokens or heads. They are views of the gradient shards of the FSDP `units`, at the same
-    positions on all ranks of a tp group. `table`: parameter table of the model."""
+    """Partial gradients of one rank, which must still be summed over tp (mesh axis of `mesh`): those of parameters that
+    all tp ranks hold but apply only to their own tokens or heads. They are views of the gradient shards of the FSDP
+    `units`, at the same positions on all ranks of a tp group. `table`: parameter table of the model."""
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}

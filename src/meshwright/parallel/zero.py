@@ -90,7 +90,7 @@ class FsdpUnit:
     unsharded_gradient  gradient before its reduction; None where it exists only in the backward pass (ZeRO-2, 3).
     replicas, replica   number of ranks at the same index on tp that hold this shard; this rank's index among them.
     decay_numel         number of elements at the beginning of the shard to which weight decay applies.
-    rate                factor on the learning rate of these elements.
+    rate_factor         factor on the learning rate of these elements.
     balancing           index ranges (start, stop) in the shard of router biases; the gradient of such a bias is its
                         expert's load minus the mean load.
     """
@@ -109,7 +109,7 @@ class FsdpUnit:
             return torch.zeros(numel, dtype=dtype, device=device)
 
         self.flat, self.axes, self.trainable = flat, axes, flat.trainable
-        parameter_dtype, at = flat.packing.dtype or parameter_dtype, flat.packing.count
+        parameter_dtype, at = flat.storage_format.dtype or parameter_dtype, flat.storage_format.count
         if not self.trainable:  # nothing is updated: ZeRO can shard the parameters, or leave them as they are
             zero, master_dtype = 3 if zero == 3 else 0, parameter_dtype
         self.zero = zero
@@ -120,7 +120,7 @@ class FsdpUnit:
         self.start = axes.shard.rank * length if zero else 0
         self.stop = self.start + length
         self.decay_numel = min(max(flat.decay_numel - self.start, 0), length)
-        self.rate = flat.rate
+        self.rate_factor = flat.rate_factor
         self.balancing = tuple(
             (low - self.start, high - self.start)
             for part, low, high in flat.slices_within(self.start, self.stop)

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.model.initialise import ReadSlice, initial_slice
-from meshwright.parallel.flat_buffers import GradientBufferPool, TensorSlice, cut_slices, flat_layout, split_evenly
+from meshwright.parallel.flat_buffers import GradientBufferPool, TensorSlice, cut_slices, make_flat_layout, split_evenly
 from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccumulator
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.zero import FsdpUnit, GradientReducer, ParameterPrefetcher, ShardingAxes
@@ -120,7 +120,7 @@ class ZeroEngine:
             axes = ShardingAxes(mesh.data, mesh.shard, mesh.replica, tied)
         zero = mesh.layout.zero if not axes.shard.trivial else 0
         shards = axes.shard.size if zero else 1
-        flat = flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)
+        flat = make_flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)
         return FsdpUnit(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
 
     def _unit_names(self, stage: Stage) -> list[str]:
@@ -233,7 +233,7 @@ class ZeroEngine:
         slices: list[TensorSlice] = []
         for unit in self._units.values():
             unit.unshard()
-            values = unit.flat.packing.unpack(unit.parameters.clone(), torch.float32)
+            values = unit.flat.storage_format.unpack(unit.parameters.clone(), torch.float32)
             slices += cut_slices(unit.flat, "parameter", values, 0, 0, unit.flat.numel)
             if unit.zero == 3:
                 unit.reshard()

@@ -67,7 +67,7 @@ class DeviceRunner:
         prepare_parameters(self._model, self.config)
         head_dim = self.config.head_dim
         self._rotations: dict[Rotation | None, Any] = {None: None} | {
-            turn: pad_pairs(RotaryTable(turn, torch.float32).up_to(limits.max_length, self._device), head_dim)
+            turn: pad_pairs(RotaryTable(turn, torch.float32).get_table(limits.max_length, self._device), head_dim)
             for turn in self.config.rotations(self._stage.layers)
         }
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)

@@ -25,7 +25,7 @@ from meshwright.model.attention import Attention as AttentionModule
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.block import Block
 from meshwright.model.experts import Mixture
-from meshwright.model.rope import RotaryTable, half_rotation_order, pad_pairs
+from meshwright.model.rope import RotaryTable, find_half_rotation_order, pad_pairs
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel
@@ -79,7 +79,7 @@ class Lowering:
         self.segments: list[Segment] = []
         self.nbytes = dict.fromkeys(("weights", "packed", "workspace", "kv", "logits"), 0)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
-        self._order, self._value_rows = half_rotation_order(self.config), kv_heads * self.config.head_dim
+        self._order, self._value_rows = find_half_rotation_order(self.config), kv_heads * self.config.head_dim
         self._tables = block_tables(self.config, mesh.pp.size)
         self._caches = [self._make_cache(kv_heads) for _ in range(self._tables.depths[self._stage.index])]
         self._buffers: dict[str, Float32] = {}
@@ -98,7 +98,7 @@ class Lowering:
         self._names = {id(module): name for name, module in self._model.named_modules()}
         self._rotations: dict[Rotation | None, tuple[Float32, Float32] | tuple[None, None]] = {None: (None, None)}
         for rotation in self.config.rotations(self._stage.layers):
-            tables = RotaryTable(rotation, torch.float32).up_to(limits.max_length, torch.device("cpu"))
+            tables = RotaryTable(rotation, torch.float32).get_table(limits.max_length, torch.device("cpu"))
             tables = pad_pairs(tables, self.config.head_dim)
             cosine, sine = (self._copy_weight(table[: limits.max_length].numpy()) for table in tables)
             self._rotations[rotation] = cosine, sine
@@ -321,8 +321,8 @@ class Lowering:
 
     def _order_features(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the weight rows `values` of the parameter `name` with the features of queries and keys permuted to the
-        order of half-rotations (`half_rotation_order`), for RoPE in the kernels; other parameters are returned as they
-        are."""
+        order of half-rotations (`find_half_rotation_order`), for RoPE in the kernels; other parameters are returned as
+        they are."""
         if self._order is None or not any(part in name for part in (".qkv.", ".query_norm.", ".key_norm.")):
             return values
         ordered, size = values.copy(), self.config.head_dim

@@ -212,5 +212,5 @@ class TorchRunner:
             tile = states_RH.new_zeros(1, size, self.config.hidden)
             part = states_RH[begin : begin + size]
             tile[0, : len(part)] = part
-            out_RV[begin : begin + size] = self._model.scores(tile)[0, : len(part)].float().numpy()
+            out_RV[begin : begin + size] = self._model.output_logits(tile)[0, : len(part)].float().numpy()
         return out_RV

@@ -38,12 +38,11 @@ class DistillationLoss:
     layer_map: tuple[tuple[int, int], ...] = ()
 
     def terms(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two tensors [..., O], for O outcomes (tokens): each outcome's contribution to D, and a = q dD/dq,
-        where a constant added to dD/dq does not matter. The gradient of D with respect to the student's logits / T is a
-        - q Σ a.
+        """Return two tensors [..., O] for O outcomes (tokens): each outcome's term of the divergence D, and a = q dD/dq
+        for the student's probabilities q, up to an additive constant in dD/dq. The gradient of D with respect to the
+        student's logits / T is a - q Σ a, in which that constant cancels.
 
-        log_p, log_q: log-probabilities of the teacher and of the student [..., O], natural logarithms.
-        """
+        log_p, log_q: log-probabilities (natural logarithms) of the outcomes under teacher and student, [..., O]."""
         q = log_q.exp()
         if self.divergence == "forward_kl":
             p = log_p.exp()

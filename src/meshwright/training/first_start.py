@@ -91,9 +91,9 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
 
 
 def measurement_advice(device: str, measurement: Path) -> str:
-    """Return the end of an error message about a missing measurement of this machine: what the user must do to have it
-    measured, such as "start once without --no-probe". device: the recipe's `run.device` ("auto", "cpu" or "cuda").
-    measurement: path of the missing file."""
+    """Return a clause that ends an error message about a missing measurement of this machine: what the user must do to
+    have it measured, such as "start once without --no-probe". device: the recipe's `run.device` ("auto", "cpu" or
+    "cuda"). measurement: path of the missing file."""
     if not may_measure():
         return f"start once without {PROBE_VARIABLE}=0"
     if not runs_on_cpu(device):  # there is a GPU device file, but torch does not use the GPU
@@ -112,11 +112,11 @@ def _describe_repetition(failed: FailedMeasurement) -> str:
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
-    """Measure and store what the run's predictions need: the speeds of this machine and the memory of a process.
-    Measurements that an earlier start stored are reused; nothing is measured if the run has no steps left.
+    """Measure and store the machine's speeds and the memory of a process, from which predictions of the run are
+    computed. recipe: settings of the run. Measurements that an earlier start stored are reused; nothing is measured if
+    the run has no steps left.
 
-    threads: number of OpenMP threads of each rank. log: called with each line for the user.
-    """
+    threads: number of OpenMP threads of each rank. log: called with each line for the user."""
     checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None or checkpoint.step < recipe.train.steps:
         layout, device = recipe.parsed_layout, recipe.run.device
@@ -127,17 +127,16 @@ def measure_first_start(
     layout: Layout, device: str, threads: int, log: Callable[[str], None], *, compiled: bool | None = None,
     search: bool = False,
 ) -> None:  # fmt: skip
-    """Measure and store the machine speeds (hardware profile) and the process memory from which the step time and
-    memory of this layout are predicted, except those that are already stored.
+    """Measure and store the machine's speeds (hardware profile) and the memory of a process, from which step time and
+    memory of this layout are predicted; measurements that are already stored are left out.
 
-    A layout without a precision is measured in the one that its run will take, which is measured and stored first.
+    If the layout has no precision, the precision that its run will take is measured and stored first.
 
     device: the recipe's `run.device`. threads: number of OpenMP threads of each rank. log: called with each line for
-    the user. compiled: True if the blocks run under torch.compile; None: process memory is not measured. search:
-    measure for a search over all layouts of as many ranks: every candidate precision, and the collectives of every
+    the user. compiled: True if the blocks run under torch.compile; None: process memory is not measured. search: True
+    to measure for a search over all layouts of as many ranks: every candidate precision, and the collectives of every
     axis. A failure is logged as one line and the run continues without a prediction; only an interrupt or SIGTERM ends
-    it.
-    """
+    it."""
     if not may_measure() or not runs_on_cpu(device):
         return
     ranks = layout.world_size
@@ -225,7 +224,7 @@ def _log_failure(what: str, log: Callable[[str], object]) -> Iterator[None]:
 
 def _synchronous_axes(layout: Layout) -> tuple[str, ...]:
     """Return those of the mesh axes "tp" and "cp" over which this layout communicates in every layer while compute
-    waits. Expert parallelism counts as "tp"."""
+    waits. Expert parallelism is measured as "tp"."""
     used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
     return tuple(axis for axis in SYNCHRONOUS_AXES if used[axis])
 
@@ -233,11 +232,11 @@ def _synchronous_axes(layout: Layout) -> tuple[str, ...]:
 def _measure_and_store(
     profile: _ProfileRequest | None, unmeasured: Callable[[], list[ProcessKey]], log: Callable[[str], None]
 ) -> None:
-    """Measure and store a hardware profile (machine speeds) and process memory; log what is measured and the duration.
+    """Measure and store a hardware profile (machine speeds) and process memory; log both and their duration.
 
-    profile: None: measure no profile. unmeasured: returns the conditions (precision, threads, compiled) under which
-    process memory is measured; fewer once the profile has found the fastest precision. log: called with each line for
-    the user."""
+    profile: profile to measure; None: none. unmeasured: function that returns the conditions (precision, threads,
+    compiled) under which process memory is still to be measured; called again after the profile, which may find the
+    precision of the run. log: called with each line for the user."""
     what, paths, seconds, expected = [], [], 0, unmeasured()
     if profile is not None:
         ranks, threads = profile.key.ranks, profile.key.threads

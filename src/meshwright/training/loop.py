@@ -59,8 +59,11 @@ def make_save_options(recipe: Recipe, tokenizer_directory: Path | None = None) -
 
 
 class Run:
-    """Training run on one rank: it trains to the last step, writes checkpoints and the journal (console and metrics
-    file), and saves and stops after SIGTERM or an interrupt."""
+    """Training run on one rank: trains to the last step and writes checkpoints, metrics and console output. After
+    SIGTERM or an interrupt it saves a checkpoint and stops.
+
+    recipe: settings of the run. mesh: device mesh of this rank. run_directory: directory of the run's files, already
+    locked. show_progress: print a line for each logged step."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
         """Prepare data and model, and load the newest checkpoint if there is one. show_progress: print a line for each
@@ -75,9 +78,9 @@ class Run:
         self.resumed_from = self._resume(layout, config, data)
 
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        """Create the attributes that runs of language models and of user modules share: the journal (console and
-        metrics file), the agreement (exchange of flags between ranks), the handlers of SIGTERM and interrupts, and the
-        profiler."""
+        """Create the attributes that runs of language models and of user modules share: the journal (console output and
+        metrics file), the object by which ranks exchange flags, the handlers of SIGTERM and interrupts, and the
+        profiler. The arguments are those of the constructor."""
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
@@ -140,9 +143,9 @@ class Run:
     def _record_step(
         self, outcome: StepOutcome, seconds: float, validation: Validation | None, profiled: bool
     ) -> StepRecord:
-        """Build the log record of the step just done. outcome: its loss, norm and flags; seconds: its duration without
-        validation; validation: result of the validation after it (None: none); profiled: True if the profiler recorded
-        the step, which makes it slower."""
+        """Build the log record of the step just done. outcome: loss, gradient norm and flags of the step; seconds: its
+        duration without validation; validation: result of the validation after it (None: none); profiled: True if the
+        profiler recorded the step, which makes it slower."""
         trainer, scale = self.trainer, self.trainer.loss_scale
         return StepRecord(
             step=trainer.steps_done,
@@ -234,8 +237,9 @@ class Run:
         return dataclasses.replace(layout, precision=precision)
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
-        """Create the trainer and load the newest complete checkpoint into it; return the checkpoint's name, or None for
-        a fresh run. layout: layout of the run; config: its model configuration; data: the prepared data. Collective."""
+        """Create the trainer and load the newest complete checkpoint into it; return the checkpoint's name, None if the
+        run starts afresh. layout: layout of the run; config: its model configuration; data: its tokenized data.
+        Collective."""
         state = check_resume(self.recipe, data.sha256)
         while True:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)

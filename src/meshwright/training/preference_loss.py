@@ -73,8 +73,8 @@ class Preference:
         with torch.no_grad():
             rewards_2 = self.beta * torch.stack([chosen_BP, rejected_BP]).mul(counted_BP).sum(dim=(1, 2))
             right, count = ((h_BP > 0) & counted_BP).sum(), counted_BP.sum()
-            figures = torch.cat([rewards_2, torch.stack([right, count, count]).to(rewards_2.dtype)])
-        return PreferenceLoss((losses_BP * counted_BP).sum(), figures)
+            metric_sums = torch.cat([rewards_2, torch.stack([right, count, count]).to(rewards_2.dtype)])
+        return PreferenceLoss((losses_BP * counted_BP).sum(), metric_sums)
 
     def _single_response_loss(self, scores_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:
         """Return loss and metrics of single labelled responses (KTO). scores_BD: log p / p_ref of each response. pairs:
@@ -87,8 +87,8 @@ class Preference:
         with torch.no_grad():
             rewards_2 = (self.beta * scores_BD * kinds_2BD).sum(dim=(1, 2))
             right = (torch.stack([ahead_BD > 0, ahead_BD < 0]) & kinds_2BD).sum()
-            figures = torch.cat([rewards_2, right[None], kinds_2BD.sum(dim=(1, 2))]).to(rewards_2.dtype)
-        return PreferenceLoss((torch.stack(losses_BD) * kinds_2BD).sum(), figures)
+            metric_sums = torch.cat([rewards_2, right[None], kinds_2BD.sum(dim=(1, 2))]).to(rewards_2.dtype)
+        return PreferenceLoss((torch.stack(losses_BD) * kinds_2BD).sum(), metric_sums)
 
 
 def make_preference(recipe: Recipe) -> Preference | None:

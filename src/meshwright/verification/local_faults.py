@@ -309,7 +309,7 @@ def _ignore_documents(counter: FaultCounter, original: FaultyFunction, cls: type
 def _see_next_token(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
-    """Buggy stand-in for `tiles_of` (`original`), which splits attention into tiles and gives each its mask: the causal
+    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each its mask: the causal
     mask (`triangle`) lets each token attend to the next one. `counter` counts the calls in which the mask changes.
     span, first_RS: passed on to `original`."""
     counter.record_if(len(triangle) > 1)
@@ -317,7 +317,7 @@ def _see_next_token(
 
 
 def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any) -> Any:
-    """Buggy stand-in for `tiles_of` (`original`), which splits attention into tiles and gives each its mask: every tile
+    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each its mask: every tile
     of queries except the first of the sequence lacks its first key. `counter` counts the changed tiles. span, triangle,
     first_RS: passed on to `original`."""
     found = []
@@ -381,8 +381,8 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     "loss scale not restored": LocalFaultSpec(Trainer, "restore", _restore_without("loss_scale")),
     "optimizer state not restored": LocalFaultSpec(Optimizer, "restore_step_count", _forget_optimizer),
     "attention not masked across documents": LocalFaultSpec(Documents, "from_ids", _ignore_documents),
-    "causal mask off by one": LocalFaultSpec(tiled_attention, "tiles_of", _see_next_token, "long sequences"),
-    "attention tile drops a key": LocalFaultSpec(tiled_attention, "tiles_of", _drop_key, "long sequences"),
+    "causal mask off by one": LocalFaultSpec(tiled_attention, "cut_span", _see_next_token, "long sequences"),
+    "attention tile drops a key": LocalFaultSpec(tiled_attention, "cut_span", _drop_key, "long sequences"),
     "ring attention drops a KV block": LocalFaultSpec(ring_spans, "list_spans", _drop_kv_block, "long sequences"),
 }
 """Name of each local fault -> what it replaces, and the case that exposes it."""

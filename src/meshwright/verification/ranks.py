@@ -234,7 +234,7 @@ class _VerificationRun:
         if isinstance(task.objective, Preferences):
             assert problem.preference is not None
             task.objective.reference = data.response_reference()
-            task.objective.most_terms = 2 * MOST_PAIRS // problem.preference.responses
+            task.objective.max_terms = 2 * MOST_PAIRS // problem.preference.responses
         if isinstance(task.objective, Distillation):
             task.objective.teacher = make_teacher(problem, self.mesh)
         return trainer

@@ -16,7 +16,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.model import tiled_attention
 from meshwright.model.documents import Documents
-from meshwright.model.tiled_attention import Span, tiles_of
+from meshwright.model.tiled_attention import Span, cut_span
 from meshwright.model.transformer import Transformer
 from meshwright.names import FAMILIES
 from meshwright.planner.cost.attention import keys_per_tile
@@ -116,7 +116,7 @@ def test_unfused_attention_flops_match_math_kernel(name: str, monkeypatch: pytes
 @pytest.mark.parametrize("sequence", [16, 40])
 def test_tiles_of_attention_read_the_keys_that_the_engine_reads(sequence: int, window: int | None):
     first_BS = Documents().first_visible_BS(sequence, window, torch.device("cpu"))
-    tiles = tiles_of(Span(slice(0, sequence), slice(0, sequence)), torch.zeros(16, 16), first_BS)
+    tiles = cut_span(Span(slice(0, sequence), slice(0, sequence)), torch.zeros(16, 16), first_BS)
     keys = sum((q.stop - q.start) * (k.stop - k.start) for q, k, _ in tiles) / sequence
     assert keys_per_tile(sequence, 16, window) == keys
 

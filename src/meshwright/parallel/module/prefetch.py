@@ -221,8 +221,8 @@ class ModulePrefetcher:
         return tensor if name is None else _SavedView(name, tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        """Saved-tensor hook, the inverse of `_pack`: unshard the FSDP unit of a `_SavedView` and return the view;
-        return anything else unchanged."""
+        """Saved-tensor hook, the inverse of `_pack`. If `saved` is a `_SavedView`, unshard its FSDP unit and return the
+        view; otherwise return `saved` unchanged."""
         if not isinstance(saved, _SavedView):
             return saved  # type: ignore[no-any-return]
         self._unshard(saved.unit)

@@ -26,7 +26,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.distillation import make_teacher_layout
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
-from meshwright.spec.policy import DISTILLATION_FIGURES, PREFERENCE_FIGURES
+from meshwright.spec.policy import DISTILLATION_METRICS, PREFERENCE_METRICS
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import LOOKED_UP, Stage
 
@@ -83,7 +83,7 @@ class _Step(DataCalls):
         self.gathers()
         self.partial_gradients(units)
         teacher = self.work.teacher
-        self.verdict(PREFERENCE_FIGURES if self.work.responses else DISTILLATION_FIGURES if teacher else 0)
+        self.verdict(PREFERENCE_METRICS if self.work.responses else DISTILLATION_METRICS if teacher else 0)
         if self.work.estimates_kl:
             self.sent.update(_Step(self.config, replace(self.layout, recompute="none"), self.work, self.rank).forward())
             self.all_reduce("loss.kl", "world", self.layout.world_size, 16)

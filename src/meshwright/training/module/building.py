@@ -32,9 +32,9 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
 
 
 def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.device) -> nn.Module:
-    """Call the script's function `build` and return its module on the device in training mode. Frozen parameters and
-    batch-norm statistics are cast to the run's compute dtype; trained parameters keep their dtype until they are
-    sharded.
+    """Call the script's function `build` and return its module, on `device` and in training mode. Frozen parameters and
+    batch-norm statistics are cast to the compute dtype of the layout; trained parameters keep their dtype until they
+    are sharded.
 
     spec: arguments of `fit`. seed: seed of the run, which determines the module's random initial values. `UserError` if
     `build` returns no `nn.Module`."""
@@ -60,8 +60,9 @@ def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.dev
 
 
 def _check_same_module(derived: ModuleDescription, mesh: Mesh) -> None:
-    """Raise `UserError` on all ranks if a rank's module differs from rank 0's in names or shapes of parameters, FSDP
-    units, weight decay, buffers or frozen parameters. derived: description of this rank's module. Collective."""
+    """Raise `UserError` on all ranks of `mesh` if a rank's module differs from rank 0's in names or shapes of
+    parameters, FSDP units, weight decay, buffers or frozen parameters. derived: description of this rank's module.
+    Collective."""
     entries = [(entry.name, entry.shape, entry.unit, entry.decay) for entry in derived.table.entries]
     mine, agreement = derive_seed(0, entries, derived.kept), Agreement(mesh)
     problem = None

@@ -46,7 +46,7 @@ def train_module(
 
 class ModuleRun(Run):
     """Training run of a user's module on one rank: a `Run` with the script's module and data in place of a language
-    model's."""
+    model's. Arguments: those of `train_module`."""
 
     def __init__(
         self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, spec: ModuleSpec, show_progress: bool
@@ -121,8 +121,8 @@ def _make_config_json(module: nn.Module) -> bytes:
 
 
 def check_spec(spec: ModuleSpec, recipe: ModuleRecipe) -> None:
-    """Validate the arguments of `fit` by themselves and against the recipe, before the module is built. `UserError` for
-    the first that is wrong."""
+    """Raise `UserError` for the first invalid argument of `fit` (in `spec`), or the first that does not fit the recipe;
+    called before the module is built."""
     check_samples(spec.data, "data")
     if spec.validation is not None:
         check_samples(spec.validation, "validation")
