@@ -43,9 +43,10 @@ class TokenKeys:
     keys_BC: torch.Tensor | None = None
 
     def set(self, documents: Documents, tokens: int) -> None:
-        """Compute the keys of a micro-batch's tokens from its samples' random keys and the tokens' positions.
-        documents: has both (`samples_B`, and under context parallelism `indices_C`); without `samples_B`, as in
-        validation, nothing is dropped. tokens: number of tokens of a sequence on this rank."""
+        """Compute the keys of a micro-batch's tokens from the random keys of its samples and the tokens' positions.
+        documents: document boundaries, with the samples' keys (`samples_B`) and, under context parallelism, the tokens'
+        positions (`indices_C`); without `samples_B`, as in validation, nothing is dropped. tokens: number of tokens of
+        a sequence on this rank."""
         keys_B = documents.samples_B
         if keys_B is None:
             self.keys_BC = None

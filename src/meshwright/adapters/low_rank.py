@@ -28,12 +28,12 @@ class Rows(NamedTuple):
 
 class LowRank(nn.Module):
     """LoRA adapter of one linear layer y = x Wᵀ: it returns y + s x Aᵀ Bᵀ (Hu et al. 2021, arXiv:2106.09685, eq. 3).
-    Parameters: `a` [M x R, X], the matrices A of M adapted matrices stacked, and `b`, their matrices B stacked, [output
-    features of all adapted matrices, R]; both are uninitialised.
+    Parameters, both uninitialised: `a` [M x R, X], the matrices A of M adapted matrices (such as the query and the
+    value part of a fused qkv) stacked; `b` [output features of all adapted matrices, R], their matrices B stacked.
 
     rows: range of output features of each adapted matrix, in ascending order; inputs: X; rank: R; scale: s; options:
     `device` and `dtype` of the parameters. Attributes: `enabled`: False to return y, the base layer's output;
-    `dropout`: of the input x; None: without."""
+    `dropout`: dropout of the input x; None: no dropout."""
 
     dropout: Dropout | None = None
 

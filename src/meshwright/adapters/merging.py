@@ -84,7 +84,7 @@ def open_model_adapter(directory: Path, base: Path) -> tuple[CheckpointFiles, Ad
 
 
 def _selected(config: ModelConfig, settings: AdapterConfig) -> dict[str, Any]:
-    """Return {module name: parameter entry of the module's weight} for the linear layers that an adapter adapts.
+    """Return the linear layers that an adapter adapts, as {module name: parameter entry of the module's weight}.
     config: configuration of the base model; settings: settings of the adapter, which name its target modules."""
     known = find_adaptable_entries(parameter_table(config).entries)
     return {module: known[module] for module in settings.targets}
