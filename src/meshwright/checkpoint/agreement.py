@@ -16,8 +16,8 @@ _TEXT_BYTES = 2048
 
 
 class Agreement:
-    """All-reduces of small values over all ranks of `mesh`. Every method is collective: all ranks call it, in the same
-    order."""
+    """Exchange of flags, numbers and short texts among all ranks of `mesh`, by small all-reduces. Every method is
+    collective: all ranks call it, in the same order."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

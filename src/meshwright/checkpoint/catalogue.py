@@ -181,8 +181,8 @@ def find_best(directory: Path | str) -> CheckpointPath | None:
 
 
 def _select_best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
-    """Return the checkpoint with the lowest finite validation loss (in a tie, the one of the highest step); None
-    without one."""
+    """Return the one of `checkpoints` with the lowest finite validation loss (in a tie, the one of the highest step);
+    None if none has a finite loss."""
 
     def loss(checkpoint: CheckpointPath) -> float:
         """Return the checkpoint's validation loss, infinite if it has none or if it is NaN."""

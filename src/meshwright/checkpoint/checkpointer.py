@@ -73,9 +73,9 @@ class Checkpointer:
     """Saves and loads the checkpoints of one run. Collective: every rank creates one and calls the same methods in the
     same order.
 
-    directory: checkpoints/ of the run, on a filesystem shared by all ranks (`UserError` if it is not). contents: the
-    model's configuration, or `CheckpointContents` for a user's own module. log: called with lines for the user.
-    """
+    directory: checkpoints/ of the run, on a filesystem shared by all ranks (`UserError` if it is not). mesh: device
+    mesh of this rank. contents: the model's configuration, or `CheckpointContents` for a user's own module. options:
+    settings of the saves. log: called with lines for the user."""
 
     def __init__(
         self,
@@ -315,7 +315,8 @@ def _lock_directory(directory: Path) -> DirectoryLock:
 
 def make_model_contents(config: ModelConfig, options: SaveOptions) -> CheckpointContents:
     """Return the parameter table, small files and model check for checkpoints of a model with the architecture
-    `config`. With an adapter they are PEFT directories, which hold the adapter alone."""
+    `config`. With an adapter they are those of PEFT directories, which hold the adapter alone. options: settings of the
+    saves."""
     if config.adapter is not None:
         small_files = {
             ADAPTER_CONFIG: to_json_bytes(adapter_to_peft(config)),

@@ -161,8 +161,8 @@ def count_blocks(size: int) -> int:
 
 
 def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> FileRecord:
-    """Compute the size of a file, its hash, and the hashes of its blocks, in one pass. keep_going: called between
-    reads; it stops the hashing by raising an exception."""
+    """Compute the size of the file `path`, its SHA-256, and the SHA-256 of each of its blocks, in one pass. keep_going:
+    called between reads; it stops the hashing by raising an exception."""
     size = path.stat().st_size
     whole, blocks = hash_blocks(path, True, range(count_blocks(size)), keep_going)
     assert whole is not None
@@ -172,9 +172,9 @@ def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> File
 def hash_blocks(
     path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
 ) -> tuple[str | None, dict[int, str]]:
-    """Compute hashes of a file, reading no more of it than needed. Return (hex SHA-256 of the whole file, None unless
-    `whole`; {block number: hex SHA-256 of the block} for the block numbers in `blocks`). keep_going: called between
-    reads; it stops the hashing by raising an exception."""
+    """Compute hashes of the file `path`, reading no more of it than needed. Return (hex SHA-256 of the whole file, None
+    unless `whole`; {block number: hex SHA-256 of the block} for the block numbers in `blocks`). keep_going: called
+    between reads; it stops the hashing by raising an exception."""
     size = path.stat().st_size
     everything = hashlib.sha256() if whole else None
     wanted = set(blocks)
@@ -236,7 +236,7 @@ def _format_block_range(block: int, size: int) -> str:
 
 
 def _hash_whole(path: Path) -> str:
-    """Return the hex SHA-256 of a whole file. Raises `DamagedCheckpoint` if it cannot be read."""
+    """Return the hex SHA-256 of the whole file `path`. Raises `DamagedCheckpoint` if it cannot be read."""
     try:
         return hash_blocks(path, True, [])[0] or ""
     except OSError as error:

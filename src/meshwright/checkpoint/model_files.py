@@ -136,11 +136,12 @@ def split_disk_runs(
     """Split a slice of an exported tensor into runs of elements that are contiguous on disk. Yield (index of the run's
     first element in the tensor on disk, values of the run).
 
-    entry: parameter entry of the tensor, which gives its shape on disk. values: elements [start, start + len(values))
-    of the flattened tensor. A matrix is flattened row-major as [outputs, inputs]; with `columns`, a range of inputs,
-    only these columns are flattened. There is one run, or with `columns` one per matrix row. A matrix that is stored
-    transposed has one run per row on disk, unless the slice is the whole matrix.
-    """
+    entry: parameter entry of the tensor, which gives its shape on disk. values: the slice: elements [start, start +
+    len(values)) of the flattened tensor; a matrix is flattened row-major as [outputs, inputs]. columns: range of
+    inputs; only these columns of the matrix are flattened; None: all.
+
+    The slice is one run; with `columns` it is one run per row. A matrix that is stored transposed has one run per row
+    on disk, unless the slice is the whole matrix."""
     stop = start + len(values)
     if not entry.transposed:
         if columns is None:
