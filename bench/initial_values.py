@@ -18,7 +18,7 @@ import torch
 
 from common import paired_ratio, write_result
 from meshwright.layout import Layout
-from meshwright.model.initialise import initial_slice
+from meshwright.model.initialise import make_initial_slice
 from meshwright.parallel.flat_buffers import make_flat_layout, make_slice_reader
 from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import parameter_table
@@ -51,7 +51,7 @@ def main() -> None:
         shard = torch.zeros(flat.padded // shards)
         seconds: dict[str, list[float]] = {"slices": [], "whole tensors": []}
         for turn in range(options.rounds + 1):
-            sources = partial(initial_slice, seed=0), make_slice_reader(draw_whole)
+            sources = partial(make_initial_slice, seed=0), make_slice_reader(draw_whole)
             for found, source in zip(seconds.values(), sources, strict=True):
                 begun = time.perf_counter()
                 flat.fill(shard, 0, source)

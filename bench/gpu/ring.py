@@ -42,7 +42,7 @@ def make_masks(heads: Heads, documents: Documents, window: int | None, flash: bo
 def attend(heads: Heads, d_out: torch.Tensor, masks: list[AttentionMask]) -> list[torch.Tensor]:
     """Output and gradients of queries, keys and values of all ranks, forward and backward."""
     tokens = d_out.shape[2]
-    places = [context.local_positions(LAYOUT, axis.rank, tokens).to(d_out.device) for axis in AXES]
+    places = [context.list_local_positions(LAYOUT, axis.rank, tokens).to(d_out.device) for axis in AXES]
     shards = [[x.transpose(1, 2)[:, held].contiguous().transpose(1, 2) for held in places] for x in (*heads, d_out)]
     blocks = [torch.stack(block) for block in zip(*shards[1:3], strict=True)]
     d_blocks = [torch.zeros_like(block, dtype=torch.float32) for block in blocks]

@@ -15,7 +15,7 @@ from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
 from meshwright.model.scaled_dot_product import MaskForm
 from meshwright.model.tiled_attention import ScoreSettings
-from meshwright.parallel.context import context_operations, local_positions
+from meshwright.parallel.context import list_local_positions, make_context_operations
 from tests.model.flash_kernels import flash_kernels_on_cpu
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def attention(
     the ranks of the gradients of sinks, if heads have them."""
     shape, documents, window, tiles.TILE_QUERIES = case
     ids, layout = ids_of(shape, documents), mesh.layout
-    places = local_positions(layout, mesh.cp.rank, shape[1])
+    places = list_local_positions(layout, mesh.cp.rank, shape[1])
     *whole, direction = inputs(shape, seed)
     whole = [x.requires_grad_() for x in whole]
     sinks = [torch.linspace(-2, 3, shape[2], dtype=torch.float64, requires_grad=True)] if with_sinks else []
@@ -83,7 +83,7 @@ def attention(
     wanted = by_definition(*whole, ids, window, how)
     want = [wanted.detach(), *torch.autograd.grad(wanted, [*whole, *sinks], direction)]
     mine = [x.detach()[:, :, places].to(dtype).requires_grad_() for x in whole]
-    operations = context_operations(mesh)
+    operations = make_context_operations(mesh)
     form: MaskForm = "varlen" if flash else "first"
     visible = operations.make_attention_mask(
         Documents.from_ids(ids).select_tokens(places), len(places), window, CPU, form
@@ -145,7 +145,7 @@ def without_gradients(method: str) -> bool:
     """Return True if the result without gradients is bitwise equal."""
     mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
     q, k, v, _ = inputs((2, 16, 4, 2, 8), mesh.cp.rank)
-    operations = context_operations(mesh)
+    operations = make_context_operations(mesh)
     visible = operations.make_attention_mask(Documents(), 16, None, CPU)
     wanted = operations.attend(q, k, v.requires_grad_(), visible)
     with torch.no_grad():
@@ -161,7 +161,7 @@ def operators(method: str) -> None:
     ring, key = torch.ops.meshwright, mesh.cp.key
     if method == "ring":
         documents = Documents.from_ids((torch.arange(32) > 9)[None].expand(2, -1))
-        mask = context_operations(mesh).make_attention_mask(documents, 16, None, CPU, "varlen")
+        mask = make_context_operations(mesh).make_attention_mask(documents, 16, None, CPU, "varlen")
         with flash_kernels_on_cpu():
             _check_operators("flash_ring_attention", (q, k, v, mask.tensors, [0.0, 0.3], key, None), direction)
         first, sinks = torch.arange(16).clamp(max=5)[None], torch.ones(4, dtype=torch.float64)

@@ -210,7 +210,9 @@ def test_ranks_with_different_token_counts_chunk_loss_equally(monkeypatch):
     cuts = [
         [
             chunk.tokens
-            for chunk in loss._logit_chunks(hidden, targets, loss.OutputHead(weight, TensorOperations(), widest=250))
+            for chunk in loss._iterate_logit_chunks(
+                hidden, targets, loss.OutputHead(weight, TensorOperations(), widest=250)
+            )
         ]
         for weight in (torch.randn(250, 8), torch.randn(249, 8))
     ]

@@ -215,7 +215,7 @@ def test_cpu_without_bf16_instructions_is_measured_in_fp32_only(
 )  # fmt: skip
 def test_precision_without_cpu_instructions_gives_a_warning(layout, device, instructions, warned, monkeypatch):
     monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: instructions)
-    warning = first_start.slow_precision_warning(Layout.parse(layout), device)
+    warning = first_start.describe_slow_precision(Layout.parse(layout), device)
     assert (warning is not None) is warned
     assert warning is None or "takes the faster one" in warning
 

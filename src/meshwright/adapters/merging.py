@@ -232,13 +232,13 @@ def unmerge_adapter(directory: Path, merged: Path, target: Path) -> dict[str, An
 
 
 def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict[str, Any]:
-    """Compute a LoRA adapter of rank `rank` from a fine-tuned model: the truncated singular value decomposition of each
-    linear layer's difference between the checkpoints `tuned` and `base`, the closest matrix of this rank (Eckart &
-    Young 1936). Write it to the PEFT directory `target`.
+    """Compute a LoRA adapter of rank `rank` from a fine-tuned model and write it to the PEFT directory `target`. For
+    each linear layer it is the truncated singular value decomposition of the difference between the checkpoints `tuned`
+    and `base`, the closest matrix of this rank (Eckart & Young 1936).
 
-    Return the JSON document of `meshwright adapter extract`; of its keys "kept" is the share of the differences'
-    squared norm that the adapter has, "not_extracted" the tensors that differ and take no adapter.
-    """
+    Return the JSON document of `meshwright adapter extract`. Two of its keys: "kept": fraction of the differences'
+    squared norm that the adapter reproduces; "not_extracted": names of the tensors that differ but to which no adapter
+    can be added."""
     config = config_from_path(base)
     if config_from_path(tuned) != config:
         raise UserError(f"{tuned}: its config.json describes another model than that of {base}")

@@ -177,7 +177,7 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
     for slot, step in ends:
         joins &= (s.group_index[step][1:] == s.group_index[step][:-1]) & (s.peer[step][1:] == s.peer[step][:-1])
         joins &= slot[1:] == (slot + count)[:-1]
-        joins &= _region_of_slot(program, slot)[1:] == _region_of_slot(program, slot)[:-1]
+        joins &= _find_region(program, slot)[1:] == _find_region(program, slot)[:-1]
     parts: list[_TransferEnd] = []
     for index in range(len(send)):
         if index and not joins[index - 1]:
@@ -194,7 +194,7 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
         yield parts
 
 
-def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
+def _find_region(program: CollectiveProgram, slot: Integers) -> Integers:
     """Return for each slot number in `slot` the memory region that contains the slot in `program`: 0 for data, 1 for
     output, 2 for scratch. A slot is the buffer of one chunk; slots of different regions are not adjacent in memory."""
     return (slot >= program.chunks).astype(np.int64) + (slot >= program.first_scratch)

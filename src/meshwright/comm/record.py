@@ -77,7 +77,7 @@ class Record:
         return [asdict(line) for line in lines.values()]
 
 
-def sent_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+def count_sent_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
     """Return the increases of byte counters from `before` to `after` (both: key -> bytes), without keys that have not
     increased."""
     sent = {key: size - before.get(key, 0) for key, size in after.items()}

@@ -188,11 +188,11 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """MLPs of the routed experts on this rank, stacked. With E experts on this rank, of intermediate size F on this
     rank, and hidden size H, `up.weight` is [E x 2F, H]: for each expert the rows of the gate projection, then those of
-    the up projection (in some families alternating); `down.weight` is [E x H, F]. Where several ranks split an expert's
-    width, each holds and adds a slice of the bias of the down projection, [E x H / ranks].
+    the up projection (in some families alternating); `down.weight` is [E x H, F]. If several ranks split an expert's
+    width, each adds one slice of the bias of the down projection, [E x H / ranks].
 
-    `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the parameters.
-    """
+    `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()

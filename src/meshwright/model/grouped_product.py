@@ -37,8 +37,8 @@ def grouped_product(
 def _compute_grouped_product(
     x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor, bias_EZ: torch.Tensor | None, first: int
 ) -> torch.Tensor:
-    """Compute x Wᵀ + b for token copies sorted by expert, without autograd; arguments and result are those of
-    `grouped_product`."""
+    """Compute x Wᵀ + b for N token copies sorted by expert, without autograd. `x_NX`, `weight_EYX`, `ends_E`,
+    `bias_EZ`, `first` and the result are those of `grouped_product`."""
     if _supports_grouped_mm(x_NX, weight_EYX):
         y_NY = F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     else:
@@ -56,7 +56,7 @@ _forward = custom_operator("meshwright::grouped_product")(_compute_grouped_produ
 
 
 @custom_operator("meshwright::grouped_product_input")
-def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _compute_input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return dy W, [N, X], the gradient of the grouped product's input, with the matrix W of each token copy's expert.
     `dy_NY`: gradient of the output for N token copies sorted by expert; `weight_EYX`: W of each of E experts; `ends_E`:
     exclusive end index of each expert's copies."""
@@ -69,7 +69,7 @@ def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch
 
 
 @custom_operator("meshwright::grouped_product_weight")
-def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _compute_weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return the gradient [E, Y, X] of the grouped product's weights: for each expert dyᵀ x over its token copies, 0
     without copies. `dy_NY`, `x_NX`: output gradient and input of N token copies sorted by expert; `ends_E`: exclusive
     end index of each expert's copies."""
@@ -85,12 +85,12 @@ def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tens
     return dw_EYX
 
 
-def bias_gradients(dy_NZ: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def compute_bias_gradients(dy_NZ: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return the gradient [E, Z] of the biases of E experts: for each the sum of the output gradients `dy_NZ` of its
     copies. `ends_E`: exclusive end index of each expert's copies."""
     ones_N8 = dy_NZ.new_ones(len(dy_NZ), ALIGNMENT // 2)  # as many columns as grouped_mm needs in bf16
     if _supports_grouped_mm(dy_NZ, ones_N8):  # a product with ones: no host synchronisation
-        return _weight_gradient(dy_NZ.contiguous(), ones_N8, ends_E)[..., 0]  # type: ignore[no-any-return]
+        return _compute_weight_gradient(dy_NZ.contiguous(), ones_N8, ends_E)[..., 0]  # type: ignore[no-any-return]
     d_bias_EZ = dy_NZ.new_zeros(len(ends_E), dy_NZ.shape[1])
     for expert, rows in _expert_slices(ends_E):
         torch.sum(dy_NZ[rows], dim=0, out=d_bias_EZ[expert])
@@ -117,13 +117,13 @@ def _expert_slices(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
 
 
 _forward.register_fake(lambda x, weight, ends, bias, first: x.new_empty(x.shape[0], weight.shape[1]))
-_input_gradient.register_fake(lambda dy, weight, ends: dy.new_empty(dy.shape[0], weight.shape[2]))
-_weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
+_compute_input_gradient.register_fake(lambda dy, weight, ends: dy.new_empty(dy.shape[0], weight.shape[2]))
+_compute_weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the inputs (token copies, weights, end indices) of the grouped product that backward reads: the
-    `setup_context` function of torch.library.register_autograd."""
+    """Save those inputs of the grouped product that backward reads (token copies, weights, end indices) in `ctx`: the
+    `setup_context` function of torch.library.register_autograd. output: unused."""
     x_NX, weight_EYX, ends_E, bias_EZ, first = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x_NX if needs_weight else None, weight_EYX if needs_x else None, ends_E)
@@ -138,7 +138,7 @@ def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | Non
         None if weight_EYX is None else torch.ops.meshwright.grouped_product_input(dy_NY, weight_EYX, ends_E),
         None if x_NX is None else torch.ops.meshwright.grouped_product_weight(dy_NY, x_NX, ends_E),
         None,
-        None if ctx.biased is None else bias_gradients(dy_NY[:, ctx.biased], ends_E),
+        None if ctx.biased is None else compute_bias_gradients(dy_NY[:, ctx.biased], ends_E),
         None,
     )
 

@@ -114,8 +114,9 @@ def _load_model(
 def match_entries(
     files: CheckpointFiles, table: ParameterTable, config: ModelConfig, new_head: bool = False
 ) -> Mapping[str, str]:
-    """Match the parameter entries of `table` (the tensors that a checkpoint of the model has) to the tensors in
-    `files`; return {entry name: tensor name}. Raises UserError for missing, misshapen or unexpected tensors.
+    """Match the parameter entries of `table` (the tensors that a checkpoint of the model with configuration `config`
+    has) to the tensors in `files`; return {entry name: tensor name}. Raises UserError for missing, misshapen or
+    unexpected tensors.
 
     Files of a base model may omit the prefix "transformer.", "model." or "bert.". The tensor of an output head tied to
     the embedding is ignored, as in transformers, and so are an encoder's other heads. `new_head`: True: do not raise
@@ -167,8 +168,8 @@ def _list_some(found: Sequence[str]) -> str:
 
 
 def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
-    """Return {current Hugging Face name of a tensor: its name in the files}. The names differ if an older version of
-    transformers wrote the files."""
+    """Return {current Hugging Face name of a tensor: its name in the files} for a model of configuration `config`. The
+    names differ if an older version of transformers wrote the files."""
     nested = NESTED_PREFIXES.get(config.family, {})
     inside = lambda name: next((each for each in nested if name.startswith(each)), None)  # noqa: E731
     found = {}

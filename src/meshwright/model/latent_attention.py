@@ -30,13 +30,13 @@ _NORM_EPSILON = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention layer of a transformer block. The projections of the hidden state are fused: the rows
-    of `qkv.weight` are those of the queries (or of their latent vector), then R rows for the latent vector of keys and
-    values, then E rows for the rotary key. Every tp rank computes the latent vectors; heads are split over tp.
+    """Multi-head latent attention layer of a transformer block (DeepSeek-V2: arXiv:2405.04434, section 2.1). The
+    projections of the hidden state are fused: the rows of `qkv.weight` are those of the queries (or of their latent
+    vector), then R rows for the latent vector of keys and values, then E rows for the rotary key. Every tp rank
+    computes the latent vectors; heads are split over tp.
 
-    R: size of the latent vector, E: size of the rotary key. `axes`: communication of the mesh axes; `options`: `device`
-    and `dtype` of the parameters.
-    """
+    R: size of the latent vector, E: size of the rotary key. `config`: model configuration; `axes`: communication of the
+    mesh axes; `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class LatentAttention(nn.Module):
         return [self.qkv, *([] if self.query_up is None else [self.query_up]), self.latent_up, self.output]
 
     def _decompress(self, latent_BSR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project normalised latent vectors [B, S, R] to the keys without rotary position [B, N, S, P] and the values
-        [B, N, S, V] of this rank's N heads; return both. P, V: sizes per head."""
+        """Project the normalised latent vectors `latent_BSR` to the keys without rotary position, [B, N, S, P], and the
+        values, [B, N, S, V], of this rank's N heads; return both. P, V: sizes per head."""
         both = self.latent_up(latent_BSR).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k_BNSP, v_BNSV = both.split([self.plain, self.latent.value_dim], dim=-1)
         return k_BNSP, v_BNSV
@@ -104,9 +104,9 @@ class LatentAttention(nn.Module):
     def _attend(
         self, q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSV: torch.Tensor, visible: AttentionMask
     ) -> torch.Tensor:
-        """Return the causal attention output [B, N, S, V] of queries and keys of head size D and values of head size V.
-        The smaller size is padded with zeros, because attention kernels take one head size. `visible`: attention mask;
-        None: plain causal."""
+        """Return the causal attention output [B, N, S, V] of queries `q_BNSD` and keys `k_BNSD` of head size D and
+        values `v_BNSV` of head size V. The smaller size is padded with zeros, because attention kernels take one head
+        size. `visible`: attention mask; None: plain causal."""
         width, values = max(self.size, self.latent.value_dim), self.latent.value_dim
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q_BNSD, k_BNSD, v_BNSV))
         return self.context.attend(q, k, v, visible, self.scores)[..., :values]

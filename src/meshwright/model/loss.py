@@ -101,7 +101,7 @@ class _CrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode.gradients == "save" else None
         losses, known = [], []
-        for chunk in _logit_chunks(hidden_TH, targets_T, head):
+        for chunk in _iterate_logit_chunks(hidden_TH, targets_T, head):
             if mode.of_tokens:
                 losses.append(chunk.losses_C)
             else:
@@ -180,7 +180,7 @@ def _recompute_gradients(
     hidden_TH, weight_VH, bias_V, targets_T, known_2T = context.saved_tensors
     head = context.head._replace(weight_VH=weight_VH, bias_V=bias_V)
     sums = _Gradients(hidden_TH, head, *context.needs_input_grad[:3])
-    for chunk in _logit_chunks(hidden_TH, targets_T, head, known_2T):
+    for chunk in _iterate_logit_chunks(hidden_TH, targets_T, head, known_2T):
         sums.add(chunk, factors_T)
     return sums.collect()
 
@@ -202,7 +202,7 @@ class Chunk:
     ) -> None:
         self.tokens, self._logits_CV, self._softcap = tokens, logits_CV, head.softcap
         self._compiled = head.compile_backend is not None
-        self._statistics, self._to_gradient_ = _elementwise_functions(head.compile_backend)
+        self._statistics, self._to_gradient_ = _get_elementwise_functions(head.compile_backend)
         wide = at_least_float32(logits_CV.dtype)
         self._counted_C = (targets_C != IGNORED).to(wide)
         indices_C = targets_C.clamp(min=0) - head.first_token
@@ -279,7 +279,7 @@ def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> 
 
 
 @functools.cache
-def _elementwise_functions(backend: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _get_elementwise_functions(backend: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions (`_statistics`, `_to_gradient_`), compiled with the torch.compile backend `backend`; None:
     not compiled."""
     if backend is None:
@@ -294,7 +294,7 @@ def cap_logits_(logits: torch.Tensor, softcap: float) -> torch.Tensor:
     return logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def _logit_chunks(
+def _iterate_logit_chunks(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, known_2T: torch.Tensor | None = None
 ) -> Iterator[Chunk]:
     """Compute the logits of the output head for the hidden states `hidden_TH`, chunk by chunk of tokens; yield each

@@ -16,7 +16,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.rope_scaling import RopeScaling, Rotation, Temperature
 
 
-def inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0) -> torch.Tensor:
+def compute_inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0) -> torch.Tensor:
     """Return the rotary frequencies [R/2] of a layer: the angle in radians per position of each pair of features, in
     `dtype`. `rotation`: the layer's rotary settings; `length`: tokens of the longest sequence, by which LongRoPE
     chooses its factors.
@@ -101,7 +101,7 @@ class RotaryTable:
         table = self._tables.get(factors)
         if table is None or table[0].shape[0] < length or table[0].device != device:
             positions = torch.arange(1 << (length - 1).bit_length(), dtype=self._dtype)
-            angles = torch.outer(positions, inverse_frequencies(self._rotation, self._dtype, longest))
+            angles = torch.outer(positions, compute_inverse_frequencies(self._rotation, self._dtype, longest))
             table = (angles.cos() * self._scale).to(device), (angles.sin() * self._scale).to(device)
             self._tables[factors] = table
         return table

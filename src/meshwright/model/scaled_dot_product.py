@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from meshwright.model.documents import Documents
 from meshwright.model.tiled_attention import ScoreSettings, tiled_attention
-from meshwright.model.varlen_attention import VarlenMask, supports_flash_attention, varlen_attention, varlen_mask
+from meshwright.model.varlen_attention import VarlenMask, make_varlen_mask, supports_flash_attention, varlen_attention
 
 AttentionMask = torch.Tensor | VarlenMask | None
 """Attention mask of a batch, as `make_attention_mask` returns it."""
@@ -54,7 +54,7 @@ def make_attention_mask(
     if first_BS is None:
         return None
     if form == "varlen":
-        return varlen_mask(documents, window, device)
+        return make_varlen_mask(documents, window, device)
     places_S = torch.arange(sequence, device=device)
     return ((places_S >= first_BS[..., None]) & (places_S <= places_S[:, None]))[:, None]
 
@@ -98,7 +98,7 @@ def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and not masked
 
 
-def bidirectional_mask(
+def make_bidirectional_mask(
     documents: Documents, attention_mask_BS: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """Return the additive attention mask of an encoder, [B, 1, S or 1, S]: 0 where a token may attend, else the lowest

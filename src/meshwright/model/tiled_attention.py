@@ -57,7 +57,7 @@ class ScoreSettings(NamedTuple):
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
 
-    def of_heads(self, q_BKGSD: torch.Tensor, heads: slice) -> ScoreSettings:
+    def select_heads(self, q_BKGSD: torch.Tensor, heads: slice) -> ScoreSettings:
         """Return a copy for the key-value heads in the slice `heads` only: sinks [K G] become [K, G] and are sliced.
         `q_BKGSD`: queries, of which only K and G are read."""
         return self if self.sinks is None else self._replace(sinks=self.sinks.view(q_BKGSD.shape[1:3])[heads])
@@ -89,13 +89,13 @@ def _compute_attention(
     q, out = group_by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD)
     out_BKGSD = group_by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
-    for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
+    for rows, heads, tiles in cut_tiles(q, _make_full_span(q), first_BS):
         k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
             p_PXL, *_ = _compute_probabilities(
-                flatten_heads(part), wide_k_PSD, tile, part.shape, how.of_heads(q, heads)
+                flatten_heads(part), wide_k_PSD, tile, part.shape, how.select_heads(q, heads)
             )
             o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
             out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
@@ -115,15 +115,15 @@ def _compute_gradients(
     dq_BKGSD = group_by_kv_head(dq, k_BKSD)
     wide, how = at_least_float32(q.dtype), ScoreSettings(scale, softcap, sinks)
     d_sinks = empty_gradient(q, sinks).to(wide).zero_()
-    for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
+    for rows, heads, tiles in cut_tiles(q, _make_full_span(q), first_BS):
         k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         dk_PSD, dv_PSD = torch.zeros_like(wide_k_PSD), torch.zeros_like(wide_k_PSD)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
             q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(d_out[rows, heads, :, tile.queries])
-            of_heads = how.of_heads(q, heads)
-            p_PXL, slope_PXL, p_sinks = _compute_probabilities(q_PXD, wide_k_PSD, tile, part.shape, of_heads)
+            select_heads = how.select_heads(q, heads)
+            p_PXL, slope_PXL, p_sinks = _compute_probabilities(q_PXD, wide_k_PSD, tile, part.shape, select_heads)
             dv_PSD[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXD)
             dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT)
             if p_sinks is not None:
@@ -247,7 +247,7 @@ def cut_span(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
     return found
 
 
-def _full_span(q_BKGSD: torch.Tensor) -> Span:
+def _make_full_span(q_BKGSD: torch.Tensor) -> Span:
     """Return the `Span` of causal attention on one device: all queries `q_BKGSD` [B, K, G, S, D] over as many keys,
     both from sequence index 0."""
     everything = slice(0, q_BKGSD.shape[3])

@@ -69,7 +69,7 @@ class FlashCall(NamedTuple):
     scale: float | None = None
 
 
-def varlen_mask(
+def make_varlen_mask(
     documents: Documents, window: int | None, device: torch.device, held: tuple[int, ...] = (0,), chunks: int = 1
 ) -> VarlenMask:
     """Build the attention mask of a batch for flash kernels, on the host; its `cu_seqlens` is then copied to `device`.
@@ -102,7 +102,7 @@ def _find_lengths(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torc
 
 
 def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Return True if PyTorch's flash kernels take queries of this dtype and head size on `device`: on CUDA, in 16-bit
+    """Return True if PyTorch's flash kernels take queries of `dtype` and `head_size` on `device`: on CUDA, in 16-bit
     dtypes, for head sizes that are multiples of 8 up to 256."""
     narrow = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and narrow and head_size % 8 == 0 and head_size <= 256
@@ -126,7 +126,7 @@ def flash_forward(
     """Run PyTorch's flash kernel once on queries `q_BNSD`, keys `k_BKCD` and values `v_BKCD`. Return the attention
     output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S]. `call`: causality, window and variable
     lengths."""
-    arguments = _kernel_arguments((q_BNSD, k_BKCD, v_BKCD), call)
+    arguments = _make_kernel_arguments((q_BNSD, k_BKCD, v_BKCD), call)
     options = {"scale": call.scale, "window_size_left": call.left}
     out, log_sum = _flash_forward(*arguments, 0.0, call.causal, False, **options)[:2]
     if call.cu_seqlens is not None:  # [N, T]
@@ -141,7 +141,7 @@ def flash_backward(
     `d_out_BNSD`: output gradient; `saved`: queries, keys, values, output and log-sum-exps (the last two over all keys,
     of which the call may cover only some); `call`: arguments of the forward."""
     *heads, log_sum = saved
-    q, k, v, out, d_out, *bounds = _kernel_arguments((*heads, d_out_BNSD), call)
+    q, k, v, out, d_out, *bounds = _make_kernel_arguments((*heads, d_out_BNSD), call)
     if call.cu_seqlens is not None:
         log_sum = log_sum.transpose(0, 1).flatten(1)
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers: not read without dropout
@@ -152,7 +152,7 @@ def flash_backward(
     return dq, dk, dv
 
 
-def _kernel_arguments(heads: Sequence[torch.Tensor], call: FlashCall) -> tuple[Any, ...]:
+def _make_kernel_arguments(heads: Sequence[torch.Tensor], call: FlashCall) -> tuple[Any, ...]:
     """Return positional arguments of the flash kernels: the tensors `heads` (queries, keys ...) as [B, S, N, D] or,
     with variable lengths, [T, N, D] (copied only if not stored so); cu_seqlens of queries and of keys; their longest
     lengths. `call`: variable lengths, causality and window."""
@@ -172,10 +172,10 @@ def _compute_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, tensors: list[torch.Tensor], window: int,
     scale: float | None, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute variable-length attention without autograd; return the output [B, N, S, D] and each query's log-sum-exp,
-    float32 [B, N, S]. `tensors`, `window`: those of a `VarlenMask`; `scale`: factor of the scores; `sinks`:
-    attention-sink score of each query head."""
-    found = flash_forward(q_BNSD, k_BKSD, v_BKSD, _causal_call(q_BNSD, tensors, window, scale))
+    """Compute variable-length attention of queries `q_BNSD` to keys `k_BKSD` and values `v_BKSD`, without autograd;
+    return the output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S]. `tensors`, `window`: those of a
+    `VarlenMask`; `scale`: factor of the scores; `sinks`: attention-sink score of each query head."""
+    found = flash_forward(q_BNSD, k_BKSD, v_BKSD, _make_causal_call(q_BNSD, tensors, window, scale))
     if sinks is not None:
         add_sinks(*found, sinks[:, None])
     return found
@@ -188,16 +188,16 @@ def _compute_gradients(
     """Return the gradients of queries, keys and values, in their shapes, and of the sinks. `d_out_BNSD`: gradient of
     the output; `saved`: queries, keys, values, output and log-sum-exps; `tensors`, `window`, `scale`, `sinks`: as in
     `_compute_attention`."""
-    found = flash_backward(d_out_BNSD, saved, _causal_call(d_out_BNSD, tensors, window, scale))
+    found = flash_backward(d_out_BNSD, saved, _make_causal_call(d_out_BNSD, tensors, window, scale))
     if sinks is None:
         return *found, empty_gradient(d_out_BNSD, None)
     out, log_sum = saved[3:]
     return *found, compute_sink_gradients(sinks, log_sum, (d_out_BNSD.float() * out).sum(dim=-1))
 
 
-def _causal_call(q_BNSD: torch.Tensor, tensors: list[torch.Tensor], window: int, scale: float | None) -> FlashCall:
-    """Return the kernel arguments of causal attention. `tensors`, `window`: those of a `VarlenMask` with one chunk a
-    sequence; `scale`: factor of the scores; None: 1 / √D."""
+def _make_causal_call(q_BNSD: torch.Tensor, tensors: list[torch.Tensor], window: int, scale: float | None) -> FlashCall:
+    """Return the kernel arguments of causal attention of the queries `q_BNSD`. `tensors`, `window`: those of a
+    `VarlenMask` with one chunk a sequence; `scale`: factor of the scores; None: 1 / √D."""
     tokens, left = q_BNSD.shape[2], window - 1 if window else None
     if tensors:
         cu_seqlens, lengths = tensors

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.model.grouped_product import bias_gradients, grouped_product
+from meshwright.model.grouped_product import compute_bias_gradients, grouped_product
 
 Multiply = Callable[..., torch.Tensor]
 
@@ -127,9 +127,10 @@ def linear(
     queue: WeightGradients | None,
     taps: Taps | None = None,
 ) -> torch.Tensor:
-    """Return x Wᵀ + b, [..., Y], for x [..., X] and weight W [Y, X]. `queue`: backward hands it the computation of the
-    weight gradient; None: autograd computes the weight gradient. `taps`: dummy inputs whose gradients carry dy and x
-    out of a compiled backward to the queue; None: a layer with a queue runs outside of compiled graphs."""
+    """Return x Wᵀ + b, [..., Y], for x [..., X], weight W [Y, X] and `bias` b (None: 0). `queue`: backward defers the
+    computation of the weight gradient to it; None: autograd computes the weight gradient. `taps`: dummy inputs whose
+    gradients carry dy and x out of a compiled backward to the queue; None: a layer with a queue runs outside of
+    compiled graphs."""
     if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(x, weight, bias)
     if not torch.compiler.is_compiling():
@@ -147,8 +148,8 @@ class _Linear(torch.autograd.Function):
     def forward(
         context: Any, x: torch.Tensor, weight_YX: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradients
     ) -> torch.Tensor:
-        """Return x Wᵀ + b, [..., Y], for x [..., X], W [Y, X] and b [Y] (`bias`; None: 0). `queue`: receives dy and x
-        in backward."""
+        """Return x Wᵀ + b, [..., Y], for x [..., X], W (`weight_YX`) and b [Y] (`bias`; None: 0). `queue`: receives dy
+        and x in backward."""
         context.save_for_backward(x, weight_YX)
         context.weight, context.queue = weight_YX, queue
         return F.linear(x, weight_YX, bias)
@@ -211,8 +212,8 @@ class _MakeTaps(torch.autograd.Function):
     def forward(
         context: Any, weight_YX: nn.Parameter, queue: WeightGradients, rows: tuple[int, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Return two tensors of zeros with stride 0, [*rows, Y] and [*rows, X], for a linear layer of weight [Y, X]
-        with input [*rows, X]. `queue`: receives dy and x in backward."""
+        """Return two tensors of zeros with stride 0, [*rows, Y] and [*rows, X], for a linear layer of weight
+        `weight_YX` with input [*rows, X]. `queue`: receives dy and x in backward."""
         context.weight, context.queue = weight_YX, queue
         return tuple(weight_YX.new_zeros(()).expand(*rows, size) for size in weight_YX.shape)
 
@@ -309,7 +310,9 @@ class _GroupedLinear(torch.autograd.Function):
         dx_NX = operators.grouped_product_input(dy_NY, _unstack_experts(weight, ends_E), ends_E) if needs_x else None
         if needs_weight:
             context.queue.submit(context.weight, operators.grouped_product_weight, dy_NY, x_NX.detach(), ends_E)
-        d_bias = bias_gradients(dy_NY[:, context.biased], ends_E).flatten() if context.needs_input_grad[2] else None
+        d_bias = (
+            compute_bias_gradients(dy_NY[:, context.biased], ends_E).flatten() if context.needs_input_grad[2] else None
+        )
         return dx_NX, None, d_bias, None, None, None
 
 
@@ -323,9 +326,9 @@ _uncompiled = _apply_function
 
 
 def exclude_from_compiled_graphs() -> None:
-    """Exclude linear layers that have a queue but no taps from compiled graphs, from now on: their backward writes the
-    weight-gradient computation to the queue, which a compiled backward cannot do. Call this right before the first
-    compilation, since it imports torch's compiler, which takes over a second."""
+    """Exclude from compiled graphs, from now on, linear layers that defer weight gradients to a queue but have no taps
+    (dummy inputs whose gradients carry the operands out of the graph): a compiled backward cannot write to a queue.
+    Call this right before the first compilation, since it imports torch's compiler, which takes over a second."""
     global _uncompiled
     if _uncompiled is _apply_function:
         _uncompiled = torch.compiler.disable(_apply_function)

@@ -41,9 +41,9 @@ from meshwright.model.documents import Documents
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import AttentionMask, MaskForm, attend
 from meshwright.model.tiled_attention import ScoreSettings
-from meshwright.model.varlen_attention import VarlenMask, varlen_mask
+from meshwright.model.varlen_attention import VarlenMask, make_varlen_mask
 from meshwright.parallel import ring_spans
-from meshwright.parallel.ring_spans import held_chunks
+from meshwright.parallel.ring_spans import list_held_chunks
 
 SITE = "attention.ring"
 
@@ -51,11 +51,11 @@ SITE = "attention.ring"
 # --- idea: which tokens a rank holds, and how it attends
 
 
-def local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
+def list_local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
     """Return the sequence indices of the tokens that cp rank `rank` holds of an unsharded sequence: ascending, int64
     [S / cp]. `layout`: gives cp and its method; `sequence`: S in tokens, a multiple of cp (ring attention: of 2 cp)."""
     ring = layout.cp_method == "ring"
-    count, held = (2 * layout.cp, held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
+    count, held = (2 * layout.cp, list_held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
     assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
     return torch.cat([chunk for index, chunk in enumerate(torch.arange(sequence).chunk(count)) if index in held])
 
@@ -68,7 +68,7 @@ def shard_sequences(
     unchanged. `mesh`: device mesh, whose layout gives the cp method and whose cp axis gives this rank."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
-    indices_C = local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
+    indices_C = list_local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
     return tokens_BS[:, indices_C], targets_BS[:, indices_C], documents.select_tokens(indices_C)
 
 
@@ -99,9 +99,9 @@ class RingAttention(ContextParallel):
 
         `documents`: boundaries in packed sequences; `tokens`: C, tokens of each sequence on this rank; `window`:
         sliding window in tokens (None: none); `form`: mask format of the attention kernel."""
-        chunks, held = 2 * self.size, held_chunks(self.axis.rank, self.size)
+        chunks, held = 2 * self.size, list_held_chunks(self.axis.rank, self.size)
         if form == "varlen":
-            return varlen_mask(documents, window, device, held, chunks)
+            return make_varlen_mask(documents, window, device, held, chunks)
         first_BS = documents.on_host().first_visible_BS(self.size * tokens, window, torch.device("cpu"))
         return None if first_BS is None else first_BS.unflatten(1, (chunks, -1))[:, held].flatten(1)
 
@@ -150,7 +150,7 @@ class UlyssesAttention(ContextParallel):
         return all_to_all(out.transpose(1, 2), axis, "attention.tokens", split=1, join=2).transpose(1, 2)
 
 
-def context_operations(mesh: Mesh) -> ContextOperations:
+def make_context_operations(mesh: Mesh) -> ContextOperations:
     """Build the context-parallel operations that the layout of this rank's mesh selects: ring attention, Ulysses
     attention or, without context parallelism, operations that communicate nothing."""
     if mesh.cp.trivial:
@@ -260,7 +260,11 @@ def _differentiate_by_tiles(
     gradient; `saved`: queries, keys, values, output, log-sum-exps; `first_BC`, `numbers`, `key`, `sinks`: as in
     `_attend_by_tiles`."""
     return _compute_gradients(
-        d_out_BNCD, saved, key, partial(ring_spans.add_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1])), sinks
+        d_out_BNCD,
+        saved,
+        key,
+        partial(ring_spans.add_gradients_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1])),
+        sinks,
     )
 
 
@@ -271,7 +275,7 @@ def _attend_by_flash(
     """Compute ring attention by flash kernels, without autograd; `q_BNCD`, `k_BKCD`, `v_BKCD` and results are those of
     `_compute_ring_attention`. `tensors`: tensors of a `VarlenMask`; `numbers`: [its window, scale of the scores];
     `key`: string that identifies the cp axis; `sinks`: attention-sink score of each query head."""
-    attend_span = partial(ring_spans.attend_by_flash, _varlen_mask(tensors, numbers), numbers[1])
+    attend_span = partial(ring_spans.attend_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
 
@@ -282,11 +286,11 @@ def _differentiate_by_flash(
     """Return the gradients of ring attention's queries, keys, values and sinks, computed by flash kernels.
     `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `tensors`, `numbers`, `key`,
     `sinks`: as in `_attend_by_flash`."""
-    add_span = partial(ring_spans.add_by_flash, _varlen_mask(tensors, numbers), numbers[1])
+    add_span = partial(ring_spans.add_gradients_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
     return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
 
 
-def _varlen_mask(tensors: list[torch.Tensor], numbers: list[float]) -> VarlenMask:
+def _rebuild_varlen_mask(tensors: list[torch.Tensor], numbers: list[float]) -> VarlenMask:
     """Rebuild a `VarlenMask`, which custom operators cannot take as an argument, from its `tensors` and from `numbers`,
     whose first number is its window."""
     return VarlenMask(tensors[0], tensors[1], int(numbers[0])) if tensors else VarlenMask(None, None, int(numbers[0]))

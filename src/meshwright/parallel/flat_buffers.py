@@ -259,14 +259,14 @@ def make_flat_layout(
         placed = PlacedTensor(tensor, table.tensor_range(tensor, layout)[0], tensor.local_shape(layout))
         tensors.append(placed)
         for entry in tensor.entries:
-            slices += _entry_slices(table, entry, layout, coordinates, placed)
+            slices += _list_entry_slices(table, entry, layout, coordinates, placed)
     numel = sum(placed.numel for placed in tensors)
     decay_numel = sum(placed.numel for placed in tensors if placed.tensor.decay)
     padded = padded_numel(numel, shards if buffer != "packed" else 2 * shards)  # shards of whole blocks
     return FlatLayout(buffer_name(name, buffer), tuple(tensors), tuple(slices), decay_numel, numel, padded)
 
 
-def _entry_slices(
+def _list_entry_slices(
     table: ParameterTable, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
 ) -> list[EntrySlice]:
     """Return this rank's slices of a parameter entry (one tensor of a checkpoint) in the flat buffer. `table`: the

@@ -25,7 +25,7 @@ from meshwright.model.tiled_attention import ScoreSettings, Span, compute_scores
 from meshwright.model.varlen_attention import FlashCall, VarlenMask, flash_backward, flash_forward
 
 
-def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
+def list_held_chunks(rank: int, ranks: int) -> tuple[int, int]:
     """Return the indices of the two chunks that cp rank `rank` holds of a sequence cut into 2 x `ranks` chunks: chunk
     `rank` and its mirror image (zig-zag)."""
     return rank, 2 * ranks - 1 - rank
@@ -39,8 +39,8 @@ def list_spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
     halves = (slice(0, chunk), slice(chunk, tokens))
     return [
         Span(queries, keys, mine * chunk, theirs * chunk)
-        for queries, mine in zip(halves, held_chunks(rank, ranks), strict=True)
-        for keys, theirs in zip(halves, held_chunks(source, ranks), strict=True)
+        for queries, mine in zip(halves, list_held_chunks(rank, ranks), strict=True)
+        for keys, theirs in zip(halves, list_held_chunks(source, ranks), strict=True)
         if theirs <= mine
     ]
 
@@ -102,7 +102,7 @@ def attend_by_tiles(
             yield at, o_PXD.view(part.shape), here
 
 
-def add_by_tiles(
+def add_gradients_by_tiles(
     first_BC: torch.Tensor | None,
     how: ScoreSettings,
     gradients: Gradients,
@@ -194,7 +194,7 @@ def attend_by_flash(
         yield at, group_by_kv_head(out, block[0]), group_by_kv_head(log_sum, block[0])
 
 
-def add_by_flash(
+def add_gradients_by_flash(
     mask: VarlenMask, scale: float, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span
 ) -> None:
     """Compute the gradients of the attention of `span` (a slice of queries over a slice of keys) by flash kernels and

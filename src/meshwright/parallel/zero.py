@@ -314,7 +314,8 @@ class ParameterPrefetcher(Units):
 
     def enter(self, name: str, x: Any) -> Any:
         """Unshard the FSDP unit `name` before its forward pass and start the all-gather of the next unit. Return the
-        unit's input `x`; under ZeRO-3 it is wrapped such that the unit is resharded at the end of its backward."""
+        unit's input `x`; under ZeRO-3 it is wrapped in an autograd function, which reshards the unit at the end of its
+        backward."""
         self._unshard(name, self._next.get(name))
         if self._sharded[name] and isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
             return _BackwardHook.apply(x, partial(self._leave_backward, name))
@@ -322,8 +323,8 @@ class ParameterPrefetcher(Units):
 
     def leave(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Reshard the FSDP unit `name` after its forward pass, unless backward begins with this unit. Return the unit's
-        output `x`, wrapped such that the unit is unsharded at the beginning of its backward. Below ZeRO-3 only return
-        `x`."""
+        output `x`; under ZeRO-3 it is wrapped in an autograd function, which unshards the unit at the beginning of its
+        backward."""
         if not self._sharded[name]:
             return x
         with_backward = x.requires_grad and torch.is_grad_enabled()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.mesh import Axis, Mesh
-from meshwright.model.initialise import ReadSlice, initial_slice
+from meshwright.model.initialise import ReadSlice, make_initial_slice
 from meshwright.parallel.flat_buffers import GradientBufferPool, TensorSlice, cut_slices, make_flat_layout, split_evenly
 from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccumulator
 from meshwright.parallel.tensor import PartialGradients
@@ -58,7 +58,7 @@ class ZeroEngine:
         self.partition = partition = Partition.whole(table) if partition is None else partition
         self.parameter_dtype, self.master_dtype = parameter_dtype, master_dtype
         held = partition.units_on(mesh.pp.rank)
-        tied = self._tied_axes()
+        tied = self._make_tied_axes()
         self._units: dict[str, FsdpUnit] = {}
         """The FSDP units by the name of their flat buffer."""
         self._trained: dict[str, FsdpUnit] = {}
@@ -72,7 +72,7 @@ class ZeroEngine:
                 if seed is None:
                     unit.flat.fill_from_model(unit.master, unit.start, model)
                 else:
-                    unit.flat.fill(unit.master, unit.start, partial(initial_slice, seed=seed))
+                    unit.flat.fill(unit.master, unit.start, partial(make_initial_slice, seed=seed))
                 self._units[unit.flat.name] = unit
                 self._units_of[name].append(unit)
                 bound = unit.flat.bind(model, unit.parameters)
@@ -99,7 +99,7 @@ class ZeroEngine:
         self.gradients = GradientAccumulator(self._trained, parameters, GradientReducer(self._trained, self._pool))
         self.all_gather_parameters()
 
-    def _tied_axes(self) -> dict[str, Axis | None]:
+    def _make_tied_axes(self) -> dict[str, Axis | None]:
         """Return {FSDP unit name: mesh axis of the pipeline ranks that hold the unit, None if only one does}.
         Collective: every rank creates all process groups."""
         axes: dict[tuple[int, ...], Axis | None] = {}
@@ -123,7 +123,7 @@ class ZeroEngine:
         flat = make_flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)
         return FsdpUnit(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
 
-    def _unit_names(self, stage: Stage) -> list[str]:
+    def _list_unit_names(self, stage: Stage) -> list[str]:
         """Return the names of the trained flat buffers that a pipeline stage uses, in the order of first use."""
         units = [unit for name in self.partition.needed(stage) for unit in self._units_of[name]]
         return [unit.flat.name for unit in units if unit.trainable]
@@ -136,7 +136,7 @@ class ZeroEngine:
         passes = dict.fromkeys(self._trained, 0)
         for stage in self.partition.stages_on(self.mesh.pp.rank):
             count = micro_batches if isinstance(micro_batches, int) else micro_batches.get(stage.index, 0)
-            for name in self._unit_names(stage):
+            for name in self._list_unit_names(stage):
                 passes[name] += count
         self.gradients.begin_step(passes)
 
@@ -155,7 +155,7 @@ class ZeroEngine:
     def start_pass(self, stage: Stage, split: bool = False) -> BackwardPass:
         """Start a backward pass of one micro-batch through a stage and return the state of the pass. `split`: True if
         the pass first computes only input gradients, until `pause_pass` is called."""
-        return self.gradients.start(self._unit_names(stage), split)
+        return self.gradients.start(self._list_unit_names(stage), split)
 
     def pause_pass(self, stage: Stage, deferred: Collection[nn.Parameter]) -> None:
         """Pause a split backward pass through `stage` after its input gradients. `deferred`: parameters whose weight
@@ -190,7 +190,7 @@ class ZeroEngine:
     def initialise(self, seed: int) -> None:
         """Initialise the parameters in place from `seed`; the values depend on (seed, parameter name) alone, not on the
         parallel layout."""
-        self.load(partial(initial_slice, seed=seed))
+        self.load(partial(make_initial_slice, seed=seed))
 
     def load(self, read_slice: ReadSlice) -> None:
         """Load parameter values into master weights and parameters. `read_slice`: function (entry, start, stop,

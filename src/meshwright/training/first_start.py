@@ -61,13 +61,13 @@ SLOW_WITHOUT_INSTRUCTIONS = ("bf16", "fp16")
 """Precisions whose matmuls take several times as long as in float32 on CPUs without instructions for them."""
 
 
-def candidate_precisions() -> tuple[str, ...]:
+def list_candidate_precisions() -> tuple[str, ...]:
     """Return the precisions among which a run on this CPU chooses the fastest if its layout names none: ("bf16",
     "fp32") on a CPU with bf16 instructions, else ("fp32",)."""
     return ("bf16", "fp32") if has_bf16_instructions() else ("fp32",)
 
 
-def slow_precision_warning(layout: Layout, device: str) -> str | None:
+def describe_slow_precision(layout: Layout, device: str) -> str | None:
     """Return a warning for the user if the layout's precision is a 16-bit one for which this machine's CPU has no
     instructions, else None. device: the recipe's `run.device` ("auto", "cpu" or "cuda")."""
     if layout.precision not in SLOW_WITHOUT_INSTRUCTIONS or not runs_on_cpu(device) or has_bf16_instructions():
@@ -140,14 +140,14 @@ def measure_first_start(
     if not may_measure() or not runs_on_cpu(device):
         return
     ranks = layout.world_size
-    axes = SYNCHRONOUS_AXES if search else _synchronous_axes(layout)
+    axes = SYNCHRONOUS_AXES if search else _list_synchronous_axes(layout)
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
 
     def precisions() -> tuple[str, ...] | None:
         """Return the precisions to be measured, such as ("bf16",); None if the fastest one is not known yet."""
         if layout.precision is not None:
             return (layout.precision,)
-        candidates = candidate_precisions()
+        candidates = list_candidate_precisions()
         if search or len(candidates) == 1:
             return candidates
         fastest = read_fastest_precision(threads)
@@ -165,7 +165,7 @@ def measure_first_start(
         """Return the conditions (precision, threads, compiled) under which process memory must still be measured."""
         if compiled is None:
             return []
-        keys = [ProcessKey(each, threads, compiled) for each in precisions() or candidate_precisions()]
+        keys = [ProcessKey(each, threads, compiled) for each in precisions() or list_candidate_precisions()]
         return [each for each in keys if each.read() is None]
 
     with _log_failure("hardware measurement failed, so step time is not predicted", log):
@@ -222,7 +222,7 @@ def _log_failure(what: str, log: Callable[[str], object]) -> Iterator[None]:
         log(f"{what}: {' '.join(last.split())[:200]}")
 
 
-def _synchronous_axes(layout: Layout) -> tuple[str, ...]:
+def _list_synchronous_axes(layout: Layout) -> tuple[str, ...]:
     """Return those of the mesh axes "tp" and "cp" over which this layout communicates in every layer while compute
     waits. Expert parallelism is measured as "tp"."""
     used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
@@ -309,7 +309,7 @@ def _measure_profile(profile: _ProfileRequest, log: Callable[[str], None]) -> No
         precisions.add(found["fastest"])
     made = HardwareProfile(tuple(sorted(precisions)), tuple(sorted(axes)), found["cluster"])
     _parse_cluster(made, key.path)
-    disturbed = _disturbed_fraction(made, key.path)
+    disturbed = _read_disturbed_fraction(made, key.path)
     if disturbed:
         log(
             f"other programs used a rank's core for {disturbed:.0%} of that time: the predicted time is that of an "
@@ -318,7 +318,7 @@ def _measure_profile(profile: _ProfileRequest, log: Callable[[str], None]) -> No
     if (
         earlier is None
         or not earlier.covers(made.precisions, made.axes)
-        or (disturbed <= _disturbed_fraction(earlier, key.path))
+        or (disturbed <= _read_disturbed_fraction(earlier, key.path))
     ):
         write_profile(key, made)
 
@@ -342,7 +342,7 @@ def _has_usable_profile(
     profile = read_profile(key)
     if profile is None or not profile.covers(precisions, axes):
         return False
-    disturbed = _disturbed_fraction(profile, key.path)
+    disturbed = _read_disturbed_fraction(profile, key.path)
     if not 0 < disturbed < 1:
         return disturbed == 0
     share = measure_busy_share()
@@ -351,7 +351,7 @@ def _has_usable_profile(
     return share > BUSY_SHARE
 
 
-def _disturbed_fraction(profile: HardwareProfile, path: Path) -> float:
+def _read_disturbed_fraction(profile: HardwareProfile, path: Path) -> float:
     """Return the fraction, 0 to 1, of the time in which a hardware profile was measured during which other programs
     occupied a rank's core: 0.0 if negligible, 1.0 if the profile is damaged. path: the profile's file, named in errors.
     """

@@ -51,7 +51,7 @@ class LanguageModelTask:
     """Meshwright language model with its data and loss, on one rank of a training run; implements `Task`.
 
     recipe: settings of the run. layout: degrees of parallelism and precision. config: model architecture. data:
-    tokenized splits. mesh: process groups of this rank. initialise: True: draw initial parameters from the recipe's
+    tokenized splits. mesh: device mesh of this rank. initialise: True: draw initial parameters from the recipe's
     seed; False: the caller loads them. arithmetic: dtypes of parameters and master weights; None: those of the layout's
     precision."""
 
@@ -139,7 +139,7 @@ class LanguageModelTask:
         Returns float64 [1 + metrics]: this rank's contributions to the divided loss and to the metric sums (which are
         not divided). Summed over all ranks they are the loss and the metric sums of the step."""
         loss = self.passes.train(micro_batches, divisor)
-        return self._rank_contributions(loss)
+        return self._compute_rank_contributions(loss)
 
     def discard_step(self) -> None:
         """Do nothing: a skipped step has changed neither parameters nor optimizer state, and this model has no other
@@ -188,7 +188,7 @@ class LanguageModelTask:
         for group in self.split_sequences(count, padding_index):
             loaded = [self._load_micro_batch("validation", rows, padded=True) for rows in group]
             micro_batches = self.objective.complete(self, loaded, group, None)
-            shares = self._rank_contributions(self.passes.evaluate(micro_batches))
+            shares = self._compute_rank_contributions(self.passes.evaluate(micro_batches))
             sums[0] += shares[0]
             sums[1] += objective.terms_share(micro_batches, mesh)
             sums[2:] += shares[1:]
@@ -304,7 +304,7 @@ class LanguageModelTask:
             teacher=self.objective.teacher_work,
         )
 
-    def _rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:
+    def _compute_rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:
         """Return this rank's contributions to the loss and the metric sums of the last forward passes: float64 [1 +
         metrics]. All-reducing them over all ranks gives the totals, because each is divided by the number of ranks that
         compute the same value. loss: scalar, summed over this rank's micro-batches."""

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.checkpoint import Checkpointer, CheckpointPath, SaveOptions
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
-from meshwright.comm.record import sent_between
+from meshwright.comm.record import count_sent_between
 from meshwright.data import PreparedData, prepare
 from meshwright.errors import CheckFailed, Terminated, UserError
 from meshwright.launcher.rank_threads import format_thread_change
@@ -43,10 +43,10 @@ def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progr
     """Run or resume the recipe's training on this rank and return the result document: a JSON dict of step, loss,
     predicted and measured figures, complete only on rank 0.
 
-    mesh: process groups of the layout. run_directory: directory for metrics and checkpoints, already locked.
-    show_progress: print a line for each logged step. Raises `Terminated` after SIGTERM and `KeyboardInterrupt` after an
-    interrupt, once a checkpoint is saved; `CheckFailed` when too many steps in a row were not finite; `UserError` for
-    mistakes in the recipe and for a last save that failed."""
+    mesh: device mesh of this rank. run_directory: directory for metrics and checkpoints, already locked. show_progress:
+    print a line for each logged step. Raises `Terminated` after SIGTERM and `KeyboardInterrupt` after an interrupt,
+    once a checkpoint is saved; `CheckFailed` when too many steps in a row were not finite; `UserError` for mistakes in
+    the recipe and for a last save that failed."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return Run(recipe, mesh, run_directory, show_progress).run()
 
@@ -80,7 +80,7 @@ class Run:
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
         """Create the attributes that runs of language models and of user modules share: the journal (console output and
         metrics file), the object by which ranks exchange flags, the handlers of SIGTERM and interrupts, and the
-        profiler. The arguments are those of the constructor."""
+        profiler. recipe, mesh, run_directory, show_progress: arguments of the constructor."""
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
@@ -94,14 +94,14 @@ class Run:
         """Train to the last step, or until SIGTERM or an interrupt, and return the result document (JSON dict of
         figures and checkpoint paths). A run that already has all its steps returns its stored one."""
         with self.checkpointer:
-            if (finished := self._finished_result()) is not None:
+            if (finished := self._find_finished_result()) is not None:
                 return finished
             with self.stop, self.journal:
                 self._prepare_first_step()
                 while self.trainer.steps_done < self.recipe.train.steps:
                     self._step()
                 self._finish_saving()
-                result = self._result()
+                result = self._make_result()
                 self.journal.write_result(result)
                 return result
 
@@ -116,8 +116,8 @@ class Run:
         seconds = time.perf_counter() - begun
         self.journal.memory.step_done()
         if verdict.finite:
-            self.journal.sent_bytes = sent_between(sites, record.sent_by_site())
-            self.journal.sent_bytes_by_axis = sent_between(axes, record.sent_by_axis())
+            self.journal.sent_bytes = count_sent_between(sites, record.sent_by_site())
+            self.journal.sent_bytes_by_axis = count_sent_between(axes, record.sent_by_axis())
         profiled = self.profile.after_step(trainer, ending=verdict.stop)
         done = trainer.steps_done
         every, last = self.recipe.checkpoint.every, done == train.steps
@@ -165,7 +165,7 @@ class Run:
             profiled=profiled,
         )
 
-    def _result(self) -> dict[str, Any]:
+    def _make_result(self) -> dict[str, Any]:
         """Build the result document (JSON dict of figures and checkpoint paths) after the last step of the run. Its
         peak memory is that of the rank with the largest peak. Collective."""
         memory = self.journal.memory
@@ -194,7 +194,7 @@ class Run:
 
     # --- before the first step
 
-    def _finished_result(self) -> dict[str, Any] | None:
+    def _find_finished_result(self) -> dict[str, Any] | None:
         """Return the stored result document if the resumed run already has all its steps (an empty dict on ranks other
         than 0); None if steps remain or no result is stored. Collective."""
         if self.resumed_from is None or self.trainer.steps_done < self.recipe.train.steps:
@@ -269,11 +269,14 @@ class Run:
         which are printed before the first step."""
         self.trainer.restore(state)
         self.saved_state = state
-        lines = (self._schedule_change_note(state), format_thread_change(state.get("threads"), self.trainer.threads))
+        lines = (
+            self._describe_schedule_change(state),
+            format_thread_change(state.get("threads"), self.trainer.threads),
+        )
         self._resume_notes = [line for line in lines if line is not None]
         return checkpoint.name
 
-    def _schedule_change_note(self, state: dict[str, Any]) -> str | None:
+    def _describe_schedule_change(self, state: dict[str, Any]) -> str | None:
         """Return a log line if `train.steps` has changed since the checkpoint was written and the learning rate of the
         next steps depends on it (schedules "cosine" and "linear"); else None. state: content of the checkpoint's
         `state.json`."""

@@ -141,8 +141,9 @@ class Objective(Protocol):
 
 
 class NextToken:
-    """Objective of next-token prediction: cross-entropy, averaged over the target tokens (those that are not -100). The
-    attributes are those of `Objective`."""
+    """Objective of next-token prediction: cross-entropy, averaged over the target tokens (those that are not -100).
+    Implements `Objective`: without pairs (`pair_loss`), metrics (`metric_names`, `metric_sums`) or teacher
+    (`teacher_work`)."""
 
     pair_loss: Preference | None = None
     metric_count = 0

@@ -49,7 +49,7 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
     machine = try_predict("step time", lambda: find_training_cluster(trainer))
     time = None if machine is None else try_predict("step time", lambda: _predict_step_time(trainer, machine))
     found = try_predict("memory", lambda: _predict_ledger(trainer, machine, notes))
-    share = _unexplained_share(machine)
+    share = _find_unexplained_share(machine)
     process = None
     if found is not None and memory is not None and trainer.device.type == "cpu" and not is_emulated_rank():
         process = try_predict("process memory", lambda: _predict_process_memory(trainer, found, memory, share))
@@ -82,13 +82,13 @@ def find_training_cluster(trainer: Trainer) -> Cluster:
         if alike and found.devices >= ranks:
             return _select_devices(found, ranks)
     if known is not None:
-        node = _devices_per_node(ranks, torch.cuda.device_count())
+        node = _assume_devices_per_node(ranks, torch.cuda.device_count())
         return cluster({"device": known.name, "devices": ranks, "devices_per_node": node})
     many = f"{ranks} rank{'s' if ranks > 1 else ''}"
     raise UserError(f'no hardware profile for {many}; run "meshwright probe"')
 
 
-def _devices_per_node(ranks: int, most: int) -> int:
+def _assume_devices_per_node(ranks: int, most: int) -> int:
     """Return the assumed number of devices per node: the largest divisor of `ranks` that is at most `most`, the number
     of devices that a node can hold."""
     return next(size for size in range(max(1, min(ranks, most)), 0, -1) if ranks % size == 0)
@@ -96,7 +96,7 @@ def _devices_per_node(ranks: int, most: int) -> int:
 
 def _select_devices(whole: Cluster, ranks: int) -> Cluster:
     """Return a description of `ranks` devices of the cluster `whole`."""
-    return replace(whole, devices=ranks, devices_per_node=_devices_per_node(ranks, whole.devices_per_node))
+    return replace(whole, devices=ranks, devices_per_node=_assume_devices_per_node(ranks, whole.devices_per_node))
 
 
 def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
@@ -147,7 +147,7 @@ def _bytes_by_category(predicted: Ledger, share: float) -> dict[str, int]:
     return predicted.by_category() | {"unexplained": round(share * predicted.peak_bytes), "peak": predicted.peak_bytes}
 
 
-def _unexplained_share(machine: Cluster | None) -> float:
+def _find_unexplained_share(machine: Cluster | None) -> float:
     """Return the mean fraction by which the memory of finished runs on `machine` exceeded its prediction; 0.0 if no run
     was recorded."""
     calibration = None if machine is None else machine.calibration

@@ -41,7 +41,7 @@ class Preference:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss compares the policy with a reference policy."""
+        """True if the loss compares the policy with a reference policy ("dpo", "ipo", "kto")."""
         return self.objective in ("dpo", "ipo", "kto")
 
     @property

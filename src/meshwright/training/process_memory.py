@@ -54,7 +54,7 @@ def predict_process_memory(
     snapshot = sum((item.stop - item.start) * item.tensor.element_size() for item in trainer.slices(owned=True))
     reserved = snapshot if trainer.recipe.checkpoint.background else 0
     compiled = trainer.recipe.train.compile
-    retained = round(constants.heap_overhead_fraction * _heap_bytes(ledger.items))
+    retained = round(constants.heap_overhead_fraction * _count_heap_bytes(ledger.items))
     step = ledger.peak_bytes - states
     items = {
         "framework": resident_before,
@@ -67,7 +67,7 @@ def predict_process_memory(
         "compiler workspace": max(0, constants.compiler_transient_bytes - step - retained) if compiled else 0,
         "oneDNN kernel cache": _count_cached_kernels(trainer) * constants.kernel_bytes,
         "heap overhead": retained,
-        "mapped data": _mapped_data_bytes(trainer),
+        "mapped data": _predict_mapped_bytes(trainer),
         "checkpoint hashing buffer": min(snapshot, HASHED_AT_ONCE),
     }
     items["startup peak"] = max(0, (peak_resident_bytes() or 0) - sum(items.values()))  # if above the peak of the steps
@@ -84,7 +84,7 @@ def _import_step_modules(trainer: Trainer) -> None:
         importlib.import_module("torch._dynamo")
 
 
-def _heap_bytes(items: tuple[Item, ...]) -> int:
+def _count_heap_bytes(items: tuple[Item, ...]) -> int:
     """Return the total bytes of the tensors in `items` that are too small for malloc to map one by one, so that they
     are placed on its heap. items: entries of a memory ledger."""
     total = 0
@@ -114,7 +114,7 @@ def _count_cached_kernels(trainer: Trainer) -> int:
     return min(kernel_cache_capacity(), MATMULS_PER_EXPERT * layers * experts * steps)
 
 
-def _mapped_data_bytes(trainer: Trainer) -> int:
+def _predict_mapped_bytes(trainer: Trainer) -> int:
     """Return the predicted bytes of memory-mapped data files that the trainer's remaining steps will read into memory
     on this rank."""
     tokens, layout, train = get_language_model(trainer).tokens, trainer.layout, trainer.recipe.train

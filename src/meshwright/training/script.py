@@ -50,7 +50,7 @@ def next_rendezvous(rendezvous: str | None = None) -> Place:
     return Place(0, 1, 0, "env://", "itself")
 
 
-def locked_run_directory() -> Path | None:
+def get_locked_run_directory() -> Path | None:
     """Return the run directory that `meshwright run` has locked for this process; None under any other launcher."""
     launched = _launched.get()
     return None if launched is None else launched.directory

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from meshwright.model.rope import inverse_frequencies
+from meshwright.model.rope import compute_inverse_frequencies
 from meshwright.spec.config import ModelConfig
 from meshwright.training.preference_loss import Preference
 from meshwright.verification.plain_preferences import compute_preference_loss, compute_single_response_loss
@@ -281,9 +281,9 @@ class _Forward:
         paired with i + R / 2, or neighbours are paired. A pair is a complex number, multiplied by e^(i angle)."""
         rotation = self.config.layer_rotation(layer)
         assert rotation is not None
-        frequencies = inverse_frequencies(rotation, torch.float64)
+        frequencies = compute_inverse_frequencies(rotation, torch.float64)
         if rotation.scaling is not None and rotation.scaling.kind == "longrope":  # each document by its own length
-            long = inverse_frequencies(rotation, torch.float64, 1 << 62)
+            long = compute_inverse_frequencies(rotation, torch.float64, 1 << 62)
             trained = rotation.scaling.original_max_positions or 0
             frequencies = torch.where(self.lengths_BS[..., None, None] > trained, long, frequencies)
         scale = rotation.scaling.attention_scale if rotation.scaling else 1.0

@@ -19,8 +19,7 @@ from meshwright.training.module.values import broadcast_values, make_buffers_con
 
 def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask:
     """Build the training task of a user's module on this rank; all ranks get rank 0's initial values. Collective. spec:
-    module, loss and data that the script gave to `fit`; recipe: settings of the run; mesh: process groups of the
-    layout."""
+    arguments of `fit` (module, loss, data); recipe: settings of the run; mesh: device mesh of this rank."""
     layout = recipe.parsed_layout
     module = _build_module(spec, recipe.run.seed, layout, torch.device(mesh.device))
     derived = describe_module(module, spec.units, spec.decays)

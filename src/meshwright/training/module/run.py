@@ -36,17 +36,17 @@ def train_module(
     """Train a user's module on this rank and return the result document: a JSON dict of step, loss, predicted and
     measured figures, complete only on rank 0.
 
-    recipe: settings. mesh: process groups of the layout. run_directory: already locked. spec: arguments of `fit`.
-    show_progress: print a line for each logged step. Raises `Terminated` after SIGTERM and `KeyboardInterrupt` after an
-    interrupt, once a checkpoint is saved; `CheckFailed` after too many steps in a row that were not finite; `UserError`
-    for mistakes in script or recipe and for a last save that failed."""
+    recipe: settings. mesh: device mesh of this rank. run_directory: directory for metrics and checkpoints, already
+    locked. spec: arguments of `fit`. show_progress: print a line for each logged step. Raises `Terminated` after
+    SIGTERM and `KeyboardInterrupt` after an interrupt, once a checkpoint is saved; `CheckFailed` after too many steps
+    in a row that were not finite; `UserError` for mistakes in script or recipe and for a last save that failed."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return ModuleRun(recipe, mesh, run_directory, spec, show_progress).run()
 
 
 class ModuleRun(Run):
     """Training run of a user's module on one rank: a `Run` with the script's module and data in place of a language
-    model's. Arguments: those of `train_module`."""
+    model's. recipe, mesh, run_directory, spec, show_progress: as for `train_module`."""
 
     def __init__(
         self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, spec: ModuleSpec, show_progress: bool
@@ -70,11 +70,11 @@ class ModuleRun(Run):
         """Return a prediction of traffic alone: the FLOPs and activations of a user's module are unknown."""
         return Prediction(None, None, self.trainer.task.predicted_traffic_by_axis(), None, False)
 
-    def _result(self) -> dict[str, Any]:
+    def _make_result(self) -> dict[str, Any]:
         """Build the result document (JSON dict of figures and checkpoint paths). Traffic is predicted again, because
         only training has shown which buffers change and are synchronized."""
         self.journal.prediction = self._predict()
-        return super()._result()
+        return super()._make_result()
 
 
 def check_module_resume(recipe: ModuleRecipe, samples: int) -> None:
