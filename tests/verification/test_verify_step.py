@@ -139,7 +139,7 @@ def test_failed_or_missing_checkpoint_is_one_error_line(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("name", LOCAL_FAULTS)
 def test_fault_in_local_code_is_caught(name: str, tmp_path: Path):
     result, found = run(PROBLEMS[LOCAL_FAULTS[name].case], tmp_path, LocalFault(name))
-    assert (result.struck == 0) == (name in NEEDS_RANKS)
+    assert (result.affected_calls == 0) == (name in NEEDS_RANKS)
     assert found.passed == (name in NEEDS_RANKS), found.failure
 
 

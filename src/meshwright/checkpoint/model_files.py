@@ -42,8 +42,8 @@ class ModelFile:
 @dataclass(frozen=True, slots=True)
 class Location:
     """Position of an exported tensor in the model files. file: file name. offset: byte of the file at which its
-    elements begin. entry: parameter entry that describes it (name, shape); the tensor in the file may stack those of
-    all experts."""
+    elements begin. entry: parameter entry that describes the tensor (name, shape). An entry of one expert may lie
+    inside a tensor of the file that stacks those of all experts."""
 
     file: str
     offset: int

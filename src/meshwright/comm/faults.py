@@ -55,11 +55,11 @@ class Faults(Generic[AxisType]):
     """Fault injection of one process: holds the active fault, if any, and applies it to collective calls. All ranks of
     a group inject the same fault, so that no call hangs.
 
-    struck: number of calls that the fault has affected so far."""
+    affected_calls: number of calls that the fault has affected so far."""
 
     def __init__(self) -> None:
         self.active: Fault | None = None
-        self.struck = 0  # calls with an injected fault
+        self.affected_calls = 0  # calls with an injected fault
         self.other: AxisType | None = None
         self._calls = 0
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
@@ -73,7 +73,7 @@ class Faults(Generic[AxisType]):
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
         self.active, self.other = fault, other
-        self.struck = self._calls = 0
+        self.affected_calls = self._calls = 0
         self._before.clear()
 
     def match_call(self, site: str, operation: str) -> Fault | None:
@@ -85,7 +85,7 @@ class Faults(Generic[AxisType]):
             return None
         self._calls += 1
         if fault.call is None or fault.call == self._calls:
-            self.struck += fault.kind not in ("stale", "wrong group")
+            self.affected_calls += fault.kind not in ("stale", "wrong group")
             return fault
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
@@ -100,7 +100,7 @@ class Faults(Generic[AxisType]):
             return axis, False
         if self.other is None and not ordered:
             return axis, False
-        self.struck += 1
+        self.affected_calls += 1
         return (axis, True) if self.other is None else (self.other, False)
 
     def corrupt_result(self, fault: Fault, output: torch.Tensor) -> None:
@@ -113,6 +113,6 @@ class Faults(Generic[AxisType]):
             true_result = output.clone()
             before = self._before.get(key)
             if before is not None and fault.kind == "stale":
-                self.struck += not torch.equal(before, output)
+                self.affected_calls += not torch.equal(before, output)
                 output.copy_(before)
             self._before[key] = true_result

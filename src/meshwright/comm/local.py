@@ -279,7 +279,7 @@ class _Server:
             raise RankLost(f"the server of local ranks has exited: {error}") from error
 
     def stop(self) -> None:
-        """Close the connection to the server process, at which the server ends, and wait for its end."""
+        """Close the connection to the server process, which makes it end, and wait for its end."""
         if self.owner == os.getpid():
             self.connection.close()
             self.process.wait()

@@ -74,8 +74,8 @@ class Documents:
         return indices_C - self.starts_BS[:, indices_C]
 
     def lengths_BS(self) -> torch.Tensor | None:
-        """Return the number of tokens of the document of each of the C tokens on this rank, [B, C]; None if every
-        sequence is one document."""
+        """Return for each of the C tokens of each sequence on this rank the number of tokens of its document, [B, C];
+        None if every sequence is one document."""
         starts_BS = self.starts_BS
         if starts_BS is None:
             return None

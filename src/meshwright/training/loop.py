@@ -92,7 +92,7 @@ class Run:
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until SIGTERM or an interrupt, and return the result document (JSON dict of
-        figures and checkpoint paths). A run that already has all its steps returns its stored one."""
+        figures and checkpoint paths). If the run already has all its steps, return its stored result document."""
         with self.checkpointer:
             if (finished := self._find_finished_result()) is not None:
                 return finished

@@ -205,8 +205,8 @@ class Preferences:
         splits = {name: ResponseLogProbabilities.zeros(counts) for name, counts in self._responses.items()}
         mesh, done = policy.mesh, 0
         for name, responses in splits.items():
-            passes = list(policy.split_sequences(responses.rows, padding_index=responses.rows))
-            for rows, scored in zip(passes, policy.score_responses(name, passes, responses.rows), strict=True):
+            passes = list(policy.split_sequences(responses.sequences, padding_index=responses.sequences))
+            for rows, scored in zip(passes, policy.score_responses(name, passes, responses.sequences), strict=True):
                 if mesh.tp.rank == mesh.cp.rank == 0:  # other ranks have the same values
                     for row, values_D in scored:
                         responses.store(row, values_D)

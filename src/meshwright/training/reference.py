@@ -50,8 +50,8 @@ class ResponseLogProbabilities:
         return cls(np.zeros(int(bounds[-1])), bounds)
 
     @property
-    def rows(self) -> int:
-        """Number of sequences."""
+    def sequences(self) -> int:
+        """Number of sequences in the split."""
         return len(self.bounds) - 1
 
     def select_sequences(self, rows: NDArray[np.int64], max_responses: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ class ResponseLogProbabilities:
         sequence) get 0."""
         found = torch.zeros(len(rows), max_responses, dtype=torch.float64)
         for place, row in enumerate(rows.tolist()):
-            if row < self.rows:
+            if row < self.sequences:
                 values = self.values[self.bounds[row] : self.bounds[row + 1]]
                 found[place, : len(values)] = torch.from_numpy(values)
         return found

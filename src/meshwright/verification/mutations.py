@@ -147,7 +147,7 @@ class _FaultRuns:
         return {
             fault: compare(self.reference(problem), results, self.maker.layout)
             for fault, results in zip(faults, self._run_with_faults(problem, faults), strict=True)
-            if any(result.struck for result in results)
+            if any(result.affected_calls for result in results)
         }
 
     def _run_with_faults(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:

@@ -69,7 +69,7 @@ class RankResult:
         not_restored: Lines on differences between the state saved in a checkpoint and that of the trainer resumed from
             it.
         calls_first_step, calls: Records of the collective calls of the first step and of all steps.
-        struck: Number of values that the planted fault changed.
+        affected_calls: Number of values that the planted fault changed.
         refused: Error message if the training itself detected the fault; else None.
     """
 
@@ -81,7 +81,7 @@ class RankResult:
     final_loss: float = math.nan
     calls_first_step: list[dict[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    struck: int = 0
+    affected_calls: int = 0
     refused: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -145,7 +145,7 @@ def run_rank(
             if late is not None and late.faults:
                 more = f" (and {len(late.faults) - 1} more)" if len(late.faults) > 1 else ""
                 result.refused = f"late completion: {late.faults[0]}{more}"
-            result.struck = mesh.faults.struck if strikes is None else strikes.count
+            result.affected_calls = mesh.faults.affected_calls if strikes is None else strikes.count
             results.append(result)
         mesh.inject(None)
         return results
