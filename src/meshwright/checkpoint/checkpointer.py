@@ -360,9 +360,10 @@ def make_small_files(
     config: ModelConfig, dtype: str, tokenizer_directory: Path | None, tokenizer_files: Sequence[str] = TOKENIZER_FILES
 ) -> dict[str, bytes]:
     """Return the files of a Hugging Face directory besides the weights, as file name -> content: those of the model
-    configuration `config`, and the tokenizer's. dtype: dtype of the exported weights. tokenizer_directory: directory of
-    the tokenizer files; None: no tokenizer. tokenizer_files: names of the files to copy from there; missing ones are
-    left out."""
+    configuration `config`, and the tokenizer's.
+
+    dtype: dtype of the exported weights. tokenizer_directory: directory of the tokenizer files; None: no tokenizer.
+    tokenizer_files: names of the files to copy from there; missing ones are left out."""
     tokens: dict[str, Any] = {"_from_model_config": True}
     if config.bos_token is not None:
         tokens["bos_token_id"] = config.bos_token

@@ -106,17 +106,19 @@ class ContextOperations(TokenAxis):
         scores: ScoreSettings | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Return the causal attention [B, N, S, D] of this rank's queries `q_BNSD` to the keys of all cp ranks; on one
-        device, to the given keys. `k_BKSD`, `v_BKSD`: this rank's keys and values, of K heads. `visible`: attention
-        mask from `make_attention_mask`; `scores`: scale and softcap of the attention scores; None: 1 / √D and no
-        softcap."""
+        device, to the given keys.
+
+        `k_BKSD`, `v_BKSD`: this rank's keys and values, of K heads. `visible`: attention mask from
+        `make_attention_mask`; `scores`: scale and softcap of the attention scores; None: 1 / √D and no softcap."""
         return attend(q_BNSD, k_BKSD, v_BKSD, visible, scores)
 
 
 class TokenDispatcher(Protocol):
     """Interface of a token dispatcher of expert parallelism, which sends tokens to the ranks that hold their experts
-    and combines the results. expert_ranks: number of ranks with different experts (ep). width_ranks: number of ranks
-    that split the width of each expert (etp); width_rank: index of this rank among them. torch.compile cannot trace
-    `dispatch` and `combine`."""
+    and combines the results.
+
+    expert_ranks: number of ranks with different experts (ep). width_ranks: number of ranks that split the width of each
+    expert (etp); width_rank: index of this rank among them. torch.compile cannot trace `dispatch` and `combine`."""
 
     expert_ranks: int
     """Ranks among which experts are split."""
@@ -152,6 +154,7 @@ class Recompute:
     ) -> Function:
         """Return a replacement for `function`, the forward of a transformer block or of a part of it. This base class
         only compiles `function`, if requested; subclasses also add activation checkpointing of some of its operators.
+
         compile_options: keyword arguments of torch.compile; None: do not compile. around: function that wraps the
         compiled function; unused without compilation."""
         return function if compile_options is None else around(torch.compile(function, **compile_options))

@@ -24,6 +24,7 @@ from meshwright.spec.config import ModelConfig
 class Block(nn.Module):
     """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts. In
     some model families the outputs of attention and MLP are normalised too, or in place of their inputs, and scaled.
+
     `config`: model configuration; `axes`: communication of the mesh axes; `layer`: index of the block in the model;
     `options`: `device` and `dtype` of the parameters."""
 
@@ -47,10 +48,11 @@ class Block(nn.Module):
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the block's output [B, S, H] for the hidden states `x_BSH`, and the load-balancing loss of its mixture
-        of experts (None without experts, or without `counted_B`). `rotation`: rotary cosine and sine of each token, [B
-        or 1, 1, S, D/2] each; None with learned positions. `visible`: attention mask; None: plain causal. `counted_B`:
-        number of target tokens of each sequence. `cache`: KV cache, to which the new keys and values are added as those
-        of layer number `layer`."""
+        of experts (None without experts, or without `counted_B`).
+
+        `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, D/2] each; None with learned positions.
+        `visible`: attention mask; None: plain causal. `counted_B`: number of target tokens of each sequence. `cache`:
+        KV cache, to which the new keys and values are added as those of layer number `layer`."""
         x_BSH, normed_BSH = self.attend(x_BSH, rotation, visible, cache, layer)
         if not isinstance(self.mlp, Mixture):
             return self.add(x_BSH, self.mlp(normed_BSH), self.mlp_post_norm), None
@@ -73,9 +75,10 @@ class Block(nn.Module):
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the first half of the block on hidden states x (`x_BSH`): return y = x + attention(norm(x)), and norm(y),
-        the input of the MLP, [B, S, H] each. `rotation`: rotary cosine and sine of each token; None with learned
-        positions. `visible`: attention mask; None: plain causal. `cache`: KV cache, to which the new keys and values
-        are added as those of layer number `layer`."""
+        the input of the MLP, [B, S, H] each.
+
+        `rotation`: rotary cosine and sine of each token; None with learned positions. `visible`: attention mask; None:
+        plain causal. `cache`: KV cache, to which the new keys and values are added as those of layer number `layer`."""
         normed_BSH = x_BSH if self.attention_norm is None else self.attention_norm(x_BSH)
         y_BSH = self.attention(normed_BSH, rotation, visible, cache, layer)
         x_BSH = self.add(x_BSH, y_BSH, self.attention_post_norm)

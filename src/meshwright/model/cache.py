@@ -26,6 +26,7 @@ class AttentionCache(Protocol):
         """Store the keys `k_BKSD` and values `v_BKSD` of S new tokens of each sequence in the cache of layer number
         `layer`. Return the causal attention [B, N, S, D] of the new queries `q_BNSD` to the cached and the new tokens,
         within the layer's sliding window. `v_BKSD` None: the keys are the values too, stored once (latent attention).
+
         `sinks`: attention-sink score of each query head [N]; None: none."""
 
     def advance(self, tokens: int) -> None:

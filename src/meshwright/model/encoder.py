@@ -154,10 +154,11 @@ class Encoder(nn.Module):
         attention_mask_BS: torch.Tensor | None = None,
         token_types_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the last block's output, [B, S, H], for the token IDs `tokens_BS`. `units`: hooks around FSDP units;
-        `attention_mask_BS`: 0 at padding, to which no token attends; `token_types_BS`: segment ID of each token
-        (default 0); `documents`: document boundaries in packed sequences. Raises UserError if a sequence is longer than
-        the model's positions."""
+        """Return the last block's output, [B, S, H], for the token IDs `tokens_BS`.
+
+        `units`: hooks around FSDP units; `attention_mask_BS`: 0 at padding, to which no token attends;
+        `token_types_BS`: segment ID of each token (default 0); `documents`: document boundaries in packed sequences.
+        Raises UserError if a sequence is longer than the model's positions."""
         sequence = tokens_BS.shape[1]
         if sequence > self.config.max_positions:
             most = self.config.max_positions
@@ -200,9 +201,10 @@ class Encoder(nn.Module):
         self, tokens_BS: torch.Tensor, documents: Documents | None = None, **inputs: Unpack[EncoderInputs]
     ) -> torch.Tensor:
         """Return the logits of the head, in the model's dtype, for the token IDs `tokens_BS`: [B, S, V] over the
-        vocabulary for "masked", [B, C] over the C classes for "classes" (with D packed documents [D, C]). `documents`:
-        document boundaries in packed sequences; `inputs`: attention mask and segment IDs (fields of `EncoderInputs`).
-        Raises UserError for head "none"."""
+        vocabulary for "masked", [B, C] over the C classes for "classes" (with D packed documents [D, C]).
+
+        `documents`: document boundaries in packed sequences; `inputs`: attention mask and segment IDs (fields of
+        `EncoderInputs`). Raises UserError for head "none"."""
         hidden_BSH = self.hidden(tokens_BS, documents, **inputs)
         if self.config.head == "masked":
             return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)

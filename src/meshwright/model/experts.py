@@ -114,8 +114,9 @@ class Router(nn.Module):
     def scores(self, x_TH: torch.Tensor, product: Callable[..., torch.Tensor] = F.linear) -> torch.Tensor:
         """Return the router score of each of E experts for each of T tokens `x_TH`, [T, E], in float32 or float64: the
         softmax or sigmoid of the logits. For models with `config.routed_input` (Llama 4) return the logits themselves,
-        since the sigmoids of large logits are equal. `product`: function (x, W, b) -> x Wᵀ + b that computes the
-        logits; b may be left out."""
+        since the sigmoids of large logits are equal.
+
+        `product`: function (x, W, b) -> x Wᵀ + b that computes the logits; b may be left out."""
         wide = at_least_float32(x_TH.dtype)
         if self.config.router == "sigmoid":
             logits_TE = product(x_TH.to(wide), self.weight.to(wide))
@@ -153,10 +154,11 @@ class Router(nn.Module):
     def balance_loss(
         self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: TokenAxis
     ) -> torch.Tensor:
-        """Return this layer's load-balancing term of the summed loss (scalar). `scores_TE`: scores of all E experts;
-        `chosen_TK`: expert indices of each token; `counted_B`: number of target tokens of each of B sequences of S
-        tokens; `parts`: parallel axes whose ranks hold different tokens of a sequence, over which expert loads are
-        all-reduced.
+        """Return this layer's load-balancing term of the summed loss (scalar).
+
+        `scores_TE`: scores of all E experts; `chosen_TK`: expert indices of each token; `counted_B`: number of target
+        tokens of each of B sequences of S tokens; `parts`: parallel axes whose ranks hold different tokens of a
+        sequence, over which expert loads are all-reduced.
 
         The auxiliary loss of a sequence is E times the sum over experts of (assignments of the expert / S) x (mean
         score of the expert): Fedus et al. 2021 (arXiv:2101.03961, eq. 4 to 6), scaled as in transformers. It is

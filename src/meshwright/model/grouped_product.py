@@ -25,9 +25,10 @@ def grouped_product(
     first: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert (a token has one copy for each of its
-    experts), with the W and b of each copy's expert; differentiable. `weight_EYX`: W [Y, X] of each of E experts;
-    `ends_E`: exclusive end index of each expert's copies, int32; `bias_EZ`: b of each expert, which is added to the
-    outputs [first, first + Z) only; None: no bias."""
+    experts), with the W and b of each copy's expert; differentiable.
+
+    `weight_EYX`: W [Y, X] of each of E experts; `ends_E`: exclusive end index of each expert's copies, int32;
+    `bias_EZ`: b of each expert, which is added to the outputs [first, first + Z) only; None: no bias."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # A custom operator's first call loads the compiler.
         return _compute_grouped_product(x_NX, weight_EYX, ends_E, bias_EZ, first)

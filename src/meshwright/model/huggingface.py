@@ -93,11 +93,12 @@ def _load_model(
     build: Callable[[ModelConfig], AnyModel], config: ModelConfig, files: CheckpointFiles, seed: int = 0,
     new_head: bool = False,
 ) -> AnyModel:  # fmt: skip
-    """Build the model of configuration `config` and load all its parameters from `files`. `build`: function that builds
-    the model; it is called only after the tensors in `files` were found to match `config`, so that a wrong config.json
-    cannot make it allocate a huge model. `new_head`: True to initialise, from `seed`, head parameters that are missing
-    in the files or have another shape there. Raises UserError if tensors are missing, misshapen or unexpected, except
-    such head parameters."""
+    """Build the model of configuration `config` and load all its parameters from `files`.
+
+    `build`: function that builds the model; it is called only after the tensors in `files` were found to match
+    `config`, so that a wrong config.json cannot make it allocate a huge model. `new_head`: True to initialise, from
+    `seed`, head parameters that are missing in the files or have another shape there. Raises UserError if tensors are
+    missing, misshapen or unexpected, except such head parameters."""
     table = parameter_table(config)
     names = match_entries(files, table, config, new_head)
     model = build(config)

@@ -79,10 +79,12 @@ class RowParallelLinear(Linear):
 
 class RMSNorm(nn.Module):
     """RMSNorm over the last dimension, of `size` elements: x / root mean square(x) * weight (Zhang & Sennrich 2019,
-    arXiv:1910.07467, eq. 4). `epsilon`: added to the mean square; `centre`: added to the weight: 1 for models that
-    store the weight minus 1 (Gemma), else 0; `tensor`: communication of tensor parallelism, if the dimension is split
-    over the tp ranks but normalised as a whole; None: this rank holds the whole dimension. `options`: `device` and
-    `dtype` of the parameters."""
+    arXiv:1910.07467, eq. 4).
+
+    `epsilon`: added to the mean square; `centre`: added to the weight: 1 for models that store the weight minus 1
+    (Gemma), else 0; `tensor`: communication of tensor parallelism, if the dimension is split over the tp ranks but
+    normalised as a whole; None: this rank holds the whole dimension. `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(
         self, size: int, epsilon: float, centre: float = 0.0, tensor: TensorOperations | None = None, **options: Any
@@ -175,9 +177,11 @@ class FeedForward(nn.Module):
 
 class Embedding(nn.Module):
     """Embedding table [rows, hidden] on this rank, with one row for each ID; its gradient is summed in float32 or
-    float64. `tensor`: communication of tensor parallelism; if given, the table is vocabulary-parallel: each tp rank
-    holds a slice of the rows and returns zeros for other IDs; None: the table is unsharded. `options`: `device` and
-    `dtype` of the parameters."""
+    float64.
+
+    `tensor`: communication of tensor parallelism; if given, the table is vocabulary-parallel: each tp rank holds a
+    slice of the rows and returns zeros for other IDs; None: the table is unsharded. `options`: `device` and `dtype` of
+    the parameters."""
 
     def __init__(self, rows: int, hidden: int, tensor: TensorOperations | None, **options: Any) -> None:
         super().__init__()

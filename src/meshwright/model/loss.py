@@ -70,10 +70,11 @@ class OutputHead(NamedTuple):
 
 
 class _Mode(NamedTuple):
-    """Options of a cross-entropy computation. gradients: "save": forward computes the gradients and saves them;
-    "recompute": backward recomputes the logits and computes the gradients; "none": no backward follows (autograd's
-    `needs_input_grad` does not show that: it stays True under torch.no_grad). of_tokens: True: return the loss of each
-    token, [T]; False: return their sum."""
+    """Options of a cross-entropy computation.
+
+    gradients: "save": forward computes the gradients and saves them; "recompute": backward recomputes the logits and
+    computes the gradients; "none": no backward follows (autograd's `needs_input_grad` does not show that: it stays True
+    under torch.no_grad). of_tokens: True: return the loss of each token, [T]; False: return their sum."""
 
     gradients: Literal["none", "save", "recompute"]
     of_tokens: bool
@@ -93,10 +94,11 @@ class _CrossEntropy(torch.autograd.Function):
         head: OutputHead,
         mode: _Mode,
     ) -> torch.Tensor:
-        """Return the cross-entropy (nats): the sum, a scalar, or the loss of each token, [T]. `hidden_TH`: input of the
-        output head; `weight_VH`, `bias_V`: those of `head`, passed as separate inputs so that autograd sees them;
-        `targets_T`: token IDs, -100 for ignored tokens; `head`: vocabulary slice and communication; `mode`: sum or
-        token losses, and how backward gets the gradients."""
+        """Return the cross-entropy (nats): the sum, a scalar, or the loss of each token, [T].
+
+        `hidden_TH`: input of the output head; `weight_VH`, `bias_V`: those of `head`, passed as separate inputs so that
+        autograd sees them; `targets_T`: token IDs, -100 for ignored tokens; `head`: vocabulary slice and communication;
+        `mode`: sum or token losses, and how backward gets the gradients."""
         wanted = tuple(mode.gradients != "none" and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode.gradients == "save" else None
@@ -187,6 +189,7 @@ def _recompute_gradients(
 
 class Chunk:
     """Logits and losses (nats) of one chunk of C tokens, from which `differentiate` computes the logits' gradients.
+
     `tokens`: slice that selects the chunk from all T tokens; `logits_CV`: logits of this rank's V token IDs, later
     overwritten; `targets_C`: target token IDs, -100 for ignored tokens; `head`: vocabulary slice and communication.
     `known_2C`: [2, C], log-sum-exp and target logit of each token, if the forward pass has computed them; None: compute

@@ -22,8 +22,10 @@ from meshwright.spec.config import ModelConfig
 class PredictionModule(nn.Module):
     """Multi-token prediction module of DeepSeek-V3 (arXiv:2412.19437, eqs. 21 to 23): a transformer block whose input
     is a projection of a token's normalised hidden state and the embedding of the next token. It shares embedding and
-    output head with the model. `config`: model configuration; `axes`: communication of the mesh axes; `options`:
-    `device` and `dtype` of the parameters."""
+    output head with the model.
+
+    `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()

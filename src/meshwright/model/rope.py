@@ -81,12 +81,12 @@ def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotati
 
 class RotaryTable:
     """Table of the cosines and sines of rotary angles by position, shared by all layers with the rotary settings
-    `rotation`. It grows when larger positions are requested, and is not saved with the model. `dtype`: dtype of the
-    model. `length`: tokens of the longest sequence, by which LongRoPE chooses its factors; None: each document chooses
-    by its own length.
+    `rotation`. It grows when larger positions are requested, and is not saved with the model.
 
-    Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart.
-    """
+    `dtype`: dtype of the model. `length`: tokens of the longest sequence, by which LongRoPE chooses its factors; None:
+    each document chooses by its own length.
+
+    Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart."""
 
     def __init__(self, rotation: Rotation, dtype: torch.dtype, length: int | None = None) -> None:
         self._dtype, self._rotation, self._length = at_least_float32(dtype), rotation, length
@@ -112,8 +112,9 @@ class RotaryTable:
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Return (cosine, sine) of the rotary angles at the positions `positions_BS`, [B or 1, 1, S, R/2] each, on
         `device`. All positions must be less than `stop`. If `positions_BS` is None, the positions are start ... stop -
-        1 in every sequence; otherwise `start` is ignored. `documents`: document boundaries, by which LongRoPE chooses
-        its factors."""
+        1 in every sequence; otherwise `start` is ignored.
+
+        `documents`: document boundaries, by which LongRoPE chooses its factors."""
         cosine, sine = self.get_table(stop, device)
         if positions_BS is None:
             return cosine[None, None, start:stop], sine[None, None, start:stop]
@@ -152,9 +153,10 @@ def make_position_table(
     settings: Rotation | Temperature, dtype: torch.dtype, length: int | None
 ) -> RotaryTable | TemperatureTable:
     """Build the table of position-dependent factors that a layer applies to its queries and keys: rotary cosines and
-    sines (RoPE), or temperatures of the queries (Llama 4). `settings`: the layer's settings of either; `dtype`: dtype
-    of the model; `length`: number of tokens of the longest sequence, by which LongRoPE chooses its factors; None: each
-    document by its own length."""
+    sines (RoPE), or temperatures of the queries (Llama 4).
+
+    `settings`: the layer's settings of either; `dtype`: dtype of the model; `length`: number of tokens of the longest
+    sequence, by which LongRoPE chooses its factors; None: each document by its own length."""
     return (
         TemperatureTable(settings, dtype) if isinstance(settings, Temperature) else RotaryTable(settings, dtype, length)
     )
@@ -164,7 +166,9 @@ def find_half_rotation_order(config: ModelConfig) -> list[int] | None:
     """Return the order [D] in which a server stores a head's features, for kernels that rotate feature i with feature i
     + D/2: element j of the result is the index of the model's feature that becomes feature j. Features without rotation
     are paired too; `pad_pairs` gives these pairs the angle 0. None: the model's order already is this one, or there are
-    no rotary positions. `config`: model configuration.
+    no rotary positions.
+
+    `config`: model configuration.
 
     Attention scores do not depend on the order of features, so that a server may permute those of queries and keys."""
     size, rotated = config.head_dim, config.rotary_dim

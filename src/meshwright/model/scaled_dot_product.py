@@ -27,9 +27,10 @@ def choose_mask_form(
 ) -> MaskForm:
     """Return the mask format of the attention kernel that is used for queries of `dtype` and `head_size` on `device`:
     "first" (index of the first visible key of each query), "varlen" (document boundaries, as in flash attention) or
-    "boolean" (one entry for each query and key). `capped`: True if the scores have a softcap, which only tiled
-    attention computes; `sinks`: True if heads have attention sinks, which of PyTorch's kernels only flash attention
-    supports."""
+    "boolean" (one entry for each query and key).
+
+    `capped`: True if the scores have a softcap, which only tiled attention computes; `sinks`: True if heads have
+    attention sinks, which of PyTorch's kernels only flash attention supports."""
     if capped or device.type == "cpu":
         return "first"
     if supports_flash_attention(device, dtype, head_size):
@@ -41,9 +42,10 @@ def make_attention_mask(
     documents: Documents, sequence: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
 ) -> AttentionMask:
     """Return the attention mask of a batch for `attend`: causal, within documents, and within a sliding window; None
-    for plain causal attention. `documents`: document boundaries in packed sequences; `sequence`: number of tokens of a
-    sequence; `window`: sliding window in tokens (None: none); `device`: device of the mask; `form`: mask format, from
-    `choose_mask_form`.
+    for plain causal attention.
+
+    `documents`: document boundaries in packed sequences; `sequence`: number of tokens of a sequence; `window`: sliding
+    window in tokens (None: none); `device`: device of the mask; `form`: mask format, from `choose_mask_form`.
 
     Format "first" (also in place of "boolean" on a CPU): index of the first key to which each token may attend, [B or
     1, S], on the CPU. "varlen": a `VarlenMask`. "boolean": [B or 1, 1, S, S], True where a token may attend. One mask
@@ -67,9 +69,10 @@ def attend(
     scores: ScoreSettings | None = None,
 ) -> torch.Tensor:
     """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D], for queries `q_BNSD` of the last S of C tokens,
-    and keys `k_BKCD` and values `v_BKCD` of all C tokens. `visible`: attention mask from `make_attention_mask` or a KV
-    cache; None: causal if S = C, all keys visible if S < C. `scores`: scale (in place of 1 / √D), softcap and sinks of
-    the scores; None: the defaults."""
+    and keys `k_BKCD` and values `v_BKCD` of all C tokens.
+
+    `visible`: attention mask from `make_attention_mask` or a KV cache; None: causal if S = C, all keys visible if S <
+    C. `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults."""
     scores = scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5)
     same_length, sinks = q_BNSD.shape[2] == k_BKCD.shape[2], scores.sinks is not None
     if sinks and same_length and visible is None and not scores.softcap and supports_flash_attention(

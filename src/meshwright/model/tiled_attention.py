@@ -49,9 +49,10 @@ class Tile(NamedTuple):
 
 class ScoreSettings(NamedTuple):
     """Settings of attention scores, which are computed as c tanh(scale q kᵀ / c) with a softcap c (Gemma 2:
-    arXiv:2408.00118, section 2), or as scale q kᵀ if `softcap` is 0. sinks: learned attention-sink scores of the N
-    query heads, each one more term of the softmax's denominator (gpt-oss: arXiv:2508.10925, section 2.3); None:
-    none."""
+    arXiv:2408.00118, section 2), or as scale q kᵀ if `softcap` is 0.
+
+    sinks: learned attention-sink scores of the N query heads, each one more term of the softmax's denominator (gpt-oss:
+    arXiv:2508.10925, section 2.3); None: none."""
 
     scale: float
     softcap: float = 0.0
@@ -70,6 +71,7 @@ def tiled_attention(
     """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, D], stored in memory as [B, S, N, D], of queries
     `q_BNSD` to keys `k_BKSD` and values `v_BKSD`. Each query attends to the keys from its index in `first_BS` (None:
     from 0) to its own index; query head n reads key-value head n // (N / K), for N query and K key-value heads.
+
     `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults."""
     arguments = q_BNSD, k_BKSD, v_BKSD, first_BS, *(scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5))
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -145,8 +147,10 @@ def _compute_probabilities(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return three tensors of a tile: the softmax of its scores [P, X, L], in the dtype of `q_PXD`; the derivative of
     the scores' softcap (None without one); the probabilities of the sinks [sequences, heads, G, queries] (None without
-    sinks). `wide_k_PSD`: keys, in the dtype of the scores; `shape`: (sequences, heads, G, queries, D); `how`: scale,
-    softcap and sinks."""
+    sinks).
+
+    `wide_k_PSD`: keys, in the dtype of the scores; `shape`: (sequences, heads, G, queries, D); `how`: scale, softcap
+    and sinks."""
     scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, how)
     p_PXL, p_sinks = torch.softmax(scores_PXL, dim=-1), None
     if how.sinks is not None:
@@ -172,9 +176,10 @@ def compute_scores(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the attention scores of the queries `q_PXD` and keys `wide_k_PSD` in a tile. Return the scores with the
     tile's mask added, [P, X, L], in the dtype of `wide_k_PSD`; and the derivative of the softcap at each score (None
-    without softcap). P: sequences x KV heads; X: G x queries; L: keys of the tile. `shape`: (sequences, heads, G,
-    queries, D), the shape of the queries before `flatten_heads`. `how`: scale and softcap. `subtract_PX1`: value that
-    is subtracted from each query's scores, such as its log-sum-exp; None: 0."""
+    without softcap). P: sequences x KV heads; X: G x queries; L: keys of the tile.
+
+    `shape`: (sequences, heads, G, queries, D), the shape of the queries before `flatten_heads`. `how`: scale and
+    softcap. `subtract_PX1`: value that is subtracted from each query's scores, such as its log-sum-exp; None: 0."""
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * how.scale
     k_PDL, slope_PXL = wide_k_PSD[:, tile.keys].mT, None
     if how.softcap:
@@ -197,8 +202,10 @@ def cut_tiles(
 ) -> Iterator[tuple[slice, slice, list[Tile]]]:
     """Cut the block of attention `span` (a range of queries over a range of keys) into pieces whose scores fit in
     cache. Yield (slice of sequences, slice of key-value heads, attention tiles to compute for these sequences and
-    heads). `q_BKGSD`: queries, grouped by key-value head; `first_BS`: index of the first key to which each query
-    attends; None: no lower limit."""
+    heads).
+
+    `q_BKGSD`: queries, grouped by key-value head; `first_BS`: index of the first key to which each query attends; None:
+    no lower limit."""
     rows, kv_heads, group = q_BKGSD.shape[:3]
     length = span.keys.stop - span.keys.start
     queries, most = (TILE_QUERIES, TILE_SCORES) if q_BKGSD.device.type == "cpu" else ACCELERATOR_TILE
@@ -220,8 +227,10 @@ def cut_tiles(
 def cut_span(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
     """Cut the block of attention `span` (a range of queries over a range of keys) into tiles of as many queries as
     `triangle` has, and return the tiles. A tile's keys are those to which any of its queries may attend; a tile without
-    keys is left out. `triangle`: additive causal mask [queries, queries]; `first_RS`: index of the first key to which
-    each query attends, for R sequences, on the CPU; None: no lower limit."""
+    keys is left out.
+
+    `triangle`: additive causal mask [queries, queries]; `first_RS`: index of the first key to which each query attends,
+    for R sequences, on the CPU; None: no lower limit."""
     found = []
     at_once = len(triangle)
     length, diagonal = span.keys.stop - span.keys.start, span.query_start == span.key_start

@@ -50,10 +50,11 @@ class StageInput(NamedTuple):
 
 
 class StageOutput(NamedTuple):
-    """Output of a pipeline stage for one micro-batch. `x`: hidden states [B, S, H] (with sequence parallelism this
-    rank's token slice); on the last stage the summed loss, or with preference pairs the responses' log-probabilities.
-    `balance`: load-balancing loss, which the caller adds to the summed loss; None if the stage has none, or if `x`
-    already includes it."""
+    """Output of a pipeline stage for one micro-batch.
+
+    `x`: hidden states [B, S, H] (with sequence parallelism this rank's token slice); on the last stage the summed loss,
+    or with preference pairs the responses' log-probabilities. `balance`: load-balancing loss, which the caller adds to
+    the summed loss; None if the stage has none, or if `x` already includes it."""
 
     x: torch.Tensor
     balance: torch.Tensor | None
@@ -268,10 +269,11 @@ class Transformer(nn.Module):
         positions_BS: torch.Tensor | None = None, counted_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
         """Run the embedding and blocks of a stage on `given`; return the hidden states [B, S, H] and the load-balancing
-        loss of each block that has one. `units`: hooks around FSDP units; `cache`: KV cache of the preceding tokens;
-        `positions_BS`: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens.
-        `counted_B`: number of target tokens of each sequence, by which the losses are weighted; None: they are not
-        computed."""
+        loss of each block that has one.
+
+        `units`: hooks around FSDP units; `cache`: KV cache of the preceding tokens; `positions_BS`: position IDs; None:
+        0, 1, 2 ... within each document, or continuing after the cached tokens. `counted_B`: number of target tokens of
+        each sequence, by which the losses are weighted; None: they are not computed."""
         stage, x, tokens_BS, documents = given
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length

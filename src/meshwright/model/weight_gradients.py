@@ -70,9 +70,10 @@ class WeightGradients:
 
     def submit(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
         """Add a gradient of `parameter` to the accumulation buffers. It is computed now or, in a `collecting` block,
-        when `run` is called. `multiply`: function of the operands that returns the gradient, in any shape with the
-        parameter's number of elements; None: the gradient is dyᵀ x, where the operands are dy [..., output] and x [...,
-        input]."""
+        when `run` is called.
+
+        `multiply`: function of the operands that returns the gradient, in any shape with the parameter's number of
+        elements; None: the gradient is dyᵀ x, where the operands are dy [..., output] and x [..., input]."""
         product = _DeferredGradient(parameter, multiply, operands)
         if self._collects is None:
             self._accumulate(product)
@@ -127,10 +128,11 @@ def linear(
     queue: WeightGradients | None,
     taps: Taps | None = None,
 ) -> torch.Tensor:
-    """Return x Wᵀ + b, [..., Y], for x [..., X], weight W [Y, X] and `bias` b (None: 0). `queue`: backward defers the
-    computation of the weight gradient to it; None: autograd computes the weight gradient. `taps`: dummy inputs whose
-    gradients carry dy and x out of a compiled backward to the queue; None: a layer with a queue runs outside of
-    compiled graphs."""
+    """Return x Wᵀ + b, [..., Y], for x [..., X], weight W [Y, X] and `bias` b (None: 0).
+
+    `queue`: backward defers the computation of the weight gradient to it; None: autograd computes the weight gradient.
+    `taps`: dummy inputs whose gradients carry dy and x out of a compiled backward to the queue; None: a layer with a
+    queue runs outside of compiled graphs."""
     if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(x, weight, bias)
     if not torch.compiler.is_compiling():
@@ -227,9 +229,11 @@ class _MakeTaps(torch.autograd.Function):
 
 class Tapped(Protocol):
     """Interface of a linear layer y = x weightᵀ that can defer its weight gradient to a queue, also in a compiled
-    graph. weight: [Y, X], Y outputs and X inputs. weight_gradients: the queue; None: autograd computes the weight
-    gradient. taps: set only during a call of a compiled graph: two dummy inputs, whose gradients in the compiled
-    backward are dy and x, the operands that the queue needs; otherwise None."""
+    graph.
+
+    weight: [Y, X], Y outputs and X inputs. weight_gradients: the queue; None: autograd computes the weight gradient.
+    taps: set only during a call of a compiled graph: two dummy inputs, whose gradients in the compiled backward are dy
+    and x, the operands that the queue needs; otherwise None."""
 
     weight: nn.Parameter
     weight_gradients: WeightGradients | None
@@ -254,9 +258,11 @@ def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[N
 
 def grouped_linear(x_NX: torch.Tensor, layer: GroupedLayer, ends_E: torch.Tensor, first: int = 0) -> torch.Tensor:
     """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` (one for each of a token's experts) sorted by expert, where W
-    and b are those of the copy's expert. `layer`: weights and biases of E experts; `ends_E`: exclusive end index of
-    each expert's copies; `first`: index of the first output to which b, which may be shorter than Y, is added. In
-    backward the layer's queue gets the computation of the weight gradient; without a queue autograd computes it."""
+    and b are those of the copy's expert.
+
+    `layer`: weights and biases of E experts; `ends_E`: exclusive end index of each expert's copies; `first`: index of
+    the first output to which b, which may be shorter than Y, is added. In backward the layer's queue gets the
+    computation of the weight gradient; without a queue autograd computes it."""
     weight, bias, queue = layer.weight, layer.bias, layer.weight_gradients
     if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
         bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)

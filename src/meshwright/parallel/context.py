@@ -137,8 +137,9 @@ class UlyssesAttention(ContextParallel):
         """Return the causal attention [B, N, C, D] of this rank's queries `q_BNSD` to the keys `k_BKSD` and values
         `v_BKSD` of all cp ranks; each rank passes those of its C tokens of every sequence. One all-to-all gives each
         rank unsharded sequences of N / cp heads, a second one restores token slices. With more ranks than key-value
-        heads, several ranks get copies of a head. `visible`: attention mask from `make_attention_mask`; `scores`: scale
-        and softcap of the attention scores."""
+        heads, several ranks get copies of a head.
+
+        `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of the attention scores."""
         axis, copies = self.axis, max(1, self.size // k_BKSD.shape[1])
         three = q_BNSD, k_BKSD.repeat_interleave(copies, dim=1), v_BKSD.repeat_interleave(copies, dim=1)
         by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
@@ -184,10 +185,12 @@ def _compute_ring_attention(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ring attention without autograd, for the C tokens of each sequence on this rank. Return the output [B, N,
-    C, D] and each query's log-sum-exp [B, N, C]. `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these
-    tokens; `key`: string that identifies the cp axis (`Axis.key`), because custom operators accept no objects;
-    `attend_span`: function that computes the attention of a span (slice of queries over a slice of keys); `sinks`:
-    attention-sink score of each query head [N] (None: none), merged once, after all KV blocks."""
+    C, D] and each query's log-sum-exp [B, N, C].
+
+    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens; `key`: string that identifies the cp axis
+    (`Axis.key`), because custom operators accept no objects; `attend_span`: function that computes the attention of a
+    span (slice of queries over a slice of keys); `sinks`: attention-sink score of each query head [N] (None: none),
+    merged once, after all KV blocks."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = group_by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
@@ -206,9 +209,10 @@ def _compute_gradients(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of ring attention's queries, keys and values, in their shapes, and that of the `sinks` by
-    this rank's queries, given the output gradient `d_out_BNCD`. `saved_tensors`: queries, keys, values, output,
-    log-sum-exps; `key`: string that identifies the cp axis (`Axis.key`); `add_span`: computes the gradients of a span
-    (slice of queries over a slice of keys) and adds them."""
+    this rank's queries, given the output gradient `d_out_BNCD`.
+
+    `saved_tensors`: queries, keys, values, output, log-sum-exps; `key`: string that identifies the cp axis
+    (`Axis.key`); `add_span`: computes the gradients of a span (slice of queries over a slice of keys) and adds them."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
@@ -245,9 +249,10 @@ def _attend_by_tiles(
     numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ring attention by tiles, without autograd; `q_BNCD`, `k_BKCD`, `v_BKCD` and results are those of
-    `_compute_ring_attention`. `first_BC`: index of the first key to which each query attends (None: 0); `numbers`:
-    [scale, softcap] of the scores; `key`: string that identifies the cp axis; `sinks`: attention-sink score of each
-    query head."""
+    `_compute_ring_attention`.
+
+    `first_BC`: index of the first key to which each query attends (None: 0); `numbers`: [scale, softcap] of the scores;
+    `key`: string that identifies the cp axis; `sinks`: attention-sink score of each query head."""
     attend_span = partial(ring_spans.attend_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1]))
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 

@@ -33,6 +33,7 @@ COUNTS_SITE = "experts.counts"
 
 class Routes(NamedTuple):
     """Numbers of token copies that one expert-parallel dispatch moves (a token has one copy for each of its experts).
+
     `sent`, `received`: copies that this rank sends to, and receives from, each rank of ep (expert parallelism).
     `shared`: copies that each rank of etp (expert tensor parallelism) has received from its ep ranks. `counts_GPL[g, p,
     l]`: copies for local expert l that rank g of etp has received from rank p of ep."""

@@ -134,6 +134,7 @@ class PlacedTensor(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
     """Layout of one flat buffer (the parameters of an FSDP unit, concatenated) on one rank, before ZeRO shards it.
+
     `name`: name of the buffer; `tensors`: the model's parameters in it (such as fused qkv); `slices`: the slices of
     parameter entries (checkpoint tensors) in it, which do not cover padding of the vocabulary. `padded`: number of
     elements of the buffer; the first `numel` are parameters, and the first `decay_numel` of these have weight decay."""
@@ -247,11 +248,12 @@ def make_flat_layout(
     coordinates: Mapping[str, int] | None = None,
     buffer: BufferKind = "dense",
 ) -> FlatLayout:
-    """Build the layout of one flat buffer of the FSDP unit `name` on one rank. `table`: the model's parameter table;
-    `shards`: number of ranks over which ZeRO shards the buffer, which is padded to equal shards; `layout`: parallel
-    layout (None: one device); `coordinates`: {axis: index} of this rank in it (None: rank 0); `buffer`: which of the
-    unit's parameters: "dense" (trained), "experts" (routed experts under expert parallelism), "frozen",
-    "frozen_experts" or "packed" (quantized)."""
+    """Build the layout of one flat buffer of the FSDP unit `name` on one rank.
+
+    `table`: the model's parameter table; `shards`: number of ranks over which ZeRO shards the buffer, which is padded
+    to equal shards; `layout`: parallel layout (None: one device); `coordinates`: {axis: index} of this rank in it
+    (None: rank 0); `buffer`: which of the unit's parameters: "dense" (trained), "experts" (routed experts under expert
+    parallelism), "frozen", "frozen_experts" or "packed" (quantized)."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
     tensors, slices = [], []
@@ -317,8 +319,10 @@ def split_evenly(start: int, stop: int, index: int, shares: int) -> tuple[int, i
 class GradientBufferPool:
     """Pool of 1-D buffers for unsharded gradients, which are in use only during backward passes (ZeRO-2 and 3). A
     buffer that is released is reused for the next of several consecutive FSDP units of equal sizes (layers); other
-    buffers (an embedding's) are freed. `sizes`: for each FSDP unit, in forward order, the numbers of elements of its
-    buffers; `device`, `dtype`: of the buffers."""
+    buffers (an embedding's) are freed.
+
+    `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers; `device`, `dtype`: of the
+    buffers."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
         self._device, self._dtype = device, dtype

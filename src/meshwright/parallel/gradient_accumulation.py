@@ -38,8 +38,10 @@ class BackwardPass:
 class GradientAccumulator:
     """Accumulator of this rank's parameter gradients over the backward passes of a step. It takes gradients from
     autograd or from `accumulate`, adds them to the buffers of their FSDP units, and starts the reduction over ranks of
-    each unit whose gradients are complete. `units`: FSDP units by name, in the order of the parameter table;
-    `parameters`: unit name -> its parameters; `reducer`: reduces complete gradients."""
+    each unit whose gradients are complete.
+
+    `units`: FSDP units by name, in the order of the parameter table; `parameters`: unit name -> its parameters;
+    `reducer`: reduces complete gradients."""
 
     def __init__(
         self, units: Mapping[str, FsdpUnit], parameters: Mapping[str, Sequence[nn.Parameter]], reducer: GradientReducer

@@ -111,9 +111,10 @@ def add_gradients_by_tiles(
     span: Span,
 ) -> None:
     """Compute the gradients of the attention of `span` (a slice of queries over a slice of keys) by tiles and add them
-    in place to `gradients`. `first_BC`: index of the first key that each query attends to (None: 0), on the CPU;
-    `how`: scale and softcap of the scores; `saved`: this rank's queries, outputs and output gradients; `block`: keys
-    and values, [2, B, K, C, D]."""
+    in place to `gradients`.
+
+    `first_BC`: index of the first key that each query attends to (None: 0), on the CPU; `how`: scale and softcap of the
+    scores; `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C, D]."""
     (dq_BKGCD, d_keys_values), (k_BKCD, v_BKCD) = gradients, block
     dtype, scale = saved.q.dtype, how.scale
     for rows, heads, tiles in cut_tiles(saved.q, span, first_BC):
@@ -156,8 +157,9 @@ keys in [B, K, C], arguments of the call."""
 def list_kernel_calls(mask: VarlenMask, span: Span, rows: int, scale: float | None = None) -> Iterator[KernelCall]:
     """Yield the calls of flash kernels that compute the attention of `span` (a slice of queries over a slice of keys),
     each as (index of its queries, index of its keys, call arguments). Pairs of query and key that `mask` (document
-    boundaries, sliding window) hides are left out. `rows`: number of sequences; `scale`: factor of the scores (None: 1
-    / √D)."""
+    boundaries, sliding window) hides are left out.
+
+    `rows`: number of sequences; `scale`: factor of the scores (None: 1 / √D)."""
     every, chunk, window = slice(None), span.keys.stop - span.keys.start, mask.window
     half = int(span.queries.start > 0)
     lengths = [chunk, *[0, chunk] * 2 * rows] if mask.lengths is None else mask.lengths.tolist()

@@ -24,10 +24,12 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class BackwardOrder(NamedTuple):
-    """Order of this rank's backwards relative to its forwards in the pipeline program. `at_once`: the forwards, as
-    (stage, replica (model copy), micro-batch), that are immediately followed by their own backward; such a forward may
-    compute the gradient of the output head together with the loss, as this saves the recomputation of logits. `queue`:
-    queue in which split backward passes defer their weight-gradient computations; None if only forwards run."""
+    """Order of this rank's backwards relative to its forwards in the pipeline program.
+
+    `at_once`: the forwards, as (stage, replica (model copy), micro-batch), that are immediately followed by their own
+    backward; such a forward may compute the gradient of the output head together with the loss, as this saves the
+    recomputation of logits. `queue`: queue in which split backward passes defer their weight-gradient computations;
+    None if only forwards run."""
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None

@@ -27,9 +27,11 @@ host need not wait for it."""
 
 class ForwardBackward:
     """Runner of the forwards and backwards of a step, or of an evaluation, on this rank, in the order of a pipeline
-    program; the optimizer step is not included. `model`: the rank's stages; `engine`: ZeRO engine that owns their
-    parameters. `fused_accumulation_min_numel`: smallest number of elements of a weight whose gradient the matrix
-    product itself adds to the accumulation buffer. `preference`: loss of preference pairs; None: next-token loss."""
+    program; the optimizer step is not included.
+
+    `model`: the rank's stages; `engine`: ZeRO engine that owns their parameters. `fused_accumulation_min_numel`:
+    smallest number of elements of a weight whose gradient the matrix product itself adds to the accumulation buffer.
+    `preference`: loss of preference pairs; None: next-token loss."""
 
     def __init__(
         self,

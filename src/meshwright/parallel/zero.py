@@ -62,10 +62,11 @@ TIED_SITE = "pipeline.gradients.shared"
 
 @dataclass(frozen=True, slots=True)
 class ShardingAxes:
-    """Mesh axes over which an FSDP unit is sharded and its gradient summed. `data`: ranks over which the gradient is
-    summed; `shard`: ranks over which ZeRO shards the unit; `replica`: ranks that hold the same shard (hybrid sharding).
-    `tied`: pipeline ranks that all hold the unit (a tied embedding, or a model copy of a bidirectional schedule); None
-    if only one rank does."""
+    """Mesh axes over which an FSDP unit is sharded and its gradient summed.
+
+    `data`: ranks over which the gradient is summed; `shard`: ranks over which ZeRO shards the unit; `replica`: ranks
+    that hold the same shard (hybrid sharding). `tied`: pipeline ranks that all hold the unit (a tied embedding, or a
+    model copy of a bidirectional schedule); None if only one rank does."""
 
     data: Axis
     shard: Axis

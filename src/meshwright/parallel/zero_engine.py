@@ -109,10 +109,11 @@ class ZeroEngine:
         return {name: axes[places] for name, places in holders.items()}
 
     def _build_unit(self, name: str, buffer: BufferKind, tied: Axis | None) -> FsdpUnit:
-        """Build the FSDP unit `name` for the parameters of one flat buffer. `buffer`: which one: "dense" (trained
-        parameters), "experts" (routed experts, which are sharded over other ranks), "frozen" ... `tied`: mesh axis over
-        all pipeline ranks that hold a copy of the unit, such as a tied embedding; None if this pipeline rank alone
-        holds the unit."""
+        """Build the FSDP unit `name` for the parameters of one flat buffer.
+
+        `buffer`: which one: "dense" (trained parameters), "experts" (routed experts, which are sharded over other
+        ranks), "frozen" ... `tied`: mesh axis over all pipeline ranks that hold a copy of the unit, such as a tied
+        embedding; None if this pipeline rank alone holds the unit."""
         mesh = self.mesh
         if buffer in EXPERT_BUFFERS:
             axes = ShardingAxes(mesh.expert_data, mesh.expert_shard, mesh.expert_replica, tied)
@@ -215,9 +216,11 @@ class ZeroEngine:
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
         """Return an optimizer state as slices of parameter entries (checkpoint tensors), cut at the same elements as
-        those of `master_slices`. `kind`: label of the slices, such as "exp_avg". `tensors`: one 1-D tensor for each
-        unit in `shards`, as long as the unit's master weights. `owned`: True for the slices that this rank writes to a
-        checkpoint, False for all that it must read."""
+        those of `master_slices`.
+
+        `kind`: label of the slices, such as "exp_avg". `tensors`: one 1-D tensor for each unit in `shards`, as long as
+        the unit's master weights. `owned`: True for the slices that this rank writes to a checkpoint, False for all
+        that it must read."""
         slices: list[TensorSlice] = []
         position = self.mesh.tp.rank if owned else None
         for tensor, unit in zip(tensors, self.shards, strict=True):

@@ -273,9 +273,10 @@ def _measure_and_store(
 def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None]) -> list[ProcessConstants]:
     """Measure the memory that a rank process takes besides its tensors; return one result for each of `keys`, in order.
     Each measurement runs in its own process, started like a rank; they run all at once, because the resident memory of
-    one does not depend on the others. keys: precision, number of threads (the same in all) and whether blocks are
-    compiled. log: called with each line for the user. Raises `RankLost` after `LIMIT_SECONDS`, `Terminated` after
-    SIGTERM."""
+    one does not depend on the others.
+
+    keys: precision, number of threads (the same in all) and whether blocks are compiled. log: called with each line for
+    the user. Raises `RankLost` after `LIMIT_SECONDS`, `Terminated` after SIGTERM."""
     from meshwright.launcher.launcher import LaunchSpec, launch
 
     command = (sys.executable, "-P", "-m", "meshwright.training.process_memory_probe")

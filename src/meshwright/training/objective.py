@@ -131,9 +131,10 @@ class Objective(Protocol):
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None
     ) -> list[MicroBatch]:
         """Return this rank's `micro_batches` with the inputs that a model computes in every step: a teacher's targets,
-        or samples of the student itself. policy: the model being trained; rows: indices of the sequences of each
-        micro-batch, in the training split; step: index of the step. step None: validation, with indices in the
-        validation split. Collective."""
+        or samples of the student itself.
+
+        policy: the model being trained; rows: indices of the sequences of each micro-batch, in the training split;
+        step: index of the step. step None: validation, with indices in the validation split. Collective."""
 
     def state(self) -> dict[str, Any]:
         """Return the objective's entries of a checkpoint's `state.json`: checksums of its inputs, which must be equal

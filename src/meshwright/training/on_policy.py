@@ -33,10 +33,11 @@ def is_on_policy_step(fraction: float, seed: int, step: int) -> bool:
 
 
 def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch.Tensor]:
-    """Return the prompt of each sequence of `micro_batch`, as token IDs [tokens]. text_tokens: None for data of prompts
-    with responses: the prompt ends where the first target begins (it is the whole sequence if there is no target). For
-    plain text, a number of tokens: the prompt consists of the tokens before this index, without those of earlier
-    documents."""
+    """Return the prompt of each sequence of `micro_batch`, as token IDs [tokens].
+
+    text_tokens: None for data of prompts with responses: the prompt ends where the first target begins (it is the whole
+    sequence if there is no target). For plain text, a number of tokens: the prompt consists of the tokens before this
+    index, without those of earlier documents."""
     tokens_BS, targets_BS, documents = micro_batch
     prompts = []
     for row, tokens_S in enumerate(tokens_BS):
@@ -74,8 +75,10 @@ class Sampler:
     ) -> MicroBatch:
         """Sample a continuation of each of the `prompts` (token IDs). Return a micro-batch of the shape of
         `micro_batch`, in which each sequence is a prompt and its continuation, as one document. Targets are the sampled
-        tokens up to the first that ends the sequence, else -100. step: index of the step; rows: indices of the
-        sequences in the training split; both seed the random draws. Collective."""
+        tokens up to the first that ends the sequence, else -100.
+
+        step: index of the step; rows: indices of the sequences in the training split; both seed the random draws.
+        Collective."""
         tokens_BS, _, _ = micro_batch
         count, length = tokens_BS.shape
         device = self._device

@@ -37,10 +37,11 @@ class Shard(Protocol):
 
 
 class _ShardSlice(NamedTuple):
-    """Slice of a shard of a flat buffer whose elements have the same weight decay and learning rate. weight_decay:
-    coefficient. rate_factor: factor on the learning rate. master, gradient: views of the shard's master weights and
-    gradient. state: optimizer state, {kind such as "exp_avg": view}. updates: scalar tensor, number of updates done,
-    for AdamW's bias correction."""
+    """Slice of a shard of a flat buffer whose elements have the same weight decay and learning rate.
+
+    weight_decay: coefficient. rate_factor: factor on the learning rate. master, gradient: views of the shard's master
+    weights and gradient. state: optimizer state, {kind such as "exp_avg": view}. updates: scalar tensor, number of
+    updates done, for AdamW's bias correction."""
 
     weight_decay: float
     rate_factor: float

@@ -155,10 +155,11 @@ def _find_unexplained_share(machine: Cluster | None) -> float:
 
 
 def _predict_process_memory(trainer: Trainer, predicted: Ledger, memory: StepMemory, share: float) -> ProcessMemory:
-    """Predict the peak resident memory of this process, which runs the trainer on a CPU, in bytes by item. predicted:
-    memory ledger of this rank (tensors with their bytes and lifetimes); memory: meter of the process's memory so far;
-    share: fraction by which the memory of finished runs exceeded their prediction. `UserError` if the process memory of
-    this precision and thread count was never measured."""
+    """Predict the peak resident memory of this process, which runs the trainer on a CPU, in bytes by item.
+
+    predicted: memory ledger of this rank (tensors with their bytes and lifetimes); memory: meter of the process's
+    memory so far; share: fraction by which the memory of finished runs exceeded their prediction. `UserError` if the
+    process memory of this precision and thread count was never measured."""
     key = ProcessKey(trainer.layout.precision or "fp32", torch.get_num_threads(), trainer.recipe.train.compile)
     constants = key.read()
     if constants is None:

@@ -50,10 +50,11 @@ MISMATCHED = " mismatched"
 
 
 class Rewards(NamedTuple):
-    """Mean rewards of a step or validation; `Preference` defines the reward of a response. `chosen`, `rejected`: mean
-    reward of the chosen and of the rejected responses (KTO: of the desirable and the undesirable ones), NaN without
-    any. `accuracy`: fraction of pairs whose chosen response has the higher reward; for KTO fraction of single responses
-    whose score is above the KL estimate if desirable, below it if undesirable."""
+    """Mean rewards of a step or validation; `Preference` defines the reward of a response.
+
+    `chosen`, `rejected`: mean reward of the chosen and of the rejected responses (KTO: of the desirable and the
+    undesirable ones), NaN without any. `accuracy`: fraction of pairs whose chosen response has the higher reward; for
+    KTO fraction of single responses whose score is above the KL estimate if desirable, below it if undesirable."""
 
     chosen: float
     rejected: float
@@ -144,9 +145,10 @@ class Preferences:
     @torch.no_grad()
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
         """For KTO set the attribute `kl`, the mean of log p / p_ref over the mismatched responses of a step or
-        validation, at least 0 (arXiv:2402.01306, section 4.1). policy: the model being trained; split: "train" or
-        "validation"; passes: for each forward pass, this rank's micro-batches as arrays of sequence indices.
-        Collective."""
+        validation, at least 0 (arXiv:2402.01306, section 4.1).
+
+        policy: the model being trained; split: "train" or "validation"; passes: for each forward pass, this rank's
+        micro-batches as arrays of sequence indices. Collective."""
         if self._of == 2 or self.reference is None:
             return
         split += MISMATCHED
@@ -165,9 +167,10 @@ class Preferences:
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
         """Set the attribute `reference`: load the reference log-probabilities from the run directory, or compute them
-        with the initial weights and store them there; do nothing for a loss without a reference. policy: the model
-        being trained; start: run directory and resumed state. `UserError` if the file of a resumed run is missing,
-        damaged or from another run. Collective."""
+        with the initial weights and store them there; do nothing for a loss without a reference.
+
+        policy: the model being trained; start: run directory and resumed state. `UserError` if the file of a resumed
+        run is missing, damaged or from another run. Collective."""
         assert self.pair_loss is not None
         if not self.pair_loss.needs_reference:
             return

@@ -67,8 +67,9 @@ class TeacherCache:
     def write(self, log: Callable[[str], None]) -> dict[str, Any]:
         """Complete the cache: run the teacher on the sequences whose files are missing or damaged (found by checksums).
         Return the JSON document of `meshwright data teacher`: "directory", "sequences", "bytes", "computed" (number of
-        sequences computed now), "mean_rest" (mean probability of the tokens other than the K stored ones). log: called
-        with progress lines. Raises `UserError` if a file cannot be written."""
+        sequences computed now), "mean_rest" (mean probability of the tokens other than the K stored ones).
+
+        log: called with progress lines. Raises `UserError` if a file cannot be written."""
         known = self._read_manifest().get("files", {})
         model: Any = None
         files, computed, done, rest, tokens = dict[str, Any](), 0, 0, 0.0, 0

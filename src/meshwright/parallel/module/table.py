@@ -40,10 +40,11 @@ class ModuleDescription:
 def describe_module(
     module: nn.Module, choose: ChooseUnit | None = None, decays: Callable[[str, nn.Parameter], bool] | None = None
 ) -> ModuleDescription:
-    """Derive the parameter table and the FSDP units of a user-defined module. `choose`: function (path of a submodule,
-    submodule) -> True if it is an FSDP unit; None: chosen by size. `decays`: function (parameter name, parameter) ->
-    True if weight decay applies; None: it applies to parameters of two or more dims. Raises UserError if the module has
-    nothing to train."""
+    """Derive the parameter table and the FSDP units of a user-defined module.
+
+    `choose`: function (path of a submodule, submodule) -> True if it is an FSDP unit; None: chosen by size. `decays`:
+    function (parameter name, parameter) -> True if weight decay applies; None: it applies to parameters of two or more
+    dims. Raises UserError if the module has nothing to train."""
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     if not trained:
         raise UserError("the module has no parameter with requires_grad: there is nothing to train")
@@ -100,9 +101,10 @@ def _find_units(
     module: nn.Module, prefix: str, total: int, choose: ChooseUnit | None, found: dict[str, nn.Module]
 ) -> None:
     """Find the FSDP units among the submodules of `module` and add them to `found` (path -> submodule). Units contain
-    no further units, and a ModuleList is never one, as it is never called. `prefix`: start of the submodules' paths, ""
-    or "PATH."; `total`: number of elements of all trained parameters; `choose`: function (path, submodule) -> True if
-    it is a unit; None: chosen by size."""
+    no further units, and a ModuleList is never one, as it is never called.
+
+    `prefix`: start of the submodules' paths, "" or "PATH."; `total`: number of elements of all trained parameters;
+    `choose`: function (path, submodule) -> True if it is a unit; None: chosen by size."""
     listed = isinstance(module, nn.ModuleList)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
