@@ -46,8 +46,9 @@ class Agreement:
 
     def broadcast_from_largest(self, size: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Broadcast the `values` of the rank that passes the largest `size` (not negative; in a tie the lowest such
-        rank); return them on every rank, with the number of that rank added under the key "rank". values: at most 2048
-        bytes as JSON."""
+        rank); return them on every rank, with the number of that rank added under the key "rank".
+
+        values: at most 2048 bytes as JSON."""
         rank = self._mesh.rank
         sizes = self._sum([size if other == rank else 0 for other in range(self._mesh.world_size)])
         largest = sizes.index(max(sizes))

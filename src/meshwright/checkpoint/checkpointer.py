@@ -315,8 +315,9 @@ def _lock_directory(directory: Path) -> DirectoryLock:
 
 def make_model_contents(config: ModelConfig, options: SaveOptions) -> CheckpointContents:
     """Return the parameter table, small files and model check for checkpoints of a model with the architecture
-    `config`. With an adapter they are those of PEFT directories, which hold the adapter alone. options: settings of the
-    saves."""
+    `config`. With an adapter they are those of PEFT directories, which hold the adapter alone.
+
+    options: settings of the saves."""
     if config.adapter is not None:
         small_files = {
             ADAPTER_CONFIG: to_json_bytes(adapter_to_peft(config)),

@@ -101,9 +101,10 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
 
 
 def copy_intersection(source: torch.Tensor, has: MatrixRange, destination: torch.Tensor, wants: MatrixRange) -> None:
-    """Copy the elements that two ranges of one matrix have in common from `source` to `destination`. `source`: 1-D, the
-    elements of the range `has`; `destination`: 1-D, the elements of the range `wants`, overwritten where the ranges
-    intersect."""
+    """Copy the elements that two ranges of one matrix have in common from `source` to `destination`.
+
+    `source`: 1-D, the elements of the range `has`; `destination`: 1-D, the elements of the range `wants`, overwritten
+    where the ranges intersect."""
     for top, bottom, left, right in intersect_ranges(has, wants):
         size = (bottom - top, right - left)
         there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.index_of(top, left))
@@ -113,8 +114,10 @@ def copy_intersection(source: torch.Tensor, has: MatrixRange, destination: torch
 
 def _read_block(path: Path, task: _BlockTask, record: FileRecord, memory: np.ndarray) -> np.ndarray:
     """Read one block of a file into `memory` (uint8 [BLOCK_BYTES]) and verify its hash; return the bytes read, a view
-    of `memory`. path: checkpoint directory. task: names the file and the block. record: expected hashes of the file.
-    Raises `DamagedCheckpoint`."""
+    of `memory`.
+
+    path: checkpoint directory. task: names the file and the block. record: expected hashes of the file. Raises
+    `DamagedCheckpoint`."""
     start = task.block * BLOCK_BYTES
     size = min(BLOCK_BYTES, record.size - start)
     view = memory.data[:size]

@@ -141,8 +141,9 @@ def verify_checkpoint(path: Path | str) -> list[str]:
 
 def _find_damage(path: Path, name: str, record: FileRecord, *, whole: bool) -> str | None:
     """Compare size and block hashes of the file `name` in the checkpoint directory `path` with its record. Return the
-    first difference as one line of text; None if there is none. whole: True to compare the hash of the whole file
-    too."""
+    first difference as one line of text; None if there is none.
+
+    whole: True to compare the hash of the whole file too."""
     try:
         if (size := (path / name).stat().st_size) != record.size:
             return f"{name} has {size} bytes instead of {record.size}"
@@ -173,8 +174,9 @@ def hash_blocks(
     path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
 ) -> tuple[str | None, dict[int, str]]:
     """Compute hashes of the file `path`, reading no more of it than needed. Return (hex SHA-256 of the whole file, None
-    unless `whole`; {block number: hex SHA-256 of the block} for the block numbers in `blocks`). keep_going: called
-    between reads; it stops the hashing by raising an exception."""
+    unless `whole`; {block number: hex SHA-256 of the block} for the block numbers in `blocks`).
+
+    keep_going: called between reads; it stops the hashing by raising an exception."""
     size = path.stat().st_size
     everything = hashlib.sha256() if whole else None
     wanted = set(blocks)

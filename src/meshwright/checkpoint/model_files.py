@@ -41,9 +41,11 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Position of an exported tensor in the model files. file: file name. offset: byte of the file at which its
-    elements begin. entry: parameter entry that describes the tensor (name, shape). An entry of one expert may lie
-    inside a tensor of the file that stacks those of all experts."""
+    """Position of an exported tensor in the model files.
+
+    file: file name. offset: byte of the file at which its elements begin. entry: parameter entry that describes the
+    tensor (name, shape). An entry of one expert may lie inside a tensor of the file that stacks those of all
+    experts."""
 
     file: str
     offset: int

@@ -141,9 +141,10 @@ def read_index(path: Path) -> list[StoredSlice]:
 def _parse_slice(
     file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int
 ) -> StoredSlice:
-    """Build a `StoredSlice` from one entry of the JSON index. columns: empty, or (first column, end column (exclusive),
-    number of columns of the matrix); the other arguments, `file` to `offset`, are the fields of that class. Raises
-    `ValueError` for invalid values."""
+    """Build a `StoredSlice` from one entry of the JSON index.
+
+    columns: empty, or (first column, end column (exclusive), number of columns of the matrix); the other arguments,
+    `file` to `offset`, are the fields of that class. Raises `ValueError` for invalid values."""
     part = StoredSlice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
     first, end, of = part.columns or (0, 1, 1)
     texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)

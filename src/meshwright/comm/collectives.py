@@ -247,8 +247,9 @@ def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
 
 def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
     """Return two texts for the error message about a point-to-point message that was not delivered: which rank waits
-    for which, and the message's site, name and axis. index: number of the message among those between these two
-    ranks."""
+    for which, and the message's site, name and axis.
+
+    index: number of the message among those between these two ranks."""
     peer = axis.ranks[message.peer]
     waits = f"had nothing from rank {peer}" if message.is_receive else f"had no reader for what it sends to rank {peer}"
     return (

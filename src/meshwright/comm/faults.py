@@ -77,9 +77,10 @@ class Faults(Generic[AxisType]):
         self._before.clear()
 
     def match_call(self, site: str, operation: str) -> Fault | None:
-        """Return the fault to apply to the collective call that is about to be made; None: none. site: label of the
-        call. operation: such as "all_reduce". Must be called once for each call, because a fault may apply only to the
-        n-th call with its site and operation."""
+        """Return the fault to apply to the collective call that is about to be made; None: none.
+
+        site: label of the call. operation: such as "all_reduce". Must be called once for each call, because a fault may
+        apply only to the n-th call with its site and operation."""
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None

@@ -77,6 +77,7 @@ class Handle:
 
     def settle(self, seconds: float) -> None:
         """Wait for the transfers of a call whose result is no longer needed; ignore errors and run no callbacks.
+
         seconds: limit of the wait for each transfer; without a timeout of the handle (CUDA), the backend's limit
         applies."""
         works, self._works, self._finishers = self._works, (), []

@@ -60,8 +60,9 @@ class Reduce(NamedTuple):
 
 class LocalCopy(NamedTuple):
     """Entry of a rank's schedule: copy `size` slots (buffers of one chunk each), from slot `source` on, to the slots
-    from `slot` on. combine: True to reduce them into those slots instead (by the program's reduction: sum, minimum or
-    maximum)."""
+    from `slot` on.
+
+    combine: True to reduce them into those slots instead (by the program's reduction: sum, minimum or maximum)."""
 
     slot: int
     size: int

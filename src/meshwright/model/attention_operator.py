@@ -60,7 +60,9 @@ def _holds_tensors(argument: Any) -> bool:
 
 def add_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> None:
     """Add attention sinks to computed attention, in place: one more term, exp(sink), in the denominator of each
-    softmax. out: attention outputs [..., D]; log_sum: their log-sum-exps [...]; sinks: sink score of each query, which
+    softmax.
+
+    out: attention outputs [..., D]; log_sum: their log-sum-exps [...]; sinks: sink score of each query, which
     broadcasts to [...].
 
     With this `log_sum`, attention's backward is correct for queries, keys and values without a change."""
@@ -71,8 +73,10 @@ def add_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> 
 
 def compute_sink_gradients(sinks_N: torch.Tensor, log_sum_BNS: torch.Tensor, inner_BNS: torch.Tensor) -> torch.Tensor:
     """Return the gradient [N] of the attention-sink scores `sinks_N`: minus the sum, over sequences and queries, of p x
-    inner, with the sink's probability p. `log_sum_BNS`: log-sum-exps of the scores, sinks included; `inner_BNS`: sum
-    over the head dimension of the attention output times its gradient."""
+    inner, with the sink's probability p.
+
+    `log_sum_BNS`: log-sum-exps of the scores, sinks included; `inner_BNS`: sum over the head dimension of the attention
+    output times its gradient."""
     p_BNS = (sinks_N.to(log_sum_BNS.dtype)[:, None] - log_sum_BNS).exp_()
     return -(p_BNS * inner_BNS).sum(dim=(0, 2)).to(sinks_N.dtype)
 
@@ -85,8 +89,9 @@ def empty_gradient(like: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tens
 
 def group_by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
     """View a tensor of N query heads, `x_BNSD` [B, N, S, D], as [B, K, G, S, D]: its heads grouped by the key-value
-    head to which they attend, with G = N / K query heads for each of K key-value heads. `k_BKSD`: tensor from whose
-    shape K is taken."""
+    head to which they attend, with G = N / K query heads for each of K key-value heads.
+
+    `k_BKSD`: tensor from whose shape K is taken."""
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 

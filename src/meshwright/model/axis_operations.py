@@ -22,8 +22,9 @@ Function = Callable[..., Any]
 
 class TokenAxis:
     """Base class of the communication over a parallel axis whose ranks hold different tokens of the same sequences.
-    This class itself is for one device: its `size` (number of ranks) is 1, and nothing is communicated. name: "tp" or
-    "cp"."""
+    This class itself is for one device: its `size` (number of ranks) is 1, and nothing is communicated.
+
+    name: "tp" or "cp"."""
 
     name: str
     size = 1
@@ -48,14 +49,16 @@ class TensorOperations(TokenAxis):
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
         """Return the input of a column-parallel product, [B, S, H] on every tp rank: `x_BSH` itself or, with sequence
-        parallelism, the all-gather of the ranks' token slices `x_BSH`. On one device: `x_BSH` itself. `site`: label of
-        the call in traces."""
+        parallelism, the all-gather of the ranks' token slices `x_BSH`. On one device: `x_BSH` itself.
+
+        `site`: label of the call in traces."""
         return x_BSH
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
         """Return the sum over tp ranks of `x_BSH`, each rank's partial result of a row-parallel product: [B, S, H] or,
-        with sequence parallelism, this rank's token slice of that sum. On one device: `x_BSH` itself. `site`: label of
-        the call in traces."""
+        with sequence parallelism, this rank's token slice of that sum. On one device: `x_BSH` itself.
+
+        `site`: label of the call in traces."""
         return x_BSH
 
     def average(self, x: torch.Tensor, site: str) -> torch.Tensor:
@@ -167,9 +170,11 @@ class Recompute:
 
 @dataclass(frozen=True)
 class AxisOperations:
-    """Parallel operations that a model is built with; the defaults are those of one device. `tensor`, `context`:
-    communication of tensor and context parallelism. `dispatcher`: token dispatcher of expert parallelism; None: no
-    expert parallelism, tp ranks split the width of each expert. `recompute`: activation checkpointing."""
+    """Parallel operations that a model is built with; the defaults are those of one device.
+
+    `tensor`, `context`: communication of tensor and context parallelism. `dispatcher`: token dispatcher of expert
+    parallelism; None: no expert parallelism, tp ranks split the width of each expert. `recompute`: activation
+    checkpointing."""
 
     tensor: TensorOperations = field(default_factory=TensorOperations)
     context: ContextOperations = field(default_factory=ContextOperations)

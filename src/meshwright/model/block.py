@@ -61,8 +61,9 @@ class Block(nn.Module):
 
     def add(self, x_BSH: torch.Tensor, y_BSH: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
         """Return the residual sum x + s norm(y) of `x_BSH` and the output `y_BSH` of a sublayer (attention or MLP),
-        with the model's residual multiplier s (1 in most families). `norm`: norm of the sublayer's output; None:
-        none."""
+        with the model's residual multiplier s (1 in most families).
+
+        `norm`: norm of the sublayer's output; None: none."""
         y_BSH = y_BSH if norm is None else norm(y_BSH)
         return x_BSH + (y_BSH if self.residual_scale == 1 else y_BSH * self.residual_scale)
 

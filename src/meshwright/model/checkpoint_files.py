@@ -28,8 +28,10 @@ INDEX_FILE = "model.safetensors.index.json"
 
 class CheckpointFiles:
     """Reader of the safetensors files of the Hugging Face directory `directory`; each tensor is read by name when it is
-    requested. `single`: name of the file if there is no index. Attribute `mapped`: True if tensors that are read are
-    views of the memory-mapped file.
+    requested.
+
+    `single`: name of the file if there is no index. Attribute `mapped`: True if tensors that are read are views of the
+    memory-mapped file.
 
     Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index."""
 
@@ -86,9 +88,10 @@ class CheckpointFiles:
             return query(self._open(self._place[name]))
 
     def read_weights(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """Read the weights `name` in their dtype on disk; quantized ones are dequantized to float32. `expert`: index
-        along the first dim of weights that are stacked by expert, to read only that expert's; None: read all. Raises
-        UserError for another dtype and for NaN or infinite values."""
+        """Read the weights `name` in their dtype on disk; quantized ones are dequantized to float32.
+
+        `expert`: index along the first dim of weights that are stacked by expert, to read only that expert's; None:
+        read all. Raises UserError for another dtype and for NaN or infinite values."""
         self.check_weights(name)
         value, *scales = (each if expert is None else each[expert] for each in map(self.read, self.parts(name)))
         if scales:

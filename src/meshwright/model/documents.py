@@ -85,8 +85,10 @@ class Documents:
 
     def cut_into_chunks(self, size: int, rows: int, sequence: int, device: torch.device) -> Documents:
         """Return boundaries for chunked attention: each document is cut into chunks of `size` tokens, and a token
-        attends only within its chunk. The chunks take the place of documents in the result. `rows`: number of
-        sequences; `sequence`: number of tokens of an unsharded sequence; `device`: device of the boundaries."""
+        attends only within its chunk. The chunks take the place of documents in the result.
+
+        `rows`: number of sequences; `sequence`: number of tokens of an unsharded sequence; `device`: device of the
+        boundaries."""
         if sequence <= size:
             return self
 

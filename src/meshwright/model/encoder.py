@@ -30,8 +30,10 @@ from meshwright.spec.config import ModelConfig
 
 class EncoderBlock(nn.Module):
     """Post-norm transformer block: norm(x + attention(x)), then norm(x + mlp(x)) (Vaswani et al. 2017,
-    arXiv:1706.03762, section 3.1). `config`: model configuration; `axes`: communication of the mesh axes; `options`:
-    `device` and `dtype` of the parameters."""
+    arXiv:1706.03762, section 3.1).
+
+    `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -41,9 +43,10 @@ class EncoderBlock(nn.Module):
         self.mlp_norm = make_norm(config, **options)
 
     def forward(self, x_BSH: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-        """Return the block's output [B, S, H] for the hidden states `x_BSH`. `added`: additive attention mask [B or 1,
-        1, S or 1, S] (0 or a large negative number) from `make_bidirectional_mask`; None: every token attends to every
-        other."""
+        """Return the block's output [B, S, H] for the hidden states `x_BSH`.
+
+        `added`: additive attention mask [B or 1, 1, S or 1, S] (0 or a large negative number) from
+        `make_bidirectional_mask`; None: every token attends to every other."""
         x_BSH = self.attention_norm(x_BSH + self.attention(x_BSH, None, added))
         return self.mlp_norm(x_BSH + self.mlp(x_BSH))
 
@@ -186,8 +189,9 @@ class Encoder(nn.Module):
 
     def pooled(self, hidden_BSH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Return the pooler output, tanh(linear(first token)): [B, H] from the first token of each sequence or, with D
-        packed `documents`, [D, H] from the first token of each document. `hidden_BSH`: the last block's output. Raises
-        UserError if the model has no pooler."""
+        packed `documents`, [D, H] from the first token of each document.
+
+        `hidden_BSH`: the last block's output. Raises UserError if the model has no pooler."""
         if not self.config.pooled:
             raise UserError(f'an encoder with head "{self.config.head}" has no pooler')
         if documents is None or documents.starts_BS is None:

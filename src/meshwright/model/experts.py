@@ -26,8 +26,10 @@ from meshwright.spec.config import ModelConfig
 
 class Mixture(nn.Module):
     """Mixture-of-experts layer: the sum over a token's experts of weight * expert(x), plus the shared expert (Shazeer
-    et al. 2017, arXiv:1701.06538, eq. 1; Dai et al. 2024, arXiv:2401.06066, eq. 9). `config`: model configuration;
-    `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the parameters."""
+    et al. 2017, arXiv:1701.06538, eq. 1; Dai et al. 2024, arXiv:2401.06066, eq. 9).
+
+    `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -42,9 +44,11 @@ class Mixture(nn.Module):
     def forward(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the layer's output [B, S, H] for the hidden states `x_BSH`, and its load-balancing loss (scalar; None
-        without `counted_B`). `counted_B`: number of target tokens of each sequence, by which the sequence's
-        load-balancing loss is weighted."""
+        """Return the layer's output [B, S, H] for the hidden states `x_BSH`, and its load-balancing loss (scalar;
+        None without `counted_B`).
+
+        `counted_B`: number of target tokens of each sequence, by which the sequence's load-balancing loss is
+        weighted."""
         if self.expert_parallel:
             return self._forward_expert_parallel(x_BSH, counted_B)
         x_BSH = self.tensor.enter(x_BSH, "mlp.input")
@@ -59,8 +63,9 @@ class Mixture(nn.Module):
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layer on hidden states `x_BSH` with expert parallelism; only the shared expert is tensor-parallel.
-        Return the output [B, S, H] and the load-balancing loss (None without `counted_B`). `counted_B`: number of
-        target tokens of each sequence."""
+        Return the output [B, S, H] and the load-balancing loss (None without `counted_B`).
+
+        `counted_B`: number of target tokens of each sequence."""
         slices = self.tensor.sequence_parallel
         own_BSH = x_BSH if slices else self.tensor.split_tokens(x_BSH, "experts.input")
         y_BSH, loss = self._forward_routed(own_BSH, counted_B)
@@ -126,8 +131,9 @@ class Router(nn.Module):
 
     def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose each token's K experts by their scores. Return (factors by which the outputs of these experts are
-        multiplied [T, K], indices of these experts [T, K]). `scores_TE`: score of each of E experts for each of T
-        tokens, from `scores`."""
+        multiplied [T, K], indices of these experts [T, K]).
+
+        `scores_TE`: score of each of E experts for each of T tokens, from `scores`."""
         ranking_TE = scores_TE.detach()
         if self.config.router_bias and self.bias is not None:
             ranking_TE = ranking_TE + self.bias.detach()
@@ -210,9 +216,10 @@ class Experts(nn.Module):
             self.down.bias = nn.Parameter(torch.empty(self.held * slice_size, **options))
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
-        """Return for each of T tokens the weighted sum of the outputs of its K experts, [T, H]. `x_TH`: hidden states;
-        `weights_TK`: factors on the experts' outputs, or on their inputs if the model is so configured; `chosen_TK`:
-        indices of the experts."""
+        """Return for each of T tokens the weighted sum of the outputs of its K experts, [T, H].
+
+        `x_TH`: hidden states; `weights_TK`: factors on the experts' outputs, or on their inputs if the model is so
+        configured; `chosen_TK`: indices of the experts."""
         tokens, chosen = chosen_TK.shape
         order_N, _, ends_E = sort_copies(chosen_TK, self.experts)
         inverse_N = invert_permutation(order_N)
@@ -231,7 +238,9 @@ class Experts(nn.Module):
     def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return the outputs [N, H] of this rank's expert MLPs for N token copies `x_NH` (one for each of a token's
         experts), sorted by expert. Where several ranks split an expert's width, the outputs are this rank's partial
-        sums. `ends_E`: exclusive end index of each expert's copies."""
+        sums.
+
+        `ends_E`: exclusive end index of each expert's copies."""
         hidden_NF = self.activate(grouped_linear(x_NH, self.up, ends_E))
         return grouped_linear(hidden_NF, self.down, ends_E, self.first)
 
@@ -265,9 +274,10 @@ class ClampedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, up_NX: torch.Tensor, limit: float, alpha: float, interleaved: bool) -> torch.Tensor:
-        """Return the activation [N, F] for the concatenated gate and up projections `up_NX` [N, 2F]. `limit`, `alpha`:
-        constants of the function; `interleaved`: True if the columns of gate and up alternate, False if gate's come
-        first."""
+        """Return the activation [N, F] for the concatenated gate and up projections `up_NX` [N, 2F].
+
+        `limit`, `alpha`: constants of the function; `interleaved`: True if the columns of gate and up alternate, False
+        if gate's come first."""
         context.save_for_backward(up_NX)
         context.numbers = limit, alpha, interleaved
         gate_NF, up_NF = split_gate(up_NX, interleaved)

@@ -59,6 +59,7 @@ _forward = custom_operator("meshwright::grouped_product")(_compute_grouped_produ
 @custom_operator("meshwright::grouped_product_input")
 def _compute_input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return dy W, [N, X], the gradient of the grouped product's input, with the matrix W of each token copy's expert.
+
     `dy_NY`: gradient of the output for N token copies sorted by expert; `weight_EYX`: W of each of E experts; `ends_E`:
     exclusive end index of each expert's copies."""
     if _supports_grouped_mm(dy_NY, weight_EYX):
@@ -72,8 +73,10 @@ def _compute_input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_
 @custom_operator("meshwright::grouped_product_weight")
 def _compute_weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return the gradient [E, Y, X] of the grouped product's weights: for each expert dyᵀ x over its token copies, 0
-    without copies. `dy_NY`, `x_NX`: output gradient and input of N token copies sorted by expert; `ends_E`: exclusive
-    end index of each expert's copies."""
+    without copies.
+
+    `dy_NY`, `x_NX`: output gradient and input of N token copies sorted by expert; `ends_E`: exclusive end index of each
+    expert's copies."""
     if _supports_grouped_mm(dy_NY, x_NX):
         return F.grouped_mm(dy_NY.contiguous().T, x_NX, offs=ends_E)
     dw_EYX = x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])

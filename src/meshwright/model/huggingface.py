@@ -186,8 +186,10 @@ def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str,
 
 def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> torch.Tensor:
     """Read the unsharded value of a parameter entry (checkpoint tensor) as stored on disk (not transposed for the
-    model) from `files`. `names`: {entry name: tensor name}, result of `match_entries`; None: the tensor has the entry's
-    own name. Raises UserError if the tensor is missing."""
+    model) from `files`.
+
+    `names`: {entry name: tensor name}, result of `match_entries`; None: the tensor has the entry's own name. Raises
+    UserError if the tensor is missing."""
     name = entry.disk_name if names is None else names[entry.name]
     if not files.parts(name):
         raise UserError(f"{files.directory}: tensor {files.describe_missing(name, entry.disk_shape)} is missing")

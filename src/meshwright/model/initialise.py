@@ -56,14 +56,16 @@ def fill_parameters(
 
 
 def write_entry(tensor: torch.Tensor, entry: ParameterEntry, value: torch.Tensor) -> None:
-    """Copy the value of one parameter entry (one tensor of a checkpoint) into a model parameter. `value`: in its shape
-    on disk (before any transposition); `tensor`: unsharded model parameter of which the entry is a slice (such as fused
-    qkv)."""
+    """Copy the value of one parameter entry (one tensor of a checkpoint) into a model parameter.
+
+    `value`: in its shape on disk (before any transposition); `tensor`: unsharded model parameter of which the entry is
+    a slice (such as fused qkv)."""
     extract_entry(tensor, entry).copy_(value)
 
 
 def extract_entry(tensor: torch.Tensor, entry: ParameterEntry) -> torch.Tensor:
     """Return one parameter entry (one tensor of a checkpoint) as a view of a model parameter, in its shape on disk.
+
     `tensor`: the unsharded model parameter of which the entry is a slice (such as fused qkv), or that parameter's
     gradient."""
     part = tensor[entry.offset : entry.offset + entry.model_shape[0]]

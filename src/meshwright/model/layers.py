@@ -61,8 +61,10 @@ class Linear(nn.Module):
 
 class RowParallelLinear(Linear):
     """Row-parallel linear layer: the ranks' partial products are summed over tensor parallelism before the bias is
-    added. `x`: input size on this rank; `y`: output size; `bias`: True for a layer with bias; `tensor`: communication
-    of tensor parallelism; `site`: label of the sum in traces; `options`: `device` and `dtype` of the parameters."""
+    added.
+
+    `x`: input size on this rank; `y`: output size; `bias`: True for a layer with bias; `tensor`: communication of
+    tensor parallelism; `site`: label of the sum in traces; `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, x: int, y: int, bias: bool, tensor: TensorOperations, site: str, **options: Any) -> None:
         super().__init__(x, y, bias, **options)
@@ -116,8 +118,10 @@ def normalise(x: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 class LayerNorm(nn.Module):
     """LayerNorm over the last dimension, of `size` elements: (x - mean) / standard deviation * weight + bias (Ba et al.
-    2016, arXiv:1607.06450). `epsilon`: added to the variance; `bias`: True for a layer with bias; `options`: `device`
-    and `dtype` of the parameters."""
+    2016, arXiv:1607.06450).
+
+    `epsilon`: added to the variance; `bias`: True for a layer with bias; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, size: int, epsilon: float, bias: bool, **options: Any) -> None:
         super().__init__()

@@ -28,8 +28,10 @@ def linear_cross_entropy(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, keep: bool = True
 ) -> torch.Tensor:
     """Return the cross-entropy loss summed over T tokens: -log softmax(hidden weightᵀ + bias)[target] (nats, scalar,
-    float32 or float64). `hidden_TH`: input of the output head; `targets_T`: target token IDs; -100 for tokens that do
-    not count; `head`: weight and bias of the output head.
+    float32 or float64).
+
+    `hidden_TH`: input of the output head; `targets_T`: target token IDs; -100 for tokens that do not count; `head`:
+    weight and bias of the output head.
 
     `keep`: True: compute the gradients in the forward pass and save them, which takes memory of the weight's size;
     False: backward recomputes the logits. Both give bitwise equal gradients. In both cases, tensor parallelism
@@ -40,6 +42,7 @@ def linear_cross_entropy(
 
 def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead) -> torch.Tensor:
     """Return each token's cross-entropy -log softmax(hidden weightᵀ + bias)[target] (nats), [T], float32 or float64.
+
     `hidden_TH`: input of the output head for T tokens; `targets_T`: target token IDs; -100 for tokens that get a loss
     of 0; `head`: weight and bias of the output head.
 
@@ -141,8 +144,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 class _Gradients:
     """Accumulator, over chunks of tokens, of the loss's gradients with respect to hidden states, head weight and head
-    bias. `hidden_TH`: hidden states of all T tokens; `head`: weight and bias; `of_hidden`, `of_weight`, `of_bias`: True
-    if that gradient is required; a gradient that is not required stays None."""
+    bias.
+
+    `hidden_TH`: hidden states of all T tokens; `head`: weight and bias; `of_hidden`, `of_weight`, `of_bias`: True if
+    that gradient is required; a gradient that is not required stays None."""
 
     def __init__(
         self, hidden_TH: torch.Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool
@@ -177,6 +182,7 @@ def _recompute_gradients(
     context: Any, factors_T: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Recompute the logits and return the gradients of hidden states, weight and bias (None where not required).
+
     `context`: autograd context with the tensors that forward saved; `factors_T`: a factor on the loss of each token;
     None: 1."""
     hidden_TH, weight_VH, bias_V, targets_T, known_2T = context.saved_tensors
@@ -265,7 +271,9 @@ def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor, softcap: float) -> None:
     """Overwrite the logits of C tokens, `logits_CV`, with the softmax part of their gradient: softmax(logits) times
     `counted_C`, the factor on each token's loss (0 for ignored tokens), times the derivative of the softcap (if it is
-    not 0). `log_sum_C`: log-sum-exp of each token's logits."""
+    not 0).
+
+    `log_sum_C`: log-sum-exp of each token's logits."""
     slope_CV = 1 - (logits_CV.to(log_sum_C.dtype) / softcap).square() if softcap else None
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
     if slope_CV is not None:

@@ -37,8 +37,10 @@ class PredictionModule(nn.Module):
 
     def project(self, x_BSH: torch.Tensor, next_BSH: torch.Tensor) -> torch.Tensor:
         """Return the input of the block, [B, S, H]: the projection of a token's normalised hidden state and the next
-        token's embedding. `x_BSH`: output of the model's final norm; `next_BSH`: embeddings of the next tokens. With
-        sequence parallelism, arguments and result are this rank's token slices."""
+        token's embedding.
+
+        `x_BSH`: output of the model's final norm; `next_BSH`: embeddings of the next tokens. With sequence parallelism,
+        arguments and result are this rank's token slices."""
         return self.projection(torch.cat([self.embedding_norm(next_BSH), self.hidden_norm(x_BSH)], dim=-1))  # type: ignore[no-any-return]
 
 

@@ -18,8 +18,10 @@ from meshwright.spec.rope_scaling import RopeScaling, Rotation, Temperature
 
 def compute_inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0) -> torch.Tensor:
     """Return the rotary frequencies [R/2] of a layer: the angle in radians per position of each pair of features, in
-    `dtype`. `rotation`: the layer's rotary settings; `length`: tokens of the longest sequence, by which LongRoPE
-    chooses its factors.
+    `dtype`.
+
+    `rotation`: the layer's rotary settings; `length`: tokens of the longest sequence, by which LongRoPE chooses its
+    factors.
 
     The order of operations is that of transformers, so that float32 tables agree to the last bit at any position."""
     exponents = torch.arange(0, rotation.size, 2, dtype=dtype) / rotation.size
@@ -57,8 +59,10 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tens
 
 def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotation) -> torch.Tensor:
     """Return the rotary frequencies [R/2] of YaRN (arXiv:2309.00071, section 3.2): high frequencies unchanged, low ones
-    divided by the scaling factor, with a ramp between. `wave`: inverse of the unscaled frequencies, base ** (2i / R)
-    for dimension pair i; `scaling`, `rotation`: settings of YaRN and of the layer's rotary embedding."""
+    divided by the scaling factor, with a ramp between.
+
+    `wave`: inverse of the unscaled frequencies, base ** (2i / R) for dimension pair i; `scaling`, `rotation`: settings
+    of YaRN and of the layer's rotary embedding."""
     assert scaling.original_max_positions is not None
     positions = scaling.original_max_positions
 
@@ -183,9 +187,10 @@ def find_half_rotation_order(config: ModelConfig) -> list[int] | None:
 
 
 def pad_pairs(table: tuple[torch.Tensor, torch.Tensor], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Extend a rotary table to all D/2 pairs of features of a head. `table`: (cosines, sines), [P, R/2] each for R
-    rotated features; `size`: D. Return both as [P, D/2]; the added pairs have the angle 0 (cosine 1, sine 0), which
-    leaves their features unchanged."""
+    """Extend a rotary table to all D/2 pairs of features of a head.
+
+    `table`: (cosines, sines), [P, R/2] each for R rotated features; `size`: D. Return both as [P, D/2]; the added pairs
+    have the angle 0 (cosine 1, sine 0), which leaves their features unchanged."""
     cosine, sine = table
     more = cosine.shape[0], size // 2 - cosine.shape[1]
     return torch.cat([cosine, cosine.new_ones(more)], dim=1), torch.cat([sine, sine.new_zeros(more)], dim=1)
@@ -193,12 +198,12 @@ def pad_pairs(table: tuple[torch.Tensor, torch.Tensor], size: int) -> tuple[torc
 
 def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """Return `x_BNSD` with the rotary embedding applied, in its shape and dtype: each pair (i, i + R/2) of the first R
-    features is rotated by the angle of its position. `cosine`, `sine`: [B or 1, 1, S, R/2]. `interleaved`: the pairs
-    are (2i, 2i + 1).
+    features is rotated by the angle of its position.
+
+    `cosine`, `sine`: [B or 1, 1, S, R/2]. `interleaved`: the pairs are (2i, 2i + 1).
 
     The result is stored as [B, N, S, D] on a CPU, elsewhere as [B, S, N, D]: the orders that PyTorch's attention
-    kernels read without a copy.
-    """
+    kernels read without a copy."""
     if x_BNSD.device.type == "cpu":
         return _rotate_first(x_BNSD, cosine, sine, interleaved)
     x_BSND, cosine, sine = (each.transpose(1, 2) for each in (x_BNSD, cosine, sine))
@@ -206,9 +211,10 @@ def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, inter
 
 
 def _rotate_first(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Return `x` [..., D] with the pairs of its first R features rotated, in the dtype of `x`. `cosine`, `sine`: those
-    of the angles, broadcast against [..., R/2]; `interleaved`: True: the pairs are features (2i, 2i + 1); False: (i, i
-    + R/2)."""
+    """Return `x` [..., D] with the pairs of its first R features rotated, in the dtype of `x`.
+
+    `cosine`, `sine`: those of the angles, broadcast against [..., R/2]; `interleaved`: True: the pairs are features
+    (2i, 2i + 1); False: (i, i + R/2)."""
     size = 2 * cosine.shape[-1]
     if size < x.shape[-1]:
         rotated = _rotate_first(x[..., :size], cosine, sine, interleaved)

@@ -95,9 +95,10 @@ def attend(
 
 
 def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
-    """Return True if a fused CUDA kernel of PyTorch supports grouped-query attention in `dtype`. `masked`: True if
-    there is an attention mask. Flash attention supports it in 16-bit dtypes without a mask; other kernels would
-    materialise all scores (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    """Return True if a fused CUDA kernel of PyTorch supports grouped-query attention in `dtype`.
+
+    `masked`: True if there is an attention mask. Flash attention supports it in 16-bit dtypes without a mask; other
+    kernels would materialise all scores (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
     return dtype in (torch.bfloat16, torch.float16) and not masked
 
 

@@ -27,9 +27,11 @@ HIDDEN = -1e30
 
 
 class Span(NamedTuple):
-    """Block of attention between a range of queries and an equally long range of keys, on one device. `queries`,
-    `keys`: slices along the token dim of the tensors. `query_start`, `key_start`: index in the unsharded sequence of
-    the first query and of the first key. They are equal (causal mask), or all keys precede all queries (no mask)."""
+    """Block of attention between a range of queries and an equally long range of keys, on one device.
+
+    `queries`, `keys`: slices along the token dim of the tensors. `query_start`, `key_start`: index in the unsharded
+    sequence of the first query and of the first key. They are equal (causal mask), or all keys precede all queries (no
+    mask)."""
 
     queries: slice
     keys: slice
@@ -39,8 +41,10 @@ class Span(NamedTuple):
 
 class Tile(NamedTuple):
     """Block of attention scores that is computed at once: the queries and keys in two slices of the token dim,
-    `queries` and `keys`. mask: additive mask [..., queries, m] for the last m of these keys, while earlier keys are
-    visible to all queries; None: all keys are visible."""
+    `queries` and `keys`.
+
+    mask: additive mask [..., queries, m] for the last m of these keys, while earlier keys are visible to all queries;
+    None: all keys are visible."""
 
     queries: slice
     keys: slice
@@ -85,8 +89,10 @@ def _compute_attention(
     softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Compute the causal attention softmax(scores) v, [B, N, S, D], of queries `q_BNSD` to keys `k_BKSD` and values
-    `v_BKSD`, without autograd. `first_BS`: first visible key index of each query (None: 0). `scale`, `softcap`,
-    `sinks`: fields of `ScoreSettings`."""
+    `v_BKSD`, without autograd.
+
+    `first_BS`: first visible key index of each query (None: 0). `scale`, `softcap`, `sinks`: fields of
+    `ScoreSettings`."""
     how = ScoreSettings(scale, softcap, sinks)
     q, out = group_by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD)
     out_BKGSD = group_by_kv_head(out, k_BKSD)
@@ -108,9 +114,10 @@ def _compute_gradients(
     d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], first_BS: torch.Tensor | None, scale: float, softcap: float,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values (`saved`), in their shapes, and of the sinks. `d_out_BNSD`:
-    gradient of the attention output. `first_BS`: first visible key index of each query; None: 0. `scale`, `softcap`,
-    `sinks`: fields of `ScoreSettings`."""
+    """Return the gradients of queries, keys and values (`saved`), in their shapes, and of the sinks.
+
+    `d_out_BNSD`: gradient of the attention output. `first_BS`: first visible key index of each query; None: 0. `scale`,
+    `softcap`, `sinks`: fields of `ScoreSettings`."""
     q_BNSD, k_BKSD, v_BKSD = saved
     q, d_out = group_by_kv_head(q_BNSD, k_BKSD), group_by_kv_head(d_out_BNSD, k_BKSD)
     dq, dk, dv = empty_bsnd(q_BNSD), empty_bsnd(k_BKSD), empty_bsnd(v_BKSD)

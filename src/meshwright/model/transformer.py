@@ -39,9 +39,10 @@ None without either."""
 
 
 class StageInput(NamedTuple):
-    """Input of pipeline stage `stage` for one micro-batch. `x_BSH`: the previous stage's output; None on the first
-    stage. `tokens_BS`: token IDs; `documents`: document boundaries in packed sequences (None: every sequence is one
-    document)."""
+    """Input of pipeline stage `stage` for one micro-batch.
+
+    `x_BSH`: the previous stage's output; None on the first stage. `tokens_BS`: token IDs; `documents`: document
+    boundaries in packed sequences (None: every sequence is one document)."""
 
     stage: Stage
     x_BSH: torch.Tensor | None
@@ -197,8 +198,10 @@ class Transformer(nn.Module):
         x_BSH: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Return the output of the final norm, [B, S, H], which is the input of the output head, for the token IDs
-        `tokens_BS`. `documents`: document boundaries in packed sequences; `units`: hooks around FSDP units; `cache`: KV
-        cache of the tokens before these.
+        `tokens_BS`.
+
+        `documents`: document boundaries in packed sequences; `units`: hooks around FSDP units; `cache`: KV cache of the
+        tokens before these.
 
         `positions` [B, S]: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens.
         `stage`: run only this pipeline stage on `x_BSH`, the previous stage's output; every stage but the last returns
@@ -217,9 +220,10 @@ class Transformer(nn.Module):
         cache: AttentionCache | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the next-token logits, [B, S, V], in the model's dtype, for the token IDs `tokens_BS`. `documents`:
-        document boundaries in packed sequences; `cache`: KV cache of the tokens before these; `positions` [B, S]:
-        position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens."""
+        """Return the next-token logits, [B, S, V], in the model's dtype, for the token IDs `tokens_BS`.
+
+        `documents`: document boundaries in packed sequences; `cache`: KV cache of the tokens before these; `positions`
+        [B, S]: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens."""
         return self.output_logits(self.hidden(tokens_BS, documents, cache=cache, positions=positions))
 
     def output_logits(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
@@ -230,9 +234,11 @@ class Transformer(nn.Module):
         return self.axes.tensor.gather(local_BSV, "head.output", dim=2)[..., : self.config.vocabulary]
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile blocks, final norm and loss with torch.compile. `options`: keyword arguments of torch.compile
-        (`dynamic` is False by default). Blocks of the same structure share one graph of static shapes; another batch
-        shape, or the first batch that packs several documents, triggers another compilation."""
+        """Compile blocks, final norm and loss with torch.compile.
+
+        `options`: keyword arguments of torch.compile (`dynamic` is False by default). Blocks of the same structure
+        share one graph of static shapes; another batch shape, or the first batch that packs several documents, triggers
+        another compilation."""
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         recompute = self.axes.recompute

@@ -17,15 +17,17 @@ class Units:
     unsharded parameters."""
 
     def enter(self, unit: str, x: X) -> X:
-        """Hook called before the first use of the parameters of the FSDP unit named `unit`. `x`: the unit's input (None
-        before the embedding). Return `x`; a subclass may return `x` as the output of an autograd identity function,
-        whose backward runs after the unit's backward."""
+        """Hook called before the first use of the parameters of the FSDP unit named `unit`.
+
+        `x`: the unit's input (None before the embedding). Return `x`; a subclass may return `x` as the output of an
+        autograd identity function, whose backward runs after the unit's backward."""
         return x
 
     def leave(self, unit: str, x: torch.Tensor) -> torch.Tensor:
-        """Hook called after the last use of the parameters of the FSDP unit named `unit` in forward. `x`: the unit's
-        output. Return `x`; a subclass may return `x` as the output of an autograd identity function, whose backward
-        runs before the unit's backward."""
+        """Hook called after the last use of the parameters of the FSDP unit named `unit` in forward.
+
+        `x`: the unit's output. Return `x`; a subclass may return `x` as the output of an autograd identity function,
+        whose backward runs before the unit's backward."""
         return x
 
 

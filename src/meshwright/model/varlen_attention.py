@@ -73,6 +73,7 @@ def make_varlen_mask(
     documents: Documents, window: int | None, device: torch.device, held: tuple[int, ...] = (0,), chunks: int = 1
 ) -> VarlenMask:
     """Build the attention mask of a batch for flash kernels, on the host; its `cu_seqlens` is then copied to `device`.
+
     `documents`: boundaries in packed sequences; `window`: sliding window in tokens (None: none); `chunks`: number of
     chunks into which each sequence is cut for ring attention; `held`: indices of the chunks that this rank holds."""
     starts_BS = documents.on_host().starts_BS
@@ -126,8 +127,9 @@ def flash_forward(
     q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, call: FlashCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run PyTorch's flash kernel once on queries `q_BNSD`, keys `k_BKCD` and values `v_BKCD`. Return the attention
-    output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S]. `call`: causality, window and variable
-    lengths."""
+    output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S].
+
+    `call`: causality, window and variable lengths."""
     arguments = _make_kernel_arguments((q_BNSD, k_BKCD, v_BKCD), call)
     options = {"scale": call.scale, "window_size_left": call.left}
     out, log_sum = _flash_forward(*arguments, 0.0, call.causal, False, **options)[:2]
@@ -140,6 +142,7 @@ def flash_backward(
     d_out_BNSD: torch.Tensor, saved: Sequence[torch.Tensor], call: FlashCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run PyTorch's flash backward kernel once; return the gradients of queries, keys and values, in their shapes.
+
     `d_out_BNSD`: output gradient; `saved`: queries, keys, values, output and log-sum-exps (the last two over all keys,
     of which the call may cover only some); `call`: arguments of the forward."""
     *heads, log_sum = saved
@@ -157,7 +160,9 @@ def flash_backward(
 def _make_kernel_arguments(heads: Sequence[torch.Tensor], call: FlashCall) -> tuple[Any, ...]:
     """Return positional arguments of the flash kernels: the tensors `heads` (queries, keys ...) as [B, S, N, D] or,
     with variable lengths, [T, N, D] (copied only if not stored so); cu_seqlens of queries and of keys; their longest
-    lengths. `call`: variable lengths, causality and window."""
+    lengths.
+
+    `call`: variable lengths, causality and window."""
     by_token = [each.transpose(1, 2) for each in heads]
     if call.cu_seqlens is None:
         return *by_token, None, None, by_token[0].shape[1], by_token[1].shape[1]
@@ -175,8 +180,10 @@ def _compute_attention(
     scale: float | None, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute variable-length attention of queries `q_BNSD` to keys `k_BKSD` and values `v_BKSD`, without autograd;
-    return the output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S]. `tensors`, `window`: those of a
-    `VarlenMask`; `scale`: factor of the scores; `sinks`: attention-sink score of each query head."""
+    return the output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S].
+
+    `tensors`, `window`: those of a `VarlenMask`; `scale`: factor of the scores; `sinks`: attention-sink score of each
+    query head."""
     found = flash_forward(q_BNSD, k_BKSD, v_BKSD, _make_causal_call(q_BNSD, tensors, window, scale))
     if sinks is not None:
         add_sinks(*found, sinks[:, None])
@@ -187,9 +194,10 @@ def _compute_gradients(
     d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], tensors: list[torch.Tensor], window: int,
     scale: float | None, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values, in their shapes, and of the sinks. `d_out_BNSD`: gradient of
-    the output; `saved`: queries, keys, values, output and log-sum-exps; `tensors`, `window`, `scale`, `sinks`: as in
-    `_compute_attention`."""
+    """Return the gradients of queries, keys and values, in their shapes, and of the sinks.
+
+    `d_out_BNSD`: gradient of the output; `saved`: queries, keys, values, output and log-sum-exps; `tensors`, `window`,
+    `scale`, `sinks`: as in `_compute_attention`."""
     found = flash_backward(d_out_BNSD, saved, _make_causal_call(d_out_BNSD, tensors, window, scale))
     if sinks is None:
         return *found, empty_gradient(d_out_BNSD, None)

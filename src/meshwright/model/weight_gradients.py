@@ -170,8 +170,10 @@ def _differentiate_input_and_bias(
     context: Any, dy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return a linear layer's input x, and the gradients of x and bias (None where not required), given `dy`, that of
-    the output. context: autograd context; its saved tensors are read once, because activation checkpointing allows only
-    one read in a backward."""
+    the output.
+
+    context: autograd context; its saved tensors are read once, because activation checkpointing allows only one read in
+    a backward."""
     x, weight_YX = context.saved_tensors
     needs_x, _, needs_bias = context.needs_input_grad[:3]
     dy_NY = dy.flatten(0, -2)
@@ -243,8 +245,9 @@ class Tapped(Protocol):
 @contextmanager
 def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
     """Context manager around a compiled call: inside it, those of the linear layers `products` that have a queue also
-    have taps (dummy inputs whose gradients carry dy and x to the queue). `rows`: shape of the layers' inputs without
-    the last dim, such as (batch, tokens)."""
+    have taps (dummy inputs whose gradients carry dy and x to the queue).
+
+    `rows`: shape of the layers' inputs without the last dim, such as (batch, tokens)."""
     products = [each for each in products if each.weight_gradients and each.weight.requires_grad]
     products = products if torch.is_grad_enabled() else []
     for each in products:
@@ -272,9 +275,10 @@ def grouped_linear(x_NX: torch.Tensor, layer: GroupedLayer, ends_E: torch.Tensor
 
 
 class GroupedLayer(Protocol):
-    """Interface of the linear layers of E experts. weight: their matrices stacked, [E x Y, X]. bias: their biases, or
-    slices of these, [E x Z], Z <= Y; None: none. weight_gradients: queue of weight gradients; None: autograd computes
-    them."""
+    """Interface of the linear layers of E experts.
+
+    weight: their matrices stacked, [E x Y, X]. bias: their biases, or slices of these, [E x Z], Z <= Y; None: none.
+    weight_gradients: queue of weight gradients; None: autograd computes them."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -297,9 +301,11 @@ class _GroupedLinear(torch.autograd.Function):
         context: Any, x_NX: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, ends_E: torch.Tensor,
         first: int, queue: WeightGradients,
     ) -> torch.Tensor:  # fmt: skip
-        """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert. `weight`, `bias`: those of all E experts
-        stacked; `ends_E`: exclusive end index of each expert's copies; `first`: index of the first output to which b is
-        added; `queue`: receives the operands of the weight gradient in backward."""
+        """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert.
+
+        `weight`, `bias`: those of all E experts stacked; `ends_E`: exclusive end index of each expert's copies;
+        `first`: index of the first output to which b is added; `queue`: receives the operands of the weight gradient in
+        backward."""
         context.save_for_backward(x_NX, weight, ends_E)
         bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)
         context.weight, context.queue = weight, queue

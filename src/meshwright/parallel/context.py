@@ -65,7 +65,9 @@ def shard_sequences(
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
     """Return this cp rank's slices of the unsharded `tokens_BS` and `targets_BS`, [B, S] -> [B, S / cp] each, and of
     `documents` (document boundaries in packed sequences). Without context parallelism the arguments are returned
-    unchanged. `mesh`: device mesh, whose layout gives the cp method and whose cp axis gives this rank."""
+    unchanged.
+
+    `mesh`: device mesh, whose layout gives the cp method and whose cp axis gives this rank."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
     indices_C = list_local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
@@ -110,8 +112,10 @@ class RingAttention(ContextParallel):
         scores: ScoreSettings | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Return the causal attention [B, N, C, D] of this rank's queries `q_BNSD` to the keys `k_BKSD` and values
-        `v_BKSD` of all cp ranks; each rank passes those of its C tokens of every sequence. `visible`: attention mask
-        from `make_attention_mask`; `scores`: scale and softcap of the attention scores; None: 1 / √D and no softcap."""
+        `v_BKSD` of all cp ranks; each rank passes those of its C tokens of every sequence.
+
+        `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of the attention scores; None:
+        1 / √D and no softcap."""
         operators, key = torch.ops.meshwright, self.axis.key
         scores = scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5)
         if isinstance(visible, VarlenMask):
@@ -167,7 +171,9 @@ def _pass_kv_blocks(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Pass KV blocks around the ring of cp ranks (`axis`). Yield (owner rank, block [2, B, K, C, D]: its keys and
     values) for every rank, beginning with this rank's own `k_BKCD`, `v_BKCD`. The next block is received while the
-    caller computes with the current one. `site`: label of the calls in traces."""
+    caller computes with the current one.
+
+    `site`: label of the calls in traces."""
     here = torch.stack([k_BKCD, v_BKCD])
     spare = [torch.empty_like(here) for _ in range(min(2, axis.size - 1))]
     for distance in range(axis.size):
@@ -261,9 +267,10 @@ def _differentiate_by_tiles(
     d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], first_BC: torch.Tensor | None, numbers: list[float], key: str,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of ring attention's queries, keys, values and sinks, computed by tiles. `d_out_BNCD`: output
-    gradient; `saved`: queries, keys, values, output, log-sum-exps; `first_BC`, `numbers`, `key`, `sinks`: as in
-    `_attend_by_tiles`."""
+    """Return the gradients of ring attention's queries, keys, values and sinks, computed by tiles.
+
+    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `first_BC`, `numbers`, `key`,
+    `sinks`: as in `_attend_by_tiles`."""
     return _compute_gradients(
         d_out_BNCD,
         saved,
@@ -278,8 +285,10 @@ def _attend_by_flash(
     numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ring attention by flash kernels, without autograd; `q_BNCD`, `k_BKCD`, `v_BKCD` and results are those of
-    `_compute_ring_attention`. `tensors`: tensors of a `VarlenMask`; `numbers`: [its window, scale of the scores];
-    `key`: string that identifies the cp axis; `sinks`: attention-sink score of each query head."""
+    `_compute_ring_attention`.
+
+    `tensors`: tensors of a `VarlenMask`; `numbers`: [its window, scale of the scores]; `key`: string that identifies
+    the cp axis; `sinks`: attention-sink score of each query head."""
     attend_span = partial(ring_spans.attend_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
@@ -289,6 +298,7 @@ def _differentiate_by_flash(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of ring attention's queries, keys, values and sinks, computed by flash kernels.
+
     `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `tensors`, `numbers`, `key`,
     `sinks`: as in `_attend_by_flash`."""
     add_span = partial(ring_spans.add_gradients_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])

@@ -216,7 +216,9 @@ class FlatLayout:
 
     def fill(self, shard: torch.Tensor, start: int, read_slice: ReadSlice) -> None:
         """Write parameter values into the 1-D `shard` of the flat buffer, whose first element is the buffer element
-        `start`. `read_slice`: function (entry, first, last, columns) -> values that reads a slice of a parameter entry
+        `start`.
+
+        `read_slice`: function (entry, first, last, columns) -> values that reads a slice of a parameter entry
         (checkpoint tensor)."""
         form, count = self.storage_format, self.storage_format.count
         for part, first, last in self.slices_within(start, start + form.count_elements(shard.numel())):
@@ -271,9 +273,10 @@ def make_flat_layout(
 def _list_entry_slices(
     table: ParameterTable, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
 ) -> list[EntrySlice]:
-    """Return this rank's slices of a parameter entry (one tensor of a checkpoint) in the flat buffer. `table`: the
-    model's parameter table; `coordinates`: {axis: index} of this rank in `layout`; `placed`: position, in the buffer,
-    of the model's parameter that contains the entry (such as fused qkv)."""
+    """Return this rank's slices of a parameter entry (one tensor of a checkpoint) in the flat buffer.
+
+    `table`: the model's parameter table; `coordinates`: {axis: index} of this rank in `layout`; `placed`: position, in
+    the buffer, of the model's parameter that contains the entry (such as fused qkv)."""
     copies, partial = entry.replicas(layout), "tp" in entry.gradient_axes(layout)
     slices = []
     for box in table.local_slices(entry, layout, coordinates):

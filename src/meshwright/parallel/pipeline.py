@@ -52,8 +52,10 @@ class Compute(Protocol):
 
     def buffer(self, key: Key) -> torch.Tensor:
         """Return an uninitialised contiguous buffer, of the shape and dtype of a stage's input, in which that input or
-        its gradient is received. `key`: indices (stage, replica, micro-batch), where replica counts the model copies of
-        a bidirectional schedule."""
+        its gradient is received.
+
+        `key`: indices (stage, replica, micro-batch), where replica counts the model copies of a bidirectional
+        schedule."""
 
 
 def check_programs_match(program: PipelineProgram, mesh: Mesh) -> None:
@@ -162,8 +164,9 @@ class Pipeline:
 
 class _PipelineExecution:
     """State of one execution of a pipeline program on a rank: the activations and gradients that were computed on this
-    rank and not used yet, those being received, and those being sent. `axis`: mesh axis pp; `compute`: executes the
-    compute steps."""
+    rank and not used yet, those being received, and those being sent.
+
+    `axis`: mesh axis pp; `compute`: executes the compute steps."""
 
     def __init__(self, axis: Axis, compute: Compute) -> None:
         self.axis, self.compute = axis, compute

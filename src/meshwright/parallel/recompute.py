@@ -121,9 +121,10 @@ _stored = threading.local()
 
 
 def _run_with_stored_results(function: Function, results: list[Any], *arguments: Any) -> Any:
-    """Call the checkpointed `function(*arguments)`, in forward or in its recomputation in backward. `results`: list in
-    which calls of `compute_once` inside the function store their results in forward, and find them when it is
-    recomputed."""
+    """Call the checkpointed `function(*arguments)`, in forward or in its recomputation in backward.
+
+    `results`: list in which calls of `compute_once` inside the function store their results in forward, and find them
+    when it is recomputed."""
     _stored.call = results, itertools.count()
     try:
         return function(*arguments)

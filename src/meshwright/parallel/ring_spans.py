@@ -34,7 +34,9 @@ def list_held_chunks(rank: int, ranks: int) -> tuple[int, int]:
 def list_spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
     """List the blocks of causal attention between the queries of cp rank `rank` and the KV block of rank `source`: one
     `Span` (slice of queries, slice of keys) for each pair of a query chunk and a key chunk, of two each, that the
-    causal mask does not hide. `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank."""
+    causal mask does not hide.
+
+    `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank."""
     chunk = tokens // 2
     halves = (slice(0, chunk), slice(chunk, tokens))
     return [
@@ -52,9 +54,10 @@ Gradients = tuple[torch.Tensor, torch.Tensor]
 
 
 class SavedQueries(NamedTuple):
-    """Tensors of this rank's queries that ring attention's backward reads. `q`, `out`, `d_out`: queries, output and its
-    gradient, each [B, K, G, C, D] (K key-value heads, G query heads of each, C tokens); `log_sum_BKGC`: log-sum-exps
-    over all keys; `inner_BKGC`: sum over D of `out` times `d_out`."""
+    """Tensors of this rank's queries that ring attention's backward reads.
+
+    `q`, `out`, `d_out`: queries, output and its gradient, each [B, K, G, C, D] (K key-value heads, G query heads of
+    each, C tokens); `log_sum_BKGC`: log-sum-exps over all keys; `inner_BKGC`: sum over D of `out` times `d_out`."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -70,9 +73,10 @@ AddSpan = Callable[[Gradients, SavedQueries, torch.Tensor, Span], None]
 
 
 def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
-    """Merge two attention results of the same queries over different keys, in place into the first. `out`, `log_sum`:
-    first output [..., D] and log-sum-exp [...]; `more`, `log_sum_more`: the second ones. The merged output is the mean
-    of both outputs, weighted by the exponentials of their log-sum-exps."""
+    """Merge two attention results of the same queries over different keys, in place into the first.
+
+    `out`, `log_sum`: first output [..., D] and log-sum-exp [...]; `more`, `log_sum_more`: the second ones. The merged
+    output is the mean of both outputs, weighted by the exponentials of their log-sum-exps."""
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
     out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
@@ -86,8 +90,10 @@ def attend_by_tiles(
     first_BC: torch.Tensor | None, how: ScoreSettings, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
     """Compute the attention of `span` (a slice of queries over a slice of keys) by tiles; yield partial results to
-    merge. `first_BC`: index of the first key to which each query attends (None: 0), on the CPU; `how`: scale and
-    softcap of the scores; `q_BKGCD`: this rank's queries; `block`: keys and values, [2, B, K, C, D]."""
+    merge.
+
+    `first_BC`: index of the first key to which each query attends (None: 0), on the CPU; `how`: scale and softcap of
+    the scores; `q_BKGCD`: this rank's queries; `block`: keys and values, [2, B, K, C, D]."""
     k_BKCD, v_BKCD = block
     for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
@@ -189,8 +195,10 @@ def attend_by_flash(
     mask: VarlenMask, scale: float, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
     """Compute the attention of `span` (a slice of queries over a slice of keys) by flash kernels; yield partial results
-    to merge. `mask`: document boundaries and sliding window; `scale`: factor of the scores; `q_BKGCD`: this rank's
-    queries; `block`: keys and values, [2, B, K, C, D]."""
+    to merge.
+
+    `mask`: document boundaries and sliding window; `scale`: factor of the scores; `q_BKGCD`: this rank's queries;
+    `block`: keys and values, [2, B, K, C, D]."""
     for at, there, call in list_kernel_calls(mask, span, len(q_BKGCD), scale):
         out, log_sum = flash_forward(q_BKGCD[at].flatten(1, 2), block[0][there], block[1][there], call)
         yield at, group_by_kv_head(out, block[0]), group_by_kv_head(log_sum, block[0])
@@ -200,8 +208,10 @@ def add_gradients_by_flash(
     mask: VarlenMask, scale: float, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span
 ) -> None:
     """Compute the gradients of the attention of `span` (a slice of queries over a slice of keys) by flash kernels and
-    add them in place to `gradients`. `mask`: document boundaries and sliding window; `scale`: factor of the scores;
-    `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C, D]."""
+    add them in place to `gradients`.
+
+    `mask`: document boundaries and sliding window; `scale`: factor of the scores; `saved`: this rank's queries, outputs
+    and output gradients; `block`: keys and values, [2, B, K, C, D]."""
     for at, there, call in list_kernel_calls(mask, span, len(saved.q), scale):
         of_queries = saved.q, saved.out, saved.d_out, saved.log_sum_BKGC
         q, out, d_out, log_sum = (x[at].flatten(1, 2) for x in of_queries)

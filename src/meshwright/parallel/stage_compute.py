@@ -108,8 +108,9 @@ class StageCompute:
 
     def _forward(self, key: Key, stage: Stage, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run the forward of a micro-batch through `stage` and return the stage's output [B, S, H]; on the last stage,
-        add the loss to the attribute `loss` and return None. `key`: indices (stage, replica (model copy), micro-batch);
-        `x`: the stage's input (first stage: None)."""
+        add the loss to the attribute `loss` and return None.
+
+        `key`: indices (stage, replica (model copy), micro-batch); `x`: the stage's input (first stage: None)."""
         units, micro_batch = self.engine.prefetchers[stage.index], key[2]
         units.keeps_last = at_once = key in self._at_once
         if x is not None:
@@ -129,8 +130,9 @@ class StageCompute:
 
     def buffer(self, key: Key) -> torch.Tensor:
         """Return an uninitialised buffer [B, S, H] in which the input of a stage, or its gradient, is received; S
-        counts only this tp rank's token slice with sequence parallelism. `key`: indices (stage, replica (model copy),
-        micro-batch)."""
+        counts only this tp rank's token slice with sequence parallelism.
+
+        `key`: indices (stage, replica (model copy), micro-batch)."""
         tokens_BS, mesh = self._micro_batches[key[2]][0], self.engine.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
@@ -154,9 +156,10 @@ class StageCompute:
 
 
 class _SavedForward(NamedTuple):
-    """Tensors of a forward that its backward needs. `x`: stage input, None on the first stage; `root`: tensor from
-    which autograd's backward starts (the loss, or a stand-in for the stage output); `balance`: load-balancing loss,
-    None without experts."""
+    """Tensors of a forward that its backward needs.
+
+    `x`: stage input, None on the first stage; `root`: tensor from which autograd's backward starts (the loss, or a
+    stand-in for the stage output); `balance`: load-balancing loss, None without experts."""
 
     x: torch.Tensor | None
     root: torch.Tensor

@@ -80,8 +80,9 @@ class ForwardBackward:
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
         """Run the forwards of preference micro-batches and return {micro-batch index: log-probabilities [B, D] (nats)
-        of the D responses of each sequence} for those whose last stage is on this rank. `micro_batches`: at most as
-        many as a step has."""
+        of the D responses of each sequence} for those whose last stage is on this rank.
+
+        `micro_batches`: at most as many as a step has."""
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
@@ -97,8 +98,10 @@ class ForwardBackward:
         self, micro_batches: Sequence[MicroBatch], targets: int, objective: Objective | None
     ) -> torch.Tensor:
         """Run the forwards of `micro_batches` without gradients. Return the summed loss divided by `targets` (float64
-        scalar); 0 where the last stage is on another rank. `objective`: function (index of a micro-batch, response
-        log-probabilities) -> summed preference loss; None: next-token loss."""
+        scalar); 0 where the last stage is on another rank.
+
+        `objective`: function (index of a micro-batch, response log-probabilities) -> summed preference loss; None:
+        next-token loss."""
         with torch.no_grad():
             compute = StageCompute(self.model, self.engine, micro_batches, targets, objective=objective)
             self._pipeline.run_forwards(compute, len(micro_batches))
@@ -107,7 +110,9 @@ class ForwardBackward:
     def _make_objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
         """Build the loss function of preference training: (index of a micro-batch, log-probabilities [B, D] of the D
         responses of each sequence) -> summed loss; it also adds the micro-batch's metrics to the attribute
-        `metric_sums`. None for next-token training. `micro_batches`: those that the indices refer to."""
+        `metric_sums`. None for next-token training.
+
+        `micro_batches`: those that the indices refer to."""
         preference = self.preference
         if preference is None:
             return None
@@ -127,22 +132,26 @@ class ForwardBackward:
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:
     """Return the number of target tokens (not -100) of the whole step, summed over all ranks of `mesh`, at least 1: a
-    number, or on a GPU a scalar tensor, so that the host does not wait. `targets`: target tokens of each of this rank's
-    micro-batches, [B, S] each. Collective."""
+    number, or on a GPU a scalar tensor, so that the host does not wait.
+
+    `targets`: target tokens of each of this rank's micro-batches, [B, S] each. Collective."""
     return _sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh)
 
 
 def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> TermCount:
     """Return the number of preference pairs of the whole step, summed over all ranks of `mesh`, at least 1: a number,
-    or on a GPU a scalar tensor, so that the host does not wait. `pairs`: pairs of each of this rank's micro-batches,
-    equal on all cp ranks. Collective."""
+    or on a GPU a scalar tensor, so that the host does not wait.
+
+    `pairs`: pairs of each of this rank's micro-batches, equal on all cp ranks. Collective."""
     return _sum_over_data((micro_batch.count for micro_batch in pairs), mesh, copies=mesh.cp.size)
 
 
 def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -> TermCount:
     """Return the sum of `counts` over micro-batches and over all ranks of the mesh axis `data` (dp x cp), divided by
-    `copies`; at least 1. Collective. `counts`: integer scalars, one per micro-batch of this rank; `copies`: number of
-    ranks that hold the same counts, such as cp ranks with the same pairs."""
+    `copies`; at least 1. Collective.
+
+    `counts`: integer scalars, one per micro-batch of this rank; `copies`: number of ranks that hold the same counts,
+    such as cp ranks with the same pairs."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for count in counts:
         total += count

@@ -185,9 +185,11 @@ class FsdpUnit:
 
 @dataclass(slots=True)
 class UnshardedGradient:
-    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: the gradient, 1-D; `views`: for each
-    parameter a view of the buffer in the parameter's shape; `stale`: indices of the views that hold values of an
-    earlier step, which the next gradient overwrites instead of being added to them."""
+    """Gradient of an FSDP unit before its reduction over ranks.
+
+    `buffer`: the gradient, 1-D; `views`: for each parameter a view of the buffer in the parameter's shape; `stale`:
+    indices of the views that hold values of an earlier step, which the next gradient overwrites instead of being added
+    to them."""
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
@@ -262,8 +264,10 @@ class GradientReducer:
 
     def _add_to_shard(self, unit: FsdpUnit, output: torch.Tensor, buffer: torch.Tensor, last: bool) -> None:
         """Finish a completed reduction: add its `output` to the unit's gradient shard and release the unsharded
-        `buffer`. `last`: True for the unit's last reduction of the step, after which the all-reduce over replicas
-        starts (hybrid sharding)."""
+        `buffer`.
+
+        `last`: True for the unit's last reduction of the step, after which the all-reduce over replicas starts (hybrid
+        sharding)."""
         if unit.zero >= 2:
             self._pool.release(buffer)
         if output is not unit.gradient:

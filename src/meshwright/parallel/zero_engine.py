@@ -209,9 +209,10 @@ class ZeroEngine:
     # --- slices for checkpoints, bytes for ledgers
 
     def master_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return the trained master weights as slices of parameter entries (checkpoint tensors). `owned`: True: the
-        slices that this rank writes to a checkpoint (over all ranks, each element is in one slice); False: all slices
-        that this rank holds and must read."""
+        """Return the trained master weights as slices of parameter entries (checkpoint tensors).
+
+        `owned`: True: the slices that this rank writes to a checkpoint (over all ranks, each element is in one slice);
+        False: all slices that this rank holds and must read."""
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:

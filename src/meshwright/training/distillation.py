@@ -124,9 +124,10 @@ class Distillation(NextToken):
     def _read_cache(
         self, cache: TeacherCache, micro_batch: MicroBatch, rows: NDArray[np.int64], split: str
     ) -> MicroBatch:
-        """Return `micro_batch` with the teacher's most probable tokens, read from `cache`, added as targets. rows:
-        indices of its sequences in the split `split` ("train" or "validation"). Under context parallelism only the
-        tokens of this rank's slice of the sequences are added."""
+        """Return `micro_batch` with the teacher's most probable tokens, read from `cache`, added as targets.
+
+        rows: indices of its sequences in the split `split` ("train" or "validation"). Under context parallelism only
+        the tokens of this rank's slice of the sequences are added."""
         tokens_BS, targets_BS, documents = micro_batch
         parts = [torch.from_numpy(part).to(tokens_BS.device) for part in cache.read(split, rows)]
         if documents.indices_C is not None:
@@ -140,8 +141,10 @@ class Distillation(NextToken):
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int
     ) -> list[MicroBatch]:
         """Return on-policy micro-batches: of each sequence in `micro_batches` only the prompt remains, and the student
-        samples a continuation. policy: the student. rows: indices of the sequences of each micro-batch in the training
-        split; step: index of the step; both seed the random draws. Collective."""
+        samples a continuation.
+
+        policy: the student. rows: indices of the sequences of each micro-batch in the training split; step: index of
+        the step; both seed the random draws. Collective."""
         given, recipe = self.recipe.distill, self.recipe
         text_tokens = None
         if recipe.data.records == "text":

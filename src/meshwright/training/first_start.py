@@ -92,8 +92,9 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
 
 def measurement_advice(device: str, measurement: Path) -> str:
     """Return a clause that ends an error message about a missing measurement of this machine: what the user must do to
-    have it measured, such as "start once without --no-probe". device: the recipe's `run.device` ("auto", "cpu" or
-    "cuda"). measurement: path of the missing file."""
+    have it measured, such as "start once without --no-probe".
+
+    device: the recipe's `run.device` ("auto", "cpu" or "cuda"). measurement: path of the missing file."""
     if not may_measure():
         return f"start once without {PROBE_VARIABLE}=0"
     if not runs_on_cpu(device):  # there is a GPU device file, but torch does not use the GPU
@@ -113,8 +114,10 @@ def _describe_repetition(failed: FailedMeasurement) -> str:
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
     """Measure and store the machine's speeds and the memory of a process, from which predictions of the run are
-    computed. recipe: settings of the run. Measurements that an earlier start stored are reused; nothing is measured if
-    the run has no steps left.
+    computed.
+
+    recipe: settings of the run. Measurements that an earlier start stored are reused; nothing is measured if the run
+    has no steps left.
 
     threads: number of OpenMP threads of each rank. log: called with each line for the user."""
     checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
@@ -184,9 +187,10 @@ def measure_first_start(
 
 
 class _ProfileRequest(NamedTuple):
-    """Hardware profile that is to be measured. key: number of ranks, threads per rank and device. precisions: those in
-    which speeds are measured, such as ("fp32",); None: the fastest one, which is found first. axes: mesh axes ("tp",
-    "cp") whose collectives are timed."""
+    """Hardware profile that is to be measured.
+
+    key: number of ranks, threads per rank and device. precisions: those in which speeds are measured, such as
+    ("fp32",); None: the fastest one, which is found first. axes: mesh axes ("tp", "cp") whose collectives are timed."""
 
     key: HardwareProfileKey
     precisions: tuple[str, ...] | None
@@ -201,7 +205,9 @@ class _ProfileRequest(NamedTuple):
 def _may_repeat(measurement: Path, log: Callable[[str], None]) -> bool:
     """Return True if a measurement of this machine should be made: it never failed, or it failed while other programs
     used the processor and they no longer do. Otherwise return False and pass one line about the earlier failure to
-    `log`. measurement: path of its result file."""
+    `log`.
+
+    measurement: path of its result file."""
     failed = FailedMeasurement.read(measurement)
     if failed is None or (failed.busy > BUSY_SHARE and measure_busy_share() <= BUSY_SHARE):
         return True

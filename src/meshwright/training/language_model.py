@@ -199,9 +199,10 @@ class LanguageModelTask:
     def score_responses(
         self, split: str, passes: Iterable[Sequence[NDArray[np.int64]]], sequences: int
     ) -> Iterator[list[tuple[int, torch.Tensor]]]:
-        """Compute the log-probabilities of the responses in the sequences of a split such as "train". passes: for each
-        forward pass, this rank's micro-batches as arrays of sequence indices; sequences: number of sequences of the
-        split; an index that is not below it is padding.
+        """Compute the log-probabilities of the responses in the sequences of a split such as "train".
+
+        passes: for each forward pass, this rank's micro-batches as arrays of sequence indices; sequences: number of
+        sequences of the split; an index that is not below it is padding.
 
         Yields after each forward pass a list of (sequence index, log-probabilities of its responses in nats); the list
         is empty on ranks that do not hold the last pipeline stage. Collective."""
@@ -307,7 +308,9 @@ class LanguageModelTask:
     def _compute_rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:
         """Return this rank's contributions to the loss and the metric sums of the last forward passes: float64 [1 +
         metrics]. All-reducing them over all ranks gives the totals, because each is divided by the number of ranks that
-        compute the same value. loss: scalar, summed over this rank's micro-batches."""
+        compute the same value.
+
+        loss: scalar, summed over this rank's micro-batches."""
         metric_sums = self.passes.metric_sums if self.objective.metric_sums is None else self.objective.metric_sums
         metrics = metric_sums[: self.objective.metric_count]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
@@ -326,8 +329,10 @@ class LanguageModelTask:
 
     def _load_micro_batch(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
         """Load the sequences with the indices `rows` of a split ("train" or "validation") as one micro-batch; return
-        this rank's context-parallel slice of it. padded: True: an index beyond the last sequence gives a sequence of
-        padding; False: such an index is an error."""
+        this rank's context-parallel slice of it.
+
+        padded: True: an index beyond the last sequence gives a sequence of padding; False: such an index is an
+        error."""
         batch = self.splits[split].read_batch(rows, padded=padded)
         documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]

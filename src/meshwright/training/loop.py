@@ -80,7 +80,9 @@ class Run:
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
         """Create the attributes that runs of language models and of user modules share: the journal (console output and
         metrics file), the object by which ranks exchange flags, the handlers of SIGTERM and interrupts, and the
-        profiler. recipe, mesh, run_directory, show_progress: arguments of the constructor."""
+        profiler.
+
+        recipe, mesh, run_directory, show_progress: arguments of the constructor."""
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
@@ -143,9 +145,11 @@ class Run:
     def _record_step(
         self, outcome: StepOutcome, seconds: float, validation: Validation | None, profiled: bool
     ) -> StepRecord:
-        """Build the log record of the step just done. outcome: loss, gradient norm and flags of the step; seconds: its
-        duration without validation; validation: result of the validation after it (None: none); profiled: True if the
-        profiler recorded the step, which makes it slower."""
+        """Build the log record of the step just done.
+
+        outcome: loss, gradient norm and flags of the step; seconds: its duration without validation; validation: result
+        of the validation after it (None: none); profiled: True if the profiler recorded the step, which makes it
+        slower."""
         trainer, scale = self.trainer, self.trainer.loss_scale
         return StepRecord(
             step=trainer.steps_done,
@@ -238,8 +242,9 @@ class Run:
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
         """Create the trainer and load the newest complete checkpoint into it; return the checkpoint's name, None if the
-        run starts afresh. layout: layout of the run; config: its model configuration; data: its tokenized data.
-        Collective."""
+        run starts afresh.
+
+        layout: layout of the run; config: its model configuration; data: its tokenized data. Collective."""
         state = check_resume(self.recipe, data.sha256)
         while True:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)
@@ -278,8 +283,9 @@ class Run:
 
     def _describe_schedule_change(self, state: dict[str, Any]) -> str | None:
         """Return a log line if `train.steps` has changed since the checkpoint was written and the learning rate of the
-        next steps depends on it (schedules "cosine" and "linear"); else None. state: content of the checkpoint's
-        `state.json`."""
+        next steps depends on it (schedules "cosine" and "linear"); else None.
+
+        state: content of the checkpoint's `state.json`."""
         train, step = self.recipe.train, state["step"]
         before = parse_toml(state["recipe"], "the checkpoint's recipe")["train"]["steps"]
         if before == train.steps or train.schedule not in ("cosine", "linear") or step >= train.steps:

@@ -12,6 +12,7 @@ LEAST, GREATEST = 1.0, 2.0**127
 class LossScale:
     """Loss scale of 16-bit training: a factor on the loss that keeps small gradients from underflow. A dynamic scale is
     doubled after `every` finite steps in a row, and halved after a step whose loss or gradient norm is not finite.
+
     every: 0 for a constant scale. value: initial scale.
 
     All ranks update it from the same all-reduced flag, so their scales stay equal without communication."""

@@ -70,9 +70,10 @@ class Policy(Protocol):
     def score_responses(
         self, split: str, passes: Iterable[Sequence[NDArray[np.int64]]], sequences: int
     ) -> Iterator[list[tuple[int, torch.Tensor]]]:
-        """Compute the log-probabilities of the responses in the sequences of a split such as "train". passes: for each
-        forward pass, this rank's micro-batches as arrays of sequence indices; sequences: number of sequences of the
-        split; an index that is not below it is padding.
+        """Compute the log-probabilities of the responses in the sequences of a split such as "train".
+
+        passes: for each forward pass, this rank's micro-batches as arrays of sequence indices; sequences: number of
+        sequences of the split; an index that is not below it is padding.
 
         Yields after each forward pass a list of (sequence index, log-probabilities of its responses in nats); the list
         is empty on ranks that do not hold the last pipeline stage. Collective."""
@@ -97,8 +98,9 @@ class Objective(Protocol):
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
         """Add the further inputs of the loss to `documents` (document boundaries in the sequences of `batch`) and
-        return the result; for a preference loss these are the responses and their reference log-probabilities. split:
-        data split of the sequences, "train" or "validation"; rows: indices of the sequences in this split."""
+        return the result; for a preference loss these are the responses and their reference log-probabilities.
+
+        split: data split of the sequences, "train" or "validation"; rows: indices of the sequences in this split."""
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Return the number of loss terms (target tokens, pairs or single responses) in a step: summed over this rank's
@@ -110,8 +112,9 @@ class Objective(Protocol):
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         """Return this rank's share of the loss and the metrics: `sums` divided by the number of ranks of `mesh` that
-        compute the same values. The shares of all ranks sum to the totals. sums [1 + metrics]: the loss, then the
-        metric sums, over this rank's micro-batches."""
+        compute the same values. The shares of all ranks sum to the totals.
+
+        sums [1 + metrics]: the loss, then the metric sums, over this rank's micro-batches."""
 
     def report(self, means: Sequence[float]) -> Metrics:
         """Return the step's metrics by name. means: the metric sums divided by the number of loss terms (tokens or
@@ -119,13 +122,16 @@ class Objective(Protocol):
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
         """Compute or load the inputs of the loss that do not change during training, such as reference
-        log-probabilities; called once, before the first step. policy: the model being trained; start: run directory,
-        resumed state and log. Collective."""
+        log-probabilities; called once, before the first step.
+
+        policy: the model being trained; start: run directory, resumed state and log. Collective."""
 
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
         """Compute the inputs of the loss that depend on all samples of a step, such as KTO's KL estimate; called before
-        the forward passes of each step or validation. policy: the model being trained; split: "train" or "validation";
-        passes: for each forward pass, this rank's micro-batches as arrays of sequence indices. Collective."""
+        the forward passes of each step or validation.
+
+        policy: the model being trained; split: "train" or "validation"; passes: for each forward pass, this rank's
+        micro-batches as arrays of sequence indices. Collective."""
 
     def complete(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None

@@ -52,9 +52,10 @@ def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch
 
 
 class Sampler:
-    """Sampler of continuations of prompts, by the model being trained. model: the student. units: hooks that all-gather
-    the parameters of its FSDP units. device: device of the parameters. ends: token IDs that end a sequence.
-    temperature: divisor of the logits. seed: seed of the run."""
+    """Sampler of continuations of prompts, by the model being trained.
+
+    model: the student. units: hooks that all-gather the parameters of its FSDP units. device: device of the parameters.
+    ends: token IDs that end a sequence. temperature: divisor of the logits. seed: seed of the run."""
 
     def __init__(
         self,
@@ -128,6 +129,7 @@ class _DenseCache:
     ) -> torch.Tensor:  # fmt: skip
         """Store the keys `k_BKSD` and values `v_BKSD` of one new token of each sequence (S = 1) in the cache of layer
         number `layer`. Return the attention [B, N, 1, D] of the new queries `q_BNSD` to the cached and the new tokens.
+
         sinks: learned score of each query head [N], one more term of the softmax's denominator; None: none."""
         assert v_BKSD is not None and q_BNSD.shape[2] == 1
         if layer not in self._pairs:

@@ -92,8 +92,10 @@ class Optimizer:
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float | GpuScale = 1.0) -> None:
         """Update the master weights of all shards in place from their gradients, with this learning rate
-        (`learning_rate`). gradient_scale: factor by which the gradients are first multiplied (norm clipping and loss
-        scale), or a `GpuScale`, which the fused kernels apply on the GPU.
+        (`learning_rate`).
+
+        gradient_scale: factor by which the gradients are first multiplied (norm clipping and loss scale), or a
+        `GpuScale`, which the fused kernels apply on the GPU.
 
         Router biases, which balance the load of experts, are not updated by gradients. The gradient elements at their
         indices hold the load of each expert minus the mean load. Each bias is changed by `router_bias_rate`, down if
@@ -118,9 +120,11 @@ class Optimizer:
             self._update(parts, learning_rate * rate, decay, scale)
 
     def _update(self, parts: list[_ShardSlice], learning_rate: float, decay: float, scale: dict[str, Any]) -> None:
-        """Update the slices `parts` in place by one fused torch call. decay: weight-decay coefficient of all these
-        slices. scale: arguments of the call that scale the gradients or skip the update; {} for none. AdamW multiplies
-        the weights by 1 - learning_rate x decay (decoupled); SGD adds decay x weights to the gradient."""
+        """Update the slices `parts` in place by one fused torch call.
+
+        decay: weight-decay coefficient of all these slices. scale: arguments of the call that scale the gradients or
+        skip the update; {} for none. AdamW multiplies the weights by 1 - learning_rate x decay (decoupled); SGD adds
+        decay x weights to the gradient."""
         masters, gradients = [part.master for part in parts], [part.gradient for part in parts]
         state = [[part.state[kind] for part in parts] for kind in self._state]
         common: dict[str, Any] = {"lr": learning_rate, "weight_decay": decay, "fused": True, "maximize": False}

@@ -31,8 +31,9 @@ T = TypeVar("T")
 
 def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
     """Predict memory, step time and traffic of the trainer's run. Never raises: a prediction that fails is None in the
-    result, whose `notes` give the reason. memory: meter with the measured resident memory of this process; None:
-    process memory is not predicted."""
+    result, whose `notes` give the reason.
+
+    memory: meter with the measured resident memory of this process; None: process memory is not predicted."""
     notes: list[str] = []
 
     def try_predict(what: str, work: Callable[[], T]) -> T | None:
@@ -118,9 +119,10 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
 
 
 def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> Ledger:
-    """Predict the memory of the trainer's rank as a ledger: a list of tensors with their bytes and lifetimes. machine:
-    description of the devices, None if unknown. notes: list to which a line is added if the effect of torch.compile is
-    unknown."""
+    """Predict the memory of the trainer's rank as a ledger: a list of tensors with their bytes and lifetimes.
+
+    machine: description of the devices, None if unknown. notes: list to which a line is added if the effect of
+    torch.compile is unknown."""
     task = get_language_model(trainer)
     tokens = task.tokens
     documents: bool | Starts = tokens.document_mask and tokens.documents > 1

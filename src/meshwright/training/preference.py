@@ -99,8 +99,9 @@ class Preferences:
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
         """Add the responses to `documents`, the document boundaries in the sequences of `batch`: their lengths, labels
-        and, once `prepare` has set them, reference log-probabilities. Return the result. split: data split of the
-        sequences, such as "train"; rows: indices of the sequences in this split."""
+        and, once `prepare` has set them, reference log-probabilities. Return the result.
+
+        split: data split of the sequences, such as "train"; rows: indices of the sequences in this split."""
         pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.max_terms, self._of)
         targets_BS = torch.from_numpy(batch.targets) != NO_TARGET
         pairs = replace(pairs, lengths_BD=pairs.log_probabilities(-targets_BS.double()))  # summed by response
@@ -132,8 +133,9 @@ class Preferences:
 
     def report(self, means: Sequence[float]) -> Metrics:
         """Return the mean rewards of the chosen and rejected responses, their margin, and the fraction of pairs whose
-        chosen response has the higher reward; for KTO also the KL estimate. means: the metric sums divided by the
-        number of terms."""
+        chosen response has the higher reward; for KTO also the KL estimate.
+
+        means: the metric sums divided by the number of terms."""
         chosen, rejected, accuracy, chosen_share, rejected_share = means
         rewards = Rewards(*(
             value / share if share else math.nan
@@ -202,9 +204,10 @@ class Preferences:
     def compute_reference(
         self, policy: Policy, identity: Mapping[str, str], progress: Callable[[int], None]
     ) -> Reference:
-        """Compute the log-probabilities of all responses of all splits with the current weights of `policy`. identity:
-        {name: value} of the inputs (checksums of data and weights, precision), which are stored with the result.
-        progress: called with the number of sequences done. Collective."""
+        """Compute the log-probabilities of all responses of all splits with the current weights of `policy`.
+
+        identity: {name: value} of the inputs (checksums of data and weights, precision), which are stored with the
+        result. progress: called with the number of sequences done. Collective."""
         splits = {name: ResponseLogProbabilities.zeros(counts) for name, counts in self._responses.items()}
         mesh, done = policy.mesh, 0
         for name, responses in splits.items():

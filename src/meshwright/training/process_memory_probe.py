@@ -56,9 +56,10 @@ LARGE = _make_config(192, 4), 8, 256
 
 
 class _ProbeRun:
-    """Small model with an optimizer that runs training steps on one fixed micro-batch, to measure process memory. size:
-    (model, number of sequences, tokens per sequence). precision: "fp32", "bf16" ...; compiled: True to compile the
-    blocks."""
+    """Small model with an optimizer that runs training steps on one fixed micro-batch, to measure process memory.
+
+    size: (model, number of sequences, tokens per sequence). precision: "fp32", "bf16" ...; compiled: True to compile
+    the blocks."""
 
     def __init__(self, size: tuple[ModelConfig, int, int], precision: str, compiled: bool) -> None:
         """Build the model, its optimizer and the micro-batch, and predict the bytes of a step's tensors."""

@@ -74,9 +74,10 @@ class ResponseLogProbabilities:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Log-probabilities of all responses under the reference policy. splits: {split, such as "train":
-    log-probabilities}. inputs: {name: value} of the inputs from which they were computed: checksums of data and
-    weights, and the precision."""
+    """Log-probabilities of all responses under the reference policy.
+
+    splits: {split, such as "train": log-probabilities}. inputs: {name: value} of the inputs from which they were
+    computed: checksums of data and weights, and the precision."""
 
     splits: Mapping[str, ResponseLogProbabilities]
     inputs: Mapping[str, str]
@@ -99,9 +100,10 @@ class Reference:
 
 
 def read_reference(path: Path, responses_per_sequence: Mapping[str, NDArray[np.int64]]) -> Reference:
-    """Read the reference log-probabilities from the file `path`, which `Reference.write` wrote. responses_per_sequence:
-    {split: number of responses in each sequence}. `UserError` if the file is missing or damaged, or its splits have
-    other numbers of responses."""
+    """Read the reference log-probabilities from the file `path`, which `Reference.write` wrote.
+
+    responses_per_sequence: {split: number of responses in each sequence}. `UserError` if the file is missing or
+    damaged, or its splits have other numbers of responses."""
     if not path.is_file():
         raise UserError(f"{path} is missing")
     try:

@@ -21,9 +21,10 @@ from meshwright.terminal import print_message
 
 @dataclass(slots=True)
 class LaunchedProcess:
-    """State of one rank's process of a script that `meshwright run` started. place: rank, world size and rendezvous of
-    the process. directory: run directory, locked by the launcher. result: result document of the last call of `fit`.
-    calls: number of calls of `next_rendezvous` so far."""
+    """State of one rank's process of a script that `meshwright run` started.
+
+    place: rank, world size and rendezvous of the process. directory: run directory, locked by the launcher. result:
+    result document of the last call of `fit`. calls: number of calls of `next_rendezvous` so far."""
 
     place: Place
     directory: Path
@@ -101,9 +102,10 @@ def run_script(
 
 
 def _run_script_rank(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Run the script on this rank and return the result document of its last call of `fit`. description: JSON dict from
-    the launcher with path of the script ("script"), arguments and run directory; start: rank and rendezvous of this
-    process. Raises `ScriptFailed`."""
+    """Run the script on this rank and return the result document of its last call of `fit`.
+
+    description: JSON dict from the launcher with path of the script ("script"), arguments and run directory; start:
+    rank and rendezvous of this process. Raises `ScriptFailed`."""
     launched = LaunchedProcess(start, Path(description["directory"]))
     _launched.set(launched)
     script = description["script"]

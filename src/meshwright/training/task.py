@@ -23,9 +23,10 @@ from meshwright.spec.parameters import ParameterTable
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Argument of `Task.prepare`: state of the run before its first step. directory: run directory. agreement: object
-    by which ranks exchange flags and texts. saved: content of `state.json` in the resumed checkpoint; None for a fresh
-    run. log: function that prints a line on rank 0."""
+    """Argument of `Task.prepare`: state of the run before its first step.
+
+    directory: run directory. agreement: object by which ranks exchange flags and texts. saved: content of `state.json`
+    in the resumed checkpoint; None for a fresh run. log: function that prints a line on rank 0."""
 
     directory: Path
     agreement: Agreement
@@ -82,8 +83,10 @@ class Task(Protocol):
 
     def prepare(self, start: RunStart) -> None:
         """Compute or load the inputs that do not change during training, such as reference log-probabilities; called
-        once, before the first step. start: run directory, resumed state and log. If it fails on any rank, all ranks
-        raise the same `UserError`. Collective."""
+        once, before the first step.
+
+        start: run directory, resumed state and log. If it fails on any rank, all ranks raise the same `UserError`.
+        Collective."""
 
     def validate(self) -> Validation:
         """Return the mean loss and the metrics of the first `train.validation_sequences` samples of the validation

@@ -91,9 +91,10 @@ class Teacher:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TeacherStates:
-    """Hidden states of the teacher for a micro-batch of T tokens. states_TH: final hidden states, the input of the
-    output head. layers: {index of a layer: its output [B, S, H]} (with sequence parallelism this tp rank's slice of the
-    tokens)."""
+    """Hidden states of the teacher for a micro-batch of T tokens.
+
+    states_TH: final hidden states, the input of the output head. layers: {index of a layer: its output [B, S, H]} (with
+    sequence parallelism this tp rank's slice of the tokens)."""
 
     states_TH: torch.Tensor
     layers: dict[int, torch.Tensor]
@@ -110,8 +111,10 @@ class _Forward:
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run the forward of a micro-batch through one pipeline stage and return the stage's output; None for the last
-        stage. kind: always forward; key: indices (stage, replica, micro-batch); x: the stage's input, None for the
-        first stage."""
+        stage.
+
+        kind: always forward; key: indices (stage, replica, micro-batch); x: the stage's input, None for the first
+        stage."""
         assert kind == Kind.FORWARD
         engine, model = self._teacher.engine, self._teacher._model
         stage, units = engine.partition.stages[key[0]], engine.prefetchers[key[0]]

@@ -38,9 +38,10 @@ COMMAND = "`meshwright data teacher RECIPE` writes it"
 
 
 class TeacherCache:
-    """Cache on disk of the teacher's most probable next tokens, for every token of the prepared `data`. recipe:
-    settings, which name the teacher. Attributes: `identity`: JSON object of everything that the content depends on
-    (data, teacher, temperature ...); `directory`: directory of the files."""
+    """Cache on disk of the teacher's most probable next tokens, for every token of the prepared `data`.
+
+    recipe: settings, which name the teacher. Attributes: `identity`: JSON object of everything that the content depends
+    on (data, teacher, temperature ...); `directory`: directory of the files."""
 
     def __init__(self, recipe: Recipe, data: PreparedData) -> None:
         """Compute the identity, which includes the hashes of the teacher's files. Raises `UserError` if these are

@@ -55,9 +55,10 @@ class TeacherTargets:
 
     def compute_hidden_loss(self, model: Any, targets_BS: torch.Tensor) -> torch.Tensor | float:
         """Return the loss that compares hidden states of student and teacher, times its weight and summed over target
-        tokens (scalar); 0 if no layers are compared. model: the student after its forward pass, whose attribute
-        `layer_outputs` has the outputs of the compared layers. targets_BS: target token IDs; -100 for ignored tokens.
-        """
+        tokens (scalar); 0 if no layers are compared.
+
+        model: the student after its forward pass, whose attribute `layer_outputs` has the outputs of the compared
+        layers. targets_BS: target token IDs; -100 for ignored tokens."""
         pairs, tensor = self.loss.layer_map, model.axes.tensor
         if not pairs:
             return 0.0

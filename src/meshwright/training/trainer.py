@@ -202,8 +202,9 @@ class Trainer:
 
     def _gpu_scale(self, values: torch.Tensor) -> GpuScale:
         """Return the gradient scale of the step (norm clipping and loss scale), computed on the GPU so that the host
-        does not wait; it skips the update if loss or gradient norm is not finite. values: result of
-        `_all_reduce_outcome`."""
+        does not wait; it skips the update if loss or gradient norm is not finite.
+
+        values: result of `_all_reduce_outcome`."""
         clip, norm = self.recipe.train.clip, values[1].sqrt()
         divisor = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
         finite = values[:2].isfinite().all()

@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 
 def train_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
     """Train a recipe on this rank, a process that Meshwright's launcher started, and return the result document (JSON
-    dict of figures). description: JSON dict from the launcher with recipe, run directory, threads and options; start:
-    rank, world size and rendezvous of this process."""
+    dict of figures).
+
+    description: JSON dict from the launcher with recipe, run directory, threads and options; start: rank, world size
+    and rendezvous of this process."""
     from meshwright.recipe import load_recipe_text
 
     recipe = load_recipe_text(description["recipe"], description["source"], trust=description.get("trust", False))
@@ -86,8 +88,10 @@ def run_script_as_rank(
     recipe: Recipe, start: Place, work: Callable[..., dict[str, Any]], locked: Path | None, **options: Any
 ) -> dict[str, Any]:
     """Set up this rank of a user's script (device, process group, mesh) and return the result of `work(recipe, mesh,
-    run directory, **options)`. start: rank, world size and rendezvous of this process. locked: run directory that the
-    launcher of this process has locked; None if it locked none."""
+    run directory, **options)`.
+
+    start: rank, world size and rendezvous of this process. locked: run directory that the launcher of this process has
+    locked; None if it locked none."""
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
     return _run_as_rank(recipe, start, RunDirectory(directory), None, options, lock, work)
@@ -198,17 +202,19 @@ def _check_emulated(recipe: Recipe, has_programs: bool) -> None:
 
 def separate_compile_caches(rank: int) -> None:
     """Give each rank of this host its own Inductor cache directory, unless the environment sets one. With a shared
-    directory, a rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13). rank:
-    index of this rank on the host."""
+    directory, a rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13).
+
+    rank: index of this rank on the host."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     place = Path(tempfile.gettempdir(), f"meshwright-compiled-{user}", f"rank-{rank}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))
 
 
 def _set_gloo_interface(start: Place, store: Any) -> None:
-    """Set gloo's network interface to the one by which this host reaches the other hosts, unless the environment
-    sets it. start: rank, world size and rendezvous of this process. store: key-value store that all ranks share.
-    Collective."""
+    """Set gloo's network interface to the one by which this host reaches the other hosts, unless the environment sets
+    it.
+
+    start: rank, world size and rendezvous of this process. store: key-value store that all ranks share. Collective."""
     interface = agree_on_interface(start, store)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

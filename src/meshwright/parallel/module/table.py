@@ -28,9 +28,10 @@ LARGE = 1 / 4
 
 @dataclass(frozen=True, slots=True)
 class ModuleDescription:
-    """Description of a user-defined module for ZeRO. `table`: its parameter table; `units`: path -> submodule that is
-    an FSDP unit; `kept`: name, shape and dtype of each tensor that checkpoints store but training does not change
-    (persistent buffers and frozen parameters)."""
+    """Description of a user-defined module for ZeRO.
+
+    `table`: its parameter table; `units`: path -> submodule that is an FSDP unit; `kept`: name, shape and dtype of each
+    tensor that checkpoints store but training does not change (persistent buffers and frozen parameters)."""
 
     table: ParameterTable
     units: Mapping[str, nn.Module]
@@ -121,8 +122,9 @@ def _find_units(
 
 def _is_unit_by_size(module: nn.Module, total: int, listed: bool) -> bool:
     """Return True if a module is large enough to be an FSDP unit (1/32 of all trained parameters; in a ModuleList any
-    size) and is not a large container of smaller units. `total`: number of elements of all trained parameters;
-    `listed`: True if the module's parent is a ModuleList."""
+    size) and is not a large container of smaller units.
+
+    `total`: number of elements of all trained parameters; `listed`: True if the module's parent is a ModuleList."""
     size = sum(each.numel() for each in module.parameters() if each.requires_grad)
     lists = any(isinstance(inner, (nn.ModuleList, nn.Sequential)) and len(inner) > 1 for inner in module.modules())
     if listed:

@@ -101,9 +101,10 @@ def fit(
 
 
 def load(module: nn.Module, path: str | Path) -> nn.Module:
-    """Copy a checkpoint's values into a module of the same structure, in place, and return the module. path: a
-    checkpoint, or a run directory, whose newest checkpoint is taken. `UserError` names the first tensor that does not
-    fit."""
+    """Copy a checkpoint's values into a module of the same structure, in place, and return the module.
+
+    path: a checkpoint, or a run directory, whose newest checkpoint is taken. `UserError` names the first tensor that
+    does not fit."""
     files = CheckpointFiles(find_checkpoint(path))
     state = module.state_dict(keep_vars=True)
     shared: dict[int, list[str]] = {}

@@ -205,6 +205,7 @@ class ModuleTask:
 
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
         """Build a micro-batch: move collated content to the device and count the items over which its loss averages.
+
         number: global number of its first sample; samples: number of samples; content: the collated batch. `UserError`
         if the user's function `count` returns a negative number."""
         count = self.spec.count
