@@ -303,8 +303,8 @@ class Checkpointer:
 
 def _lock_directory(directory: Path) -> DirectoryLock:
     """Lock a checkpoint directory against other processes, which could remove the files of a running save as leftovers;
-    return the lock. It is shared by all `Checkpointer`s of this process and released with the last of them. `UserError`
-    if another process holds the lock."""
+    return the lock. All `Checkpointer`s of this process share the lock, and the last of them releases it. `UserError`
+    if another process holds it."""
     place = directory.resolve()
     lock = _locks.get(place)
     if lock is None:

@@ -52,8 +52,8 @@ class Tile(NamedTuple):
 
 
 class ScoreSettings(NamedTuple):
-    """Settings of attention scores, which are computed as c tanh(scale q kᵀ / c) with a softcap c (Gemma 2:
-    arXiv:2408.00118, section 2), or as scale q kᵀ if `softcap` is 0.
+    """Settings of attention scores: c tanh(scale q kᵀ / c) with a softcap c (Gemma 2: arXiv:2408.00118, section 2), or
+    scale q kᵀ if `softcap` is 0.
 
     sinks: learned attention-sink scores of the N query heads, each one more term of the softmax's denominator (gpt-oss:
     arXiv:2508.10925, section 2.3); None: none."""

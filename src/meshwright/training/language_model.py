@@ -48,11 +48,12 @@ from meshwright.training.task import RunStart
 
 
 class LanguageModelTask:
-    """Meshwright language model with its data and loss, on one rank of a training run; implements `Task`.
+    """Task of training a Meshwright language model, on one rank of a run: the model with its data and loss (implements
+    `Task`).
 
     recipe: settings of the run. layout: degrees of parallelism and precision. config: model architecture. data:
-    tokenized splits. mesh: device mesh of this rank. initialise: True: draw initial parameters from the recipe's
-    seed; False: the caller loads them. arithmetic: dtypes of parameters and master weights; None: those of the layout's
+    tokenized splits. mesh: device mesh of this rank. initialise: True: draw initial parameters from the recipe's seed;
+    False: the caller loads them. arithmetic: dtypes of parameters and master weights; None: those of the layout's
     precision."""
 
     def __init__(
