@@ -127,8 +127,8 @@ def make_initial_values(
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the adapters of `model` are switched off, so that it computes what its base model does:
-    the reference policy of preference training."""
+    """Context manager in which the adapters of `model` are switched off. The model then computes what its base model
+    computes, the reference policy of preference training."""
     found = [module for module in model.modules() if isinstance(module, LowRank)]
     for module in found:
         module.enabled = False

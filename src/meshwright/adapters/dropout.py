@@ -110,8 +110,8 @@ class _DroppedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_low: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        """Return the gradients of x and A (None if not required), given `d_low`, that of their product [B, C, R]; None
-        for the other inputs. context: autograd context."""
+        """Return the gradients of x and A (None if not required), given `d_low`, the gradient of their product [B, C,
+        R]; None for the other inputs. context: autograd context."""
         x, a_RX, keys_BC = context.saved_tensors
         mask, d_low = context.dropout.mask(keys_BC), d_low * context.dropout.scale
         needs_x, needs_a = context.needs_input_grad[:2]

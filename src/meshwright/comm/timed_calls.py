@@ -45,8 +45,8 @@ class CallTimer:
         """Record a posted call and its time; return its number in the flight recorder.
 
         group: number that identifies the call's ranks in the flight recorder. site: label of the call. operation: such
-        as "all_reduce". axis: name of the mesh axis. payload_bytes: bytes of the whole vector. dtype, shape: those of
-        the tensor."""
+        as "all_reduce". axis: name of the mesh axis. payload_bytes: bytes of the whole vector. dtype, shape: dtype and
+        shape of the tensor."""
         number = self._calls.post(group, site, operation, axis, payload_bytes, dtype, shape)
         call = self._numbers[number] = TimedCall(site, operation, axis, payload_bytes, time.time_ns())
         self.timed.append(call)

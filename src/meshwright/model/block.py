@@ -86,7 +86,8 @@ class Block(nn.Module):
         return x_BSH, x_BSH if self.mlp_norm is None else self.mlp_norm(x_BSH)
 
     def linear_layers(self) -> list[Linear]:
-        """Return the block's linear layers through which every token passes, that is, without those of experts."""
+        """Return the linear layers through which every token passes: those of attention and of a dense MLP, not those
+        of experts."""
         of_mlp = [self.mlp.up, self.mlp.down] if isinstance(self.mlp, FeedForward) else []
         return [*self.attention.linear_layers(), *of_mlp]
 

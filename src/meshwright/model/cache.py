@@ -11,11 +11,11 @@ import torch
 
 
 class AttentionCache(Protocol):
-    """Interface of a KV cache of all attention layers: it stores the keys and values of new tokens, and computes the
-    attention of new tokens to themselves and to the cached tokens.
+    """Interface of a KV cache of all attention layers. It stores the keys and values of new tokens, and computes the
+    attention of new tokens to the cached tokens and to themselves.
 
-    length: number of cached tokens of each sequence. Unless the caller passes position IDs, those of new tokens start
-    at `length`."""
+    length: number of cached tokens of each sequence. Position IDs of new tokens start at `length`, unless the caller
+    passes others."""
 
     length: int
 

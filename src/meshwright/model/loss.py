@@ -99,9 +99,9 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return the cross-entropy (nats): the sum, a scalar, or the loss of each token, [T].
 
-        `hidden_TH`: input of the output head; `weight_VH`, `bias_V`: those of `head`, passed as separate inputs so that
-        autograd sees them; `targets_T`: token IDs, -100 for ignored tokens; `head`: vocabulary slice and communication;
-        `mode`: sum or token losses, and how backward gets the gradients."""
+        `hidden_TH`: input of the output head; `weight_VH`, `bias_V`: weight and bias of `head`, passed as separate
+        inputs so that autograd sees them; `targets_T`: token IDs, -100 for ignored tokens; `head`: vocabulary slice and
+        communication; `mode`: sum or token losses, and how backward gets the gradients."""
         wanted = tuple(mode.gradients != "none" and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode.gradients == "save" else None

@@ -213,8 +213,8 @@ def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, inter
 def _rotate_first(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Return `x` [..., D] with the pairs of its first R features rotated, in the dtype of `x`.
 
-    `cosine`, `sine`: those of the angles, broadcast against [..., R/2]; `interleaved`: True: the pairs are features
-    (2i, 2i + 1); False: (i, i + R/2)."""
+    `cosine`, `sine`: cosine and sine of the angles, broadcast against [..., R/2]; `interleaved`: True: the pairs are
+    features (2i, 2i + 1); False: (i, i + R/2)."""
     size = 2 * cosine.shape[-1]
     if size < x.shape[-1]:
         rotated = _rotate_first(x[..., :size], cosine, sine, interleaved)
@@ -227,7 +227,7 @@ def _rotate_first(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, int
 
 def _rotate_halves(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Return `x` [..., D] with each pair of dimensions (i, i + D/2) rotated by an angle, in the dtype of `x`. `cosine`,
-    `sine`: those of the angles, broadcast against [..., D/2]."""
+    `sine`: cosine and sine of the angles, broadcast against [..., D/2]."""
     first, second = x.to(cosine.dtype).chunk(2, dim=-1)
     rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return rotated.to(x.dtype)

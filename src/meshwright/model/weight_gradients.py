@@ -244,8 +244,8 @@ class Tapped(Protocol):
 
 @contextmanager
 def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
-    """Context manager around a compiled call: inside it, those of the linear layers `products` that have a queue also
-    have taps (dummy inputs whose gradients carry dy and x to the queue).
+    """Context manager around a compiled call. Inside it, each of the linear layers `products` that has a queue of
+    deferred weight gradients also has taps (dummy inputs whose gradients carry dy and x to the queue).
 
     `rows`: shape of the layers' inputs without the last dim, such as (batch, tokens)."""
     products = [each for each in products if each.weight_gradients and each.weight.requires_grad]
@@ -260,12 +260,12 @@ def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[N
 
 
 def grouped_linear(x_NX: torch.Tensor, layer: GroupedLayer, ends_E: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` (one for each of a token's experts) sorted by expert, where W
-    and b are those of the copy's expert.
+    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert (a token has one copy for each of its
+    experts), with the W and b of each copy's expert. In backward, the computation of the weight gradient is deferred to
+    the layer's queue; without a queue autograd computes it.
 
     `layer`: weights and biases of E experts; `ends_E`: exclusive end index of each expert's copies; `first`: index of
-    the first output to which b, which may be shorter than Y, is added. In backward the layer's queue gets the
-    computation of the weight gradient; without a queue autograd computes it."""
+    the first output to which b, which may be shorter than Y, is added."""
     weight, bias, queue = layer.weight, layer.bias, layer.weight_gradients
     if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
         bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)

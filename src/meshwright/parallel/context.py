@@ -214,11 +214,12 @@ def _compute_gradients(
     d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], key: str, add_span: ring_spans.AddSpan,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of ring attention's queries, keys and values, in their shapes, and that of the `sinks` by
-    this rank's queries, given the output gradient `d_out_BNCD`.
+    """Return the gradients of ring attention's queries, keys and values, in their shapes, and the gradient of the
+    `sinks` from this rank's queries, given the output gradient `d_out_BNCD`.
 
     `saved_tensors`: queries, keys, values, output, log-sum-exps; `key`: string that identifies the cp axis
-    (`Axis.key`); `add_span`: computes the gradients of a span (slice of queries over a slice of keys) and adds them."""
+    (`Axis.key`); `add_span`: function that computes the gradients of a span (slice of queries over a slice of keys) and
+    adds them."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)

@@ -109,10 +109,9 @@ class AllToAllTokenDispatcher:
         return Routes(sent, received, shared, counts_GPL)
 
     def _share_counts(self, counts: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange integer counts among the ranks of an axis (all-to-all).
-
-        `counts`: one row for each receiving rank. Return [ranks, columns], where row i is the one that rank i sent to
-        this rank, and for each row a number that is not 0 if its checksum is wrong.
+        """Exchange integer counts among the ranks of an axis (all-to-all). `counts`: [ranks, columns], row i for rank
+        i. Return the received rows, [ranks, columns], row i from rank i, and for each of them a number that is 0 if its
+        checksum is right.
 
         A checksum column shows whether each row is intact, belongs to this call, and has the right sender and receiver:
         with wrong sizes, ranks would hang or read data that was never sent."""

@@ -105,8 +105,7 @@ class EntrySlice:
 
     `columns`: `begin` counts only the elements of these matrix columns (None: all columns). `copies`: number of
     neighbouring tp ranks that hold the same slice. `partial`: True if each of these ranks computes only a partial
-    gradient of it, which must be summed over them.
-    """
+    gradient of the slice, so that their gradients must be summed."""
 
     entry: ParameterEntry
     offset: int

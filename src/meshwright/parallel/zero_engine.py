@@ -179,9 +179,9 @@ class ZeroEngine:
         self._partial.all_reduce()
 
     def squared_norm_share(self) -> torch.Tensor:
-        """Return this rank's contribution to the squared global gradient norm (float64 scalar): the sum over all ranks
-        (`mesh.world`) is the squared norm. It is not finite if any gradient is not. An element that n ranks hold is
-        counted by each of them with weight 1 / n."""
+        """Return this rank's contribution to the squared global gradient norm (float64 scalar); the contributions of
+        all ranks (`mesh.world`) sum to the squared norm. It is infinite or NaN if any gradient is. An element that n
+        ranks hold is counted by each of them with weight 1 / n."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for unit in self.shards:
             for low, high, copies in unit.flat.ranges_by_copies(unit.start, unit.stop):
@@ -216,8 +216,8 @@ class ZeroEngine:
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
-        """Return an optimizer state as slices of parameter entries (checkpoint tensors), cut at the same elements as
-        those of `master_slices`.
+        """Return an optimizer state as slices of parameter entries (checkpoint tensors), with the same element ranges
+        as the slices that `master_slices` returns.
 
         `kind`: label of the slices, such as "exp_avg". `tensors`: one 1-D tensor for each unit in `shards`, as long as
         the unit's master weights. `owned`: True for the slices that this rank writes to a checkpoint, False for all

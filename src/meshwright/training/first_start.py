@@ -80,9 +80,10 @@ def describe_slow_precision(layout: Layout, device: str) -> str | None:
 
 def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
     """Return the stored hardware profile (measured speeds) of this machine's CPU for `ranks` processes of `threads`
-    threads each; None if there is none. A profile that `meshwright probe` wrote is preferred if it covers at least as
-    many processes. Otherwise the profile is the one that was measured when such a run was first started. `UserError` if
-    the file of `meshwright probe` is damaged."""
+    threads each; None if there is none.
+
+    The profile of `meshwright probe` is preferred if it covers at least as many processes; otherwise it is the profile
+    that was measured at the first start of such a run. `UserError` if the file of `meshwright probe` is damaged."""
     if (probed := _read_probed_cluster(ranks, threads)) is not None:
         return probed
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)

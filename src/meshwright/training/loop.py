@@ -170,8 +170,8 @@ class Run:
         )
 
     def _make_result(self) -> dict[str, Any]:
-        """Build the result document (JSON dict of figures and checkpoint paths) after the last step of the run. Its
-        peak memory is that of the rank with the largest peak. Collective."""
+        """Build the result document (JSON dict of figures and checkpoint paths) after the last step of the run. It
+        reports the memory of the rank with the largest peak. Collective."""
         memory = self.journal.memory
         fullest = self.agreement.broadcast_from_largest(memory.peak_bytes(), {"memory_bytes": memory.peaks_to_json()})
         return self.journal.make_result(self._run_end(), self.checkpointer, fullest)
@@ -234,8 +234,8 @@ class Run:
             self.journal.log(line)
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
-        """Return `layout` with an explicit precision: its own; else that of `previous`, the layout text in the
-        checkpoint; else the faster of bf16 and fp32 on this device."""
+        """Return `layout` with an explicit precision: its own; without one, the precision of `previous`, the layout
+        text in the checkpoint; without both, the faster of bf16 and fp32 on this device."""
         earlier = None if previous is None else Layout.parse(previous).precision
         precision = layout.precision or earlier or choose_precision(self.mesh)
         return dataclasses.replace(layout, precision=precision)

@@ -36,8 +36,8 @@ def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch
     """Return the prompt of each sequence of `micro_batch`, as token IDs [tokens].
 
     text_tokens: None for data of prompts with responses: the prompt ends where the first target begins (it is the whole
-    sequence if there is no target). For plain text, a number of tokens: the prompt consists of the tokens before this
-    index, without those of earlier documents."""
+    sequence if there is no target). A number of tokens for plain text: the prompt ends at this index and begins with
+    the document that contains its last token."""
     tokens_BS, targets_BS, documents = micro_batch
     prompts = []
     for row, tokens_S in enumerate(tokens_BS):

@@ -89,8 +89,8 @@ class _ModuleCompute:
     """Executor of the forwards and backwards of a user's module in one step (implements `parallel.pipeline.Compute`
     with the module as the only stage).
 
-    passes: module, loss and ZeRO engine. micro_batches: those of this rank. targets: number by which the summed loss is
-    divided. Attribute `total`: divided loss of the forwards so far."""
+    passes: module, loss and ZeRO engine. micro_batches: this rank's micro-batches of the step. targets: number by which
+    the summed loss is divided. Attribute `total`: divided loss of the forwards so far."""
 
     def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float | torch.Tensor) -> None:
         """Start a step with zero loss. micro_batches: micro-batches of this rank; targets: divisor of the loss sum."""

@@ -74,8 +74,8 @@ class UntrainedTensors:
                 buffers[name].copy_(value)
 
     def count_synchronized(self) -> tuple[int, int]:
-        """Return the numbers of elements that `end_step` synchronizes: (those of floating-point buffers, those of
-        integer buffers)."""
+        """Return (number of elements of floating-point buffers, number of elements of integer buffers) that `end_step`
+        synchronizes."""
         buffers = self._buffers()
         sizes = [0, 0]
         for name in self.changing:
