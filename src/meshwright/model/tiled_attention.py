@@ -93,7 +93,7 @@ def _compute_attention(
 
     `first_BS`: first visible key index of each query (None: 0). `scale`, `softcap`, `sinks`: fields of
     `ScoreSettings`."""
-    how = ScoreSettings(scale, softcap, sinks)
+    settings = ScoreSettings(scale, softcap, sinks)
     q, out = group_by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD)
     out_BKGSD = group_by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
@@ -103,7 +103,7 @@ def _compute_attention(
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
             p_PXL, *_ = _compute_probabilities(
-                flatten_heads(part), wide_k_PSD, tile, part.shape, how.select_heads(q, heads)
+                flatten_heads(part), wide_k_PSD, tile, part.shape, settings.select_heads(q, heads)
             )
             o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
             out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
@@ -122,7 +122,7 @@ def _compute_gradients(
     q, d_out = group_by_kv_head(q_BNSD, k_BKSD), group_by_kv_head(d_out_BNSD, k_BKSD)
     dq, dk, dv = empty_bsnd(q_BNSD), empty_bsnd(k_BKSD), empty_bsnd(v_BKSD)
     dq_BKGSD = group_by_kv_head(dq, k_BKSD)
-    wide, how = at_least_float32(q.dtype), ScoreSettings(scale, softcap, sinks)
+    wide, settings = at_least_float32(q.dtype), ScoreSettings(scale, softcap, sinks)
     d_sinks = empty_gradient(q, sinks).to(wide).zero_()
     for rows, heads, tiles in cut_tiles(q, _make_full_span(q), first_BS):
         k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
@@ -131,8 +131,8 @@ def _compute_gradients(
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
             q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(d_out[rows, heads, :, tile.queries])
-            select_heads = how.select_heads(q, heads)
-            p_PXL, slope_PXL, p_sinks = _compute_probabilities(q_PXD, wide_k_PSD, tile, part.shape, select_heads)
+            selected = settings.select_heads(q, heads)
+            p_PXL, slope_PXL, p_sinks = _compute_probabilities(q_PXD, wide_k_PSD, tile, part.shape, selected)
             dv_PSD[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXD)
             dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT)
             if p_sinks is not None:
@@ -150,18 +150,20 @@ def _compute_gradients(
 
 
 def _compute_probabilities(
-    q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, how: ScoreSettings
+    q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, settings: ScoreSettings
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return three tensors of a tile: the softmax of its scores [P, X, L], in the dtype of `q_PXD`; the derivative of
     the scores' softcap (None without one); the probabilities of the sinks [sequences, heads, G, queries] (None without
     sinks).
 
-    `wide_k_PSD`: keys, in the dtype of the scores; `shape`: (sequences, heads, G, queries, D); `how`: scale, softcap
-    and sinks."""
-    scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, how)
+    `wide_k_PSD`: keys, in the dtype of the scores; `shape`: (sequences, heads, G, queries, D); `settings`: scale,
+    softcap and sinks."""
+    scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, settings)
     p_PXL, p_sinks = torch.softmax(scores_PXL, dim=-1), None
-    if how.sinks is not None:
-        p_sinks = torch.sigmoid(how.sinks.to(p_PXL.dtype)[..., None] - log_sum_exp(scores_PXL, p_PXL).view(shape[:-1]))
+    if settings.sinks is not None:
+        p_sinks = torch.sigmoid(
+            settings.sinks.to(p_PXL.dtype)[..., None] - log_sum_exp(scores_PXL, p_PXL).view(shape[:-1])
+        )
         p_PXL *= (1 - p_sinks).view(*p_PXL.shape[:2], 1)
     del scores_PXL  # before a copy in another dtype
     return p_PXL.to(q_PXD.dtype), slope_PXL, p_sinks
@@ -178,20 +180,20 @@ def compute_scores(
     wide_k_PSD: torch.Tensor,
     tile: Tile,
     shape: torch.Size,
-    how: ScoreSettings,
+    settings: ScoreSettings,
     subtract_PX1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the attention scores of the queries `q_PXD` and keys `wide_k_PSD` in a tile. Return the scores with the
     tile's mask added, [P, X, L], in the dtype of `wide_k_PSD`; and the derivative of the softcap at each score (None
     without softcap). P: sequences x KV heads; X: G x queries; L: keys of the tile.
 
-    `shape`: (sequences, heads, G, queries, D), the shape of the queries before `flatten_heads`. `how`: scale and
+    `shape`: (sequences, heads, G, queries, D), the shape of the queries before `flatten_heads`. `settings`: scale and
     softcap. `subtract_PX1`: value that is subtracted from each query's scores, such as its log-sum-exp; None: 0."""
-    wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * how.scale
+    wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * settings.scale
     k_PDL, slope_PXL = wide_k_PSD[:, tile.keys].mT, None
-    if how.softcap:
-        ratio_PXL = torch.bmm(wide_q_PXD, k_PDL).div_(how.softcap).tanh_()
-        scores_PXL, slope_PXL = ratio_PXL * how.softcap, 1 - ratio_PXL.square()
+    if settings.softcap:
+        ratio_PXL = torch.bmm(wide_q_PXD, k_PDL).div_(settings.softcap).tanh_()
+        scores_PXL, slope_PXL = ratio_PXL * settings.softcap, 1 - ratio_PXL.square()
         if subtract_PX1 is not None:
             scores_PXL -= subtract_PX1
     elif subtract_PX1 is None:

@@ -87,13 +87,13 @@ def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor
 
 
 def attend_by_tiles(
-    first_BC: torch.Tensor | None, how: ScoreSettings, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
+    first_BC: torch.Tensor | None, settings: ScoreSettings, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
     """Compute the attention of `span` (a slice of queries over a slice of keys) by tiles; yield partial results to
     merge.
 
-    `first_BC`: index of the first key to which each query attends (None: 0), on the CPU; `how`: scale and softcap of
-    the scores; `q_BKGCD`: this rank's queries; `block`: keys and values, [2, B, K, C, D]."""
+    `first_BC`: index of the first key to which each query attends (None: 0), on the CPU; `settings`: scale and softcap
+    of the scores; `q_BKGCD`: this rank's queries; `block`: keys and values, [2, B, K, C, D]."""
     k_BKCD, v_BKCD = block
     for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
@@ -101,7 +101,7 @@ def attend_by_tiles(
         for tile in tiles:
             at = (rows, heads, slice(None), tile.queries)
             part = q_BKGCD[at]
-            scores_PXL, _ = compute_scores(flatten_heads(part), wide_k_PCD, tile, part.shape, how)
+            scores_PXL, _ = compute_scores(flatten_heads(part), wide_k_PCD, tile, part.shape, settings)
             p_PXL = torch.softmax(scores_PXL, dim=-1)
             here = log_sum_exp(scores_PXL, p_PXL).view(part.shape[:-1])
             o_PXD = torch.bmm(p_PXL.to(q_BKGCD.dtype), v_PCD[:, tile.keys])
@@ -110,7 +110,7 @@ def attend_by_tiles(
 
 def add_gradients_by_tiles(
     first_BC: torch.Tensor | None,
-    how: ScoreSettings,
+    settings: ScoreSettings,
     gradients: Gradients,
     saved: SavedQueries,
     block: torch.Tensor,
@@ -119,10 +119,11 @@ def add_gradients_by_tiles(
     """Compute the gradients of the attention of `span` (a slice of queries over a slice of keys) by tiles and add them
     in place to `gradients`.
 
-    `first_BC`: index of the first key that each query attends to (None: 0), on the CPU; `how`: scale and softcap of the
-    scores; `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C, D]."""
+    `first_BC`: index of the first key that each query attends to (None: 0), on the CPU; `settings`: scale and softcap
+    of the scores; `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C,
+    D]."""
     (dq_BKGCD, d_keys_values), (k_BKCD, v_BKCD) = gradients, block
-    dtype, scale = saved.q.dtype, how.scale
+    dtype, scale = saved.q.dtype, settings.scale
     for rows, heads, tiles in cut_tiles(saved.q, span, first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
         dk_PCD, dv_PCD = (each[rows, heads].view(k_PCD.shape) for each in d_keys_values)
@@ -132,7 +133,7 @@ def add_gradients_by_tiles(
             part = saved.q[at]
             q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(saved.d_out[at])
             log_sum_PX1 = _to_column(saved.log_sum_BKGC[at])
-            scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PCD, tile, part.shape, how, log_sum_PX1)
+            scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PCD, tile, part.shape, settings, log_sum_PX1)
             p_PXL = scores_PXL.exp_()
             dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
             subtract_PX1, v_PDL = _to_column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
