@@ -100,9 +100,9 @@ class TeacherCache:
         }  # fmt: skip
 
     def open(self) -> None:
-        """Check that the cache is complete, without reading the files' content. Raises `UserError` if there is no cache
-        for this teacher, data and settings (the message names what differs from an existing cache), or if a file is
-        missing or has a wrong size."""
+        """Open a complete cache: map its files into memory and check their names, sizes and shapes, but not their
+        content. Raises `UserError` if there is no cache for this teacher, data and settings (the message names what
+        differs from an existing cache), or if a file is missing or has a wrong size."""
         self._manifest = self._read_manifest()
         if not self._manifest:
             raise UserError(f"distill.top_k: the teacher's logits are not cached{self._explain_stale()}; {COMMAND}")
