@@ -93,7 +93,7 @@ class Letters:
     def push(self, token: int) -> str:
         return chr(token)
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         return ""
 
 

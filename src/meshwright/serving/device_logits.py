@@ -112,11 +112,8 @@ class DeviceRow:
     def softmax_denominator(self, temperature: float) -> float:
         """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator; highest:
         the row's largest logit. temperature: more than 0."""
-        if temperature == 1:
-            return self._figures[2]
-        if temperature == self._draw.temperature:
-            return self._figures[3]
-        return self._host_row().softmax_denominator(temperature)
+        known = {self._draw.temperature: self._figures[3], 1: self._figures[2]}
+        return known[temperature] if temperature in known else self._host_row().softmax_denominator(temperature)
 
     def draw(self, temperature: float, uniform: float) -> int:
         """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens

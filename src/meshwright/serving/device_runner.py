@@ -122,13 +122,10 @@ class DeviceRunner:
         self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None, after: DeviceLogits | None = None
     ) -> StepOutput:
         """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits of the output
-        rows (tokens whose logits are wanted) as `DeviceLogits`, which stay on the GPU; the host has not waited for
-        them. Any other stage returns its hidden states [T, H].
-
-        hidden: the previous stage's hidden states [T, H]; None on the first stage. after: result of the previous call,
-        if this batch continues with the tokens that the GPU samples from it. A result is valid until the next call, or
-        if passed to that as `after`, until the call after that.
-        """
+        rows (tokens whose logits are wanted) as `DeviceLogits` on the GPU, for which the host has not waited. Any other
+        stage returns its hidden states [T, H]. A result is valid until the next call, or if passed to that call as
+        `after`, until the one after it. hidden: the previous stage's hidden states [T, H]; None on the first stage.
+        after: result of the previous call, if this batch continues with the tokens that the GPU samples from it."""
         tokens, rows, sequences = len(batch.tokens), len(batch.output_rows), len(batch.context)
         decoding = tokens == rows == sequences
         size = next(each for each in self._sizes if each >= tokens) if decoding else tokens
@@ -160,9 +157,9 @@ class DeviceRunner:
             return DeviceLogits(found[:rows], draws, self._operations, (staged_draws, self._draws))
 
     def compute(self, counts: tuple[int, int, int], decoding: bool, x_TH: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute this rank's pipeline stage for the batch that is in the device's buffers, without a host
-        synchronization. The last stage returns the logits of the R output rows (tokens whose logits are wanted),
-        float32 [R, V]; any other stage returns the hidden states [T, H] of the T tokens.
+        """Compute this rank's pipeline stage for the batch in the device's buffers, without a host synchronization. The
+        last stage returns the logits of the R output rows (tokens whose logits are wanted), float32 [R, V]; any other
+        stage returns the hidden states [T, H].
 
         counts: (number of tokens, number of attention tiles, number of output rows). decoding: True if every sequence
         has one token. x_TH: hidden states of the previous stage; None on the first.
@@ -306,14 +303,10 @@ class DeviceRunner:
         self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, linear: Any, *, swiglu: bool = False,
         dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Add `delta_TH`, a residual branch, to the hidden states `x_TH`; return (output [T, Y] of the layer `linear`
-        applied to the norm of the sum, the sum [T, H]). For a single token one kernel (`gemv`) computes this, where
-        supported. The caller must not use `x_TH` afterwards: the sum may be computed in place.
-
-        norm: the norm's module; None: no norm. delta_TH: None: nothing is added. linear: linear layer or embedding used
-        as output head. swiglu: True: `linear` is the gate and up projection of an MLP, and SwiGLU of its output is
-        returned. dtype: dtype of the output; None: that of `x_TH`.
-        """
+        """Add `delta_TH` (a residual branch; None: nothing) to the hidden states `x_TH`, perhaps in place: the caller
+        must not use `x_TH` afterwards. Return (output [T, Y] of the layer `linear` for the norm of the sum, the sum
+        [T, H]). norm: the norm's module, or None. swiglu: True: `linear` is the gate and up projection of an MLP, and
+        SwiGLU of its output is returned. dtype: dtype of the output; None: that of `x_TH`."""
         bias = getattr(linear, "bias", None)
         if norm is None:
             x_TH = x_TH if delta_TH is None else x_TH.add_(delta_TH)
@@ -328,16 +321,15 @@ class DeviceRunner:
         return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
 
     def _post_norm(self, norm: Any, delta_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output `delta_TH` [T, H] of a sublayer after its post-norm and multiplied by the model's residual
-        scale, ready to be added to the hidden states. norm: the post-norm's module; None: there is none."""
+        """Return the sublayer output `delta_TH` [T, H] after its post-norm `norm` (a module or None), times the model's
+        residual scale, ready to be added to the hidden states."""
         if norm is not None:
             delta_TH = self._add_norm(norm, delta_TH, None)
         scale = self.config.residual_scale
         return delta_TH if scale == 1 else delta_TH * scale
 
     def _uses_gemv(self, x: torch.Tensor) -> bool:
-        """Return True if the kernel `gemv` computes products of `x` [T, X] with parameters: if T is 1 and the runner
-        need not be batch-invariant."""
+        """Return True if the kernel `gemv` multiplies `x` [T, X] by parameters: T = 1, batch invariance not needed."""
         return len(x) == 1 and not self._invariant
 
     def _add_norm(self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> torch.Tensor:
@@ -377,11 +369,8 @@ class DeviceRunner:
 
     def _warm_up(self) -> None:
         """Run one step of `token_budget` tokens, a decode step of each padded batch size, and the sampling kernels, so
-        that all kernels are compiled and all memory is allocated before the first request.
-
-        The decode steps are captured as CUDA graphs that share a memory pool, except with tp or pp, whose steps
-        communicate.
-        """
+        that all kernels are compiled and all memory is allocated before the first request. The decode steps are
+        captured as CUDA graphs that share a memory pool, except with tp or pp, whose steps communicate."""
         numbers = self._numbers
         numbers[6:].fill_(self._limits.blocks * BLOCK_TOKENS)
         self._tables.fill_(self._limits.blocks)

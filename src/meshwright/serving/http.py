@@ -196,8 +196,7 @@ class HttpApp:
             start = body.add_special if body.prompt is None else body.add_special_tokens
             text = body.prompt or body.content or ""
             tokens = prompts.encode(text, start, empty=True, parse_special=body.parse_special)
-        with_texts = body.with_pieces or body.return_token_strs
-        texts = [prompts.get_token_text(token) for token in tokens] if with_texts else []
+        texts = list(map(prompts.get_token_text, tokens)) if body.with_pieces or body.return_token_strs else []
         pieces = [{"id": token, "piece": text} for token, text in zip(tokens, texts, strict=False)]
         strings = {"token_strs": texts} if body.return_token_strs else {}
         shown = pieces if body.with_pieces else tokens

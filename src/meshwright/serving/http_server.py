@@ -107,8 +107,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     Attributes:
         deadline: Time in seconds of `time.monotonic` at which `_Server` calls `expire`.
-        write_deadline: Time, by the same clock, at which `_Server` aborts the connection because the client reads too
-            slowly.
+        write_deadline: Time, by the same clock, at which `_Server` aborts the connection of a slow reader.
     """
 
     deadline = write_deadline = math.inf

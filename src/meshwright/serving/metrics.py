@@ -63,15 +63,14 @@ class ServingMetrics:
             name: Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
             for name, buckets, text in _HISTOGRAMS
         }
-        prompt_tokens = self._register_counter("prompt_tokens", "Prompt tokens of finished sequences.")
-        self._prompt_tokens = prompt_tokens.labels(model)
-        self._generation_tokens = self._register_counter("generation_tokens", "Tokens generated.").labels(model)
-        self._ended = self._register_counter("request_success", "Sequences that ended, by reason.", "finished_reason")
-        self._refused = self._register_counter(
+        self._prompt_tokens = self._add_counter("prompt_tokens", "Prompt tokens of finished sequences.").labels(model)
+        self._generation_tokens = self._add_counter("generation_tokens", "Tokens generated.").labels(model)
+        self._ended = self._add_counter("request_success", "Sequences that ended, by reason.", "finished_reason")
+        self._refused = self._add_counter(
             "requests_refused", "HTTP requests that were not queued, by the limit that was reached.", "reason"
         )
 
-    def _register_counter(self, name: str, text: str, *labels: str) -> Counter:
+    def _add_counter(self, name: str, text: str, *labels: str) -> Counter:
         """Register and return the Prometheus counter `name` (without the common prefix) with the description `text`.
         labels: names of its labels besides `model_name`."""
         return Counter(PREFIX + name, text, ["model_name", *labels], registry=self._registry)

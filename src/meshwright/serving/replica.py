@@ -242,8 +242,7 @@ class Replica:
 
     def _predict_length(self, request: Request, tokens: int) -> int:
         """Return the predicted final length in tokens of a request's answer, which has `tokens` tokens so far."""
-        most = request.sampling.max_tokens
-        return self.answer_lengths.predict_length(tokens, most) if most else 0
+        return self.answer_lengths.predict_length(tokens, most) if (most := request.sampling.max_tokens) else 0
 
     def count_cached_blocks(self, hashes: Sequence[bytes]) -> int:
         """Return the number of a prompt's first KV blocks that the replica's prefix cache probably has. hashes: hash of

@@ -189,9 +189,8 @@ class Scheduler:
     @property
     def stats(self) -> dict[str, int]:
         """Figures by name. Present numbers of sequences: `waiting`, `running`, `paused` (they keep their KV blocks, but
-        cannot get more). Present numbers of KV blocks: `free` (without content), `cached` (evictable), `held`. Totals
-        since the start: `prefix_queries` (tokens of admitted sequences looked up in the prefix cache), `prefix_hits`
-        (tokens found there), `pauses` (of sequences)."""
+        cannot get more). Present numbers of KV blocks: `free` (without content), `cached` (evictable), `held`. Totals:
+        `prefix_queries` and `prefix_hits` (tokens looked up and found in the prefix cache), `pauses` of sequences."""
         paused = sum(sequence.paused for sequence in self._admitted)
         pool, held = self.pool, self.pool.size - self.pool.available
         return {
@@ -200,8 +199,7 @@ class Scheduler:
         }  # fmt: skip
 
     def _get_admission_state(self) -> AdmissionState:
-        """Return the state of the banker's algorithm (`AdmissionState`) for the admitted sequences; it is computed at
-        its first use in each step."""
+        """Return the admission state of the admitted sequences, which is computed at its first use in each step."""
         if self._state is None:
             for place, sequence in enumerate(self._admitted):
                 sequence.place = place
@@ -396,10 +394,7 @@ class Scheduler:
 
 def sample_batch(batch: StepBatch, logits: StepOutput) -> list[TokenResult]:
     """Return one result for each of the R output rows of a batch: for a sequence's last known token a newly sampled
-    token, for other rows (`prompt_logprobs`) the prompt's next token with its log-probability.
-
-    The results depend on the arguments alone; in a pipeline the last stage sends them to the other stages. logits: [R,
-    V], or R objects of type `LogitRow`.
-    """
+    token, for other rows (`prompt_logprobs`) the prompt's next token with its log-probability. The results depend on
+    the arguments alone. logits: [R, V], or R objects of type `LogitRow`."""
     rows = map(HostRow, logits) if isinstance(logits, np.ndarray) else logits
     return [sequence.sample_row(row, position) for row, (sequence, position) in zip(rows, batch.outputs(), strict=True)]
