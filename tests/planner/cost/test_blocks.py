@@ -35,15 +35,15 @@ PROBLEM = Problem(CONFIG, cluster("2xh100-sxm"), SEQUENCE, 1)
 
 def figures() -> dict[str, float]:
     """Every figure that a new operator must change."""
-    at = MicroBatch.of(CONFIG, LAYOUT, 1, SEQUENCE)
+    batch = MicroBatch.of(CONFIG, LAYOUT, 1, SEQUENCE)
     whole = whole_model(CONFIG)
     step = StepPredictor(PROBLEM, LAYOUT).price().breakdown
     sent = predicted_traffic(CONFIG, LAYOUT, Work(1, SEQUENCE, parameter_bytes=2))
     return {
-        "flops": total_flops(operations(at, whole)),
-        "saved": sum(each.bytes for each in saved_activations(at, whole)),
+        "flops": total_flops(operations(batch, whole)),
+        "saved": sum(each.bytes for each in saved_activations(batch, whole)),
         "peak": ledger(CONFIG, LAYOUT, batch=1, sequence=SEQUENCE, device="cuda").peak_bytes,
-        "parameters": count_parameters(at).layer[0],
+        "parameters": count_parameters(batch).layer[0],
         "sent": sum(sent.values()),
         "compute": step["compute"],
         "tensor": step["tensor"],
@@ -55,12 +55,12 @@ def test_operator_added_to_a_layer_is_in_every_figure(monkeypatch: pytest.Monkey
     """A gate of one number a head and token, computed by each rank of tp for its heads and all-gathered."""
     before, mlp = figures(), blocks.feed_forward
 
-    def gated(at: MicroBatch) -> Iterator[Operator]:
-        yield from mlp(at)
-        gate = SavedTensor("mlp.head_gate.output", (at.rows, at.tokens, at.heads), "x")
-        size = at.all_tokens * at.config.heads * at.itemsize
+    def gated(batch: MicroBatch) -> Iterator[Operator]:
+        yield from mlp(batch)
+        gate = SavedTensor("mlp.head_gate.output", (batch.rows, batch.tokens, batch.heads), "x")
+        size = batch.all_tokens * batch.config.heads * batch.itemsize
         yield linear(
-            at, "mlp.head_gate", Linear(at.all_tokens, at.heads, at.config.hidden), saved=(gate,),
+            batch, "mlp.head_gate", Linear(batch.all_tokens, batch.heads, batch.config.hidden), saved=(gate,),
             collectives=(CollectiveCall("tensor", "tp", "all-gather", (("mlp.head_gate", size),)),),
         )  # fmt: skip
 

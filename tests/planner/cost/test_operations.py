@@ -40,8 +40,8 @@ TINY = [name for name in PRESETS if name.endswith("-tiny") and not preset(name).
 
 def work(config: ModelConfig, layout: Layout, **options: object) -> list[Operation]:
     at_once = bool(options.pop("at_once", True))
-    at = MicroBatch.of(config, layout, ROWS, SEQUENCE, engine=OURS, **options)  # type: ignore[arg-type]
-    return operations(at, whole_model(config), at_once=at_once)
+    batch = MicroBatch.of(config, layout, ROWS, SEQUENCE, engine=OURS, **options)  # type: ignore[arg-type]
+    return operations(batch, whole_model(config), at_once=at_once)
 
 
 def halves(config: ModelConfig, layout: Layout, **options: object) -> tuple[float, float]:
@@ -130,8 +130,8 @@ def test_softcapped_attention_on_gpus_is_that_of_tiles():
         out = tiled_attention._compute_attention(q, k, v, None, 1.0, 50.0, None)
     with FlopCounterMode(display=False) as backward:
         tiled_attention._compute_gradients(torch.ones_like(out), [q, k, v], None, 1.0, 50.0, None)
-    at = MicroBatch.of(config, Layout(), 2, 24, kernel="tiled", device="cuda")
-    found = [operator for operator in block(at, 1) if operator.name.startswith("attention")]
+    batch = MicroBatch.of(config, Layout(), 2, 24, kernel="tiled", device="cuda")
+    found = [operator for operator in block(batch, 1) if operator.name.startswith("attention")]
     core = [one for operator in found for one in operator.operations if one.name in CORE]
     assert total_flops(core, "forward") == forward.get_total_flops()
     assert total_flops(core, "input") == backward.get_total_flops()
@@ -209,10 +209,10 @@ def test_operations_add_up_to_closed_forms(name: str):
 
 def test_operations_of_stages_add_up_to_the_model():
     config = preset("gemma-2-2b")
-    at = MicroBatch.of(config, Layout(), 1, 8192)
-    whole = operations(at, whole_model(config))
+    batch = MicroBatch.of(config, Layout(), 1, 8192)
+    whole = operations(batch, whole_model(config))
     parts: list[Stage] = list(stages_of(config, 5, 8192))
-    found = [one for stage in parts for one in operations(at, stage)]
+    found = [one for stage in parts for one in operations(batch, stage)]
     assert total_flops(found) == pytest.approx(total_flops(whole))
     assert sum(one.bytes * one.count for one in found) == pytest.approx(sum(one.bytes * one.count for one in whole))
 
@@ -229,8 +229,8 @@ def moved(found: list[Operation], name: str, *phases: str) -> float:
 
 
 def of(config: ModelConfig, whose: Engine, layout: str = "dp1") -> list[Operation]:
-    at = MicroBatch.of(config, Layout.parse(layout), 1, 1024, engine=whose, kernel=whose.attention)
-    return operations(at, whole_model(config))
+    batch = MicroBatch.of(config, Layout.parse(layout), 1, 1024, engine=whose, kernel=whose.attention)
+    return operations(batch, whole_model(config))
 
 
 def test_elementwise_bytes_by_hand():

@@ -106,10 +106,10 @@ def test_layer_times_match_publication(shared_data: Path):
             layout = Layout.parse(("tp8" if row["sp"] == "yes" else "tp8:nosp") + recompute)
             forward = row["metric"] == "layer_forward_time"
             seconds = 0.0
-            at = MicroBatch.of(config, layout, 4, 2048, engine=megatron, kernel=megatron.attention)
-            for one in operations(at, stage):
+            batch = MicroBatch.of(config, layout, 4, 2048, engine=megatron, kernel=megatron.attention)
+            for one in operations(batch, stage):
                 seconds += rates.seconds(one) * ((one.phase == "forward") == forward)
-            for exchange, phase, count in timed_calls(block(at, stage.layers[0])):
+            for exchange, phase, count in timed_calls(block(batch, stage.layers[0])):
                 taken = collectives.seconds(exchange.operation, group_of(layout, exchange.axis, cluster), exchange.size)
                 seconds += count * taken * ((phase == "forward") == forward and exchange.overlaps is None)
             assert seconds * 1e3 == pytest.approx(float(row["value"]), rel=0.12), row

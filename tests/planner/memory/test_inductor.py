@@ -82,8 +82,8 @@ def test_in_place_result_needs_no_memory() -> None:
 
 
 def backward(config: ModelConfig, dtype: str, rows: int, sequence: int, layout: str = "dp1") -> list[KernelMemory]:
-    at = MicroBatch.of(config, Layout.parse(layout), rows, sequence, dtype=dtype)
-    block = CompiledBlock(at, 0)
+    batch = MicroBatch.of(config, Layout.parse(layout), rows, sequence, dtype=dtype)
+    block = CompiledBlock(batch, 0)
     kernels = block.backward
     stay = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
     given = {name: block.bytes(name) for name in (*block.saved, INPUT, GRADIENT)}

@@ -52,8 +52,8 @@ S, B, H, A = 2048, 1, 12288, 96
 def saved(
     engine: str, config: ModelConfig, layout: str = "dp1", sequence: int = 8192, **options: str
 ) -> dict[str, Number]:
-    at = MicroBatch.of(config, Layout.parse(layout), B, sequence, engine=ENGINES[engine], **options)
-    return published_layer(at)
+    batch = MicroBatch.of(config, Layout.parse(layout), B, sequence, engine=ENGINES[engine], **options)
+    return published_layer(batch)
 
 
 def total(engine: str, layout: str, **options: str) -> float:

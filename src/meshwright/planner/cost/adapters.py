@@ -16,7 +16,7 @@ from meshwright.spec.parameters import parameter_table
 
 
 def freeze(
-    at: MicroBatch, operators: Iterable[Operator], kind: LayerKind | None = None, arrives: bool = True
+    batch: MicroBatch, operators: Iterable[Operator], kind: LayerKind | None = None, arrives: bool = True
 ) -> Iterator[Operator]:
     """Yield the operators of a model with an adapter for those of the model without, in order.
 
@@ -26,7 +26,7 @@ def freeze(
     differentiable = kind is None or arrives or bool(kind.adapted)
     for operator in operators:
         adapted = next((one for one in kind.adapted if one.layer == operator.name), None) if kind else None
-        found = _freeze(at, operator, adapted, arrives)
+        found = _freeze(batch, operator, adapted, arrives)
         if operator.name == "mlp.router" and kind and any(one.layer == "mlp.shared.up" for one in kind.adapted):
             # The input that the shared expert's adapter reads.
             read = tuple(one for one in operator.saved if one.name == "mlp.input")
@@ -35,7 +35,7 @@ def freeze(
         arrives = arrives or adapted is not None
 
 
-def _freeze(at: MicroBatch, operator: Operator, adapted: Adapted | None, arrives: bool) -> Operator:
+def _freeze(batch: MicroBatch, operator: Operator, adapted: Adapted | None, arrives: bool) -> Operator:
     """Return an operator with frozen parameters. adapted: its adapter, if it has one; arrives: its input has a
     gradient."""
     name, leaves = operator.name, arrives or adapted is not None
@@ -60,48 +60,50 @@ def _freeze(at: MicroBatch, operator: Operator, adapted: Adapted | None, arrives
     )
     if product is None or product.shape is None:
         return found
-    if at.config.adapter and at.config.adapter.packed and name.startswith(PACKED):
-        found = found._replace(operations=(*_unpacked(at, product, arrives), *found.operations))
-    return found if adapted is None else _with_adapter(at, found, product, adapted, arrives)
+    if batch.config.adapter and batch.config.adapter.packed and name.startswith(PACKED):
+        found = found._replace(operations=(*_unpacked(batch, product, arrives), *found.operations))
+    return found if adapted is None else _with_adapter(batch, found, product, adapted, arrives)
 
 
 PACKED = ("attention.", "mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down")
 """Beginnings of the names of products whose frozen weights `adapter.base` packs."""
 
 
-def _unpacked(at: MicroBatch, product: Operation, arrives: bool) -> Iterator[Operation]:
+def _unpacked(batch: MicroBatch, product: Operation, arrives: bool) -> Iterator[Operation]:
     """Yield the kernels that unpack the weight of a product, again for the input's gradient."""
-    assert at.config.adapter and product.shape
+    assert batch.config.adapter and product.shape
     _, outputs, inputs = product.shape
-    of = elementwise.traffic(f"unpacked_{at.config.adapter.packed}").forward
+    of = elementwise.traffic(f"unpacked_{batch.config.adapter.packed}").forward
     phases: tuple[Phase, ...] = ("forward", "input") if arrives else ("forward",)
     for phase in phases:
-        moved = of.bytes(at.itemsize) * outputs * inputs / of.kernels
+        moved = of.bytes(batch.itemsize) * outputs * inputs / of.kernels
         yield Operation(f"{product.name}.unpack", "elementwise", phase, 0.0, moved, None, of.kernels)
 
 
-def _with_adapter(at: MicroBatch, operator: Operator, product: Operation, adapted: Adapted, arrives: bool) -> Operator:
+def _with_adapter(
+    batch: MicroBatch, operator: Operator, product: Operation, adapted: Adapted, arrives: bool
+) -> Operator:
     """Return the operator of a linear layer with the products of its adapter. product: of the base weight."""
-    assert at.config.adapter and product.shape
-    rank, dora = at.config.adapter.rank, at.config.adapter.kind == "dora"
+    assert batch.config.adapter and product.shape
+    rank, dora = batch.config.adapter.rank, batch.config.adapter.kind == "dora"
     rows, outputs, inputs = product.shape
     matrices, name = len(adapted.shares), f"{operator.name}.adapter"
-    first = products(at, f"{name}.a", Linear(rows, matrices * rank, inputs))
+    first = products(batch, f"{name}.a", Linear(rows, matrices * rank, inputs))
     found = [one for one in first if arrives or one.phase != "input"]
     parts, written = [], 0.0
     for number, share in enumerate(adapted.shares):
         width = outputs * share
-        found += products(at, f"{name}.b", Linear(rows, width, rank))
+        found += products(batch, f"{name}.b", Linear(rows, width, rank))
         parts.append(SavedTensor(f"{name}.product.{number}", (rows, width), "x"))
         written = written + width
-    found += pointwise(at, f"{name}.scale", rows * matrices * rank, "scaled")
-    found += pointwise(at, f"{name}.sum", rows * outputs, "adapted")
+    found += pointwise(batch, f"{name}.scale", rows * matrices * rank, "scaled")
+    found += pointwise(batch, f"{name}.sum", rows * outputs, "adapted")
     saved, parameters = [SavedTensor(f"{name}.low", (rows, matrices * rank), "x")], matrices * rank * inputs
     parameters = parameters + rank * written
     if dora:
         norms = Linear(written, rank, inputs), Linear(rank, rank, inputs, matrices), Linear(written, rank, rank)
-        found += [products(at, f"{name}.norms", each)[0] for each in norms]
-        found += pointwise(at, f"{name}.magnitude", rows * outputs, "scaled_by_vector")
+        found += [products(batch, f"{name}.norms", each)[0] for each in norms]
+        found += pointwise(batch, f"{name}.magnitude", rows * outputs, "scaled_by_vector")
         saved += [
             SavedTensor(f"{name}.unscaled", (rows, outputs), "x"),
             SavedTensor(f"{name}.factors", (outputs,), "x"),

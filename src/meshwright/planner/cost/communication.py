@@ -95,12 +95,12 @@ class ParameterCounts:
         return ends + plain * self.layer[0] + mixtures * self.mixture[0], mixtures * self.mixture[1]
 
 
-def count_parameters(at: MicroBatch) -> ParameterCounts:
+def count_parameters(batch: MicroBatch) -> ParameterCounts:
     """Return the number of parameters on a rank of a dense layer, a mixture-of-experts layer, the embedding and the
     head, without ZeRO's sharding."""
-    layers = {at.config.has_experts(layer): layer for layer in reversed(range(at.config.layers))}
-    plain, mixed = (_parameters(block(at, layers[kind])) if kind in layers else (0.0, 0.0) for kind in (False, True))
-    return ParameterCounts(plain, mixed, _parameters(embedding(at))[0], _parameters(head(at, True))[0])
+    layers = {batch.config.has_experts(layer): layer for layer in reversed(range(batch.config.layers))}
+    plain, mixed = (_parameters(block(batch, layers[kind])) if kind in layers else (0.0, 0.0) for kind in (False, True))
+    return ParameterCounts(plain, mixed, _parameters(embedding(batch))[0], _parameters(head(batch, True))[0])
 
 
 def _parameters(operators: Iterable[Operator]) -> tuple[Number, Number]:

@@ -330,8 +330,8 @@ def at_most(value: Number, most: Number) -> Number:
 def structure(layout: Layout, config: ModelConfig) -> tuple[object, ...]:
     """Return what layouts must have in common to be computed as arrays: recompute, which axes are larger than 1, and if
     query heads share key-value heads."""
-    at = MicroBatch.of(config, layout, 1, layout.cp)
+    batch = MicroBatch.of(config, layout, 1, layout.cp)
     return (
         layout.recompute, layout.tp > 1, layout.tensor_sequence_parallel, layout.cp > 1 and layout.cp_method,
-        layout.ep > 1, layout.etp > 1, at.grouped,
+        layout.ep > 1, layout.etp > 1, batch.grouped,
     )  # fmt: skip

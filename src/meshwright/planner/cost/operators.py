@@ -131,11 +131,11 @@ class Linear(NamedTuple):
         return self.count * self.outputs * (self.inputs + self.bias)
 
 
-def products(at: MicroBatch, name: str, of: Linear) -> tuple[Operation, ...]:
+def products(batch: MicroBatch, name: str, of: Linear) -> tuple[Operation, ...]:
     """Return a linear layer's matrix products y = x Wᵀ, dx = dy W and dW = dyᵀ x, and the kernels that go with them:
     accumulation into the gradient's sum, bias gradient, fp8 casts. name: such as "mlp.up"."""
     rows, out, inner, count, bias = of
-    size, engine = at.itemsize, at.engine
+    size, engine = batch.itemsize, batch.engine
     flops = 2.0 * rows * out * inner
     moved = size * (rows * out + rows * inner + out * inner)
     fused, sums = engine.accumulates == "fused", engine.gradient_bytes
@@ -150,7 +150,7 @@ def products(at: MicroBatch, name: str, of: Linear) -> tuple[Operation, ...]:
         found.append(Operation(f"{name}.sum", "elementwise", "weight", 0.0, added, None, count))
     if bias:
         found.append(Operation(f"{name}.bias", "elementwise", "input", 0.0, size * rows * out, None, count))
-    if at.eight_bit and in_eight_bits(name):
+    if batch.eight_bit and in_eight_bits(name):
         # Transformer Engine, whose kernels the fused ones are, casts weights once a step: not counted.
         weights = 0 if engine.fusion == "kernels" else out * inner
         cast = elementwise.traffic("fp8_cast", engine.fusion).forward
@@ -161,20 +161,20 @@ def products(at: MicroBatch, name: str, of: Linear) -> tuple[Operation, ...]:
     return tuple(found)
 
 
-def linear(at: MicroBatch, name: str, of: Linear, **more: object) -> Operator:
+def linear(batch: MicroBatch, name: str, of: Linear, **more: object) -> Operator:
     """Return the operator of a linear layer. name: such as "mlp.up"; more: further fields of `Operator`."""
-    return Operator(name, products(at, name, of), parameters=of.parameters)._replace(**more)  # type: ignore[arg-type]
+    return Operator(name, products(batch, name, of), parameters=of.parameters)._replace(**more)  # type: ignore[arg-type]
 
 
 def pointwise(
-    at: MicroBatch, name: str, elements: Number, work: str, fusion: Fusion | None = None
+    batch: MicroBatch, name: str, elements: Number, work: str, fusion: Fusion | None = None
 ) -> tuple[Operation, ...]:
     """Return the kernels of an elementwise operation on `elements` elements, forward and backward. name: such as
     "mlp.activation"; work: its name in elementwise.toml; fusion: the engine's unless given."""
     found = []
     phases: tuple[Phase, Phase] = ("forward", "input")
-    for phase, each in zip(phases, elementwise.traffic(work, fusion or at.engine.fusion), strict=True):
-        per_element = each.bytes(at.itemsize)
+    for phase, each in zip(phases, elementwise.traffic(work, fusion or batch.engine.fusion), strict=True):
+        per_element = each.bytes(batch.itemsize)
         if per_element:
             kernels = max(each.kernels, 1.0)
             moved = per_element * elements / kernels

@@ -180,23 +180,23 @@ class PieceTimes:
     def _price(self, which: Array) -> None:
         """Fill in the candidates with the indices `which`, whose layouts have the same structure."""
         chosen = [self.candidates[number] for number in which]
-        at = micro_batch_of(self.problem, chosen)
+        batch = micro_batch_of(self.problem, chosen)
         numbers, mesh = np.unique(self.mesh[which], return_inverse=True)
         groups = ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
-        price = _Pricing(at, self.rates, groups)
+        price = _Pricing(batch, self.rates, groups)
         for number, layer in enumerate(self.examples.values()):
             self.layer[which, number] = price.seconds(
-                layer_operations(at, layer), timed_calls(block(at, layer)), self.problem.engine.host_seconds
+                layer_operations(batch, layer), timed_calls(block(batch, layer)), self.problem.engine.host_seconds
             )
-        operators = list(embedding(at))
+        operators = list(embedding(batch))
         self.first[which] = price.seconds(computed(operators), timed_calls(operators))
         for kept in (False, True):
-            operators = list(head(at, kept or self.problem.engine.name != "meshwright"))
+            operators = list(head(batch, kept or self.problem.engine.name != "meshwright"))
             self.last[which, int(kept)] = price.seconds(computed(operators), timed_calls(operators))
-            if at.config.prediction_layers:
-                again = [*operators, *block(at, at.config.layers)]
-                self.last[which, int(kept)] += price.seconds(prediction_operations(at, kept), timed_calls(again))
-        counts = count_parameters(at)
+            if batch.config.prediction_layers:
+                again = [*operators, *block(batch, batch.config.layers)]
+                self.last[which, int(kept)] += price.seconds(prediction_operations(batch, kept), timed_calls(again))
+        counts = count_parameters(batch)
         for number, each in enumerate((*counts.layer, *counts.mixture, counts.first, counts.last)):
             self.parameters[number, which] = each
 
@@ -204,7 +204,7 @@ class PieceTimes:
 class _Pricing(NamedTuple):
     """Time model of a micro-batch: speeds of operations and of collectives."""
 
-    at: MicroBatch
+    batch: MicroBatch
     rates: Rates
     groups: ProcessGroups
 
@@ -216,7 +216,7 @@ class _Pricing(NamedTuple):
         covers: dict[str, Any] = defaultdict(float)  # seconds of attention in each phase, and of weight gradients
         products: dict[str, Any] = defaultdict(float)
         for one in operations:
-            taken = self.rates.seconds(one, self.at.kernel)
+            taken = self.rates.seconds(one, self.batch.kernel)
             found[_PHASE[one.phase], 0] += taken
             issued[_PHASE[one.phase]] += one.count
             if one.phase == "weight" or one.name.startswith(_CORE):
@@ -229,7 +229,7 @@ class _Pricing(NamedTuple):
         for collective, phase, count in calls:
             taken = count * self.groups.seconds(collective.operation, collective.axis, self.sent(collective))
             issued[_PHASE[phase]] += count
-            if collective.axis == "ep" and self.at.engine.overlap_processors is not None:
+            if collective.axis == "ep" and self.batch.engine.overlap_processors is not None:
                 beside[_PHASE[phase]] = beside[_PHASE[phase]] + taken
             elif collective.overlaps is None:
                 found[_PHASE[phase], _PART[collective.part]] += taken
@@ -240,12 +240,12 @@ class _Pricing(NamedTuple):
                 hidden[key] = hidden[key] + taken
         for (name, part), taken in sliced.items():
             # In as many slices as ranks: the first that is gathered, or the last that is reduced, is exposed.
-            slices = self.at.tp
+            slices = self.batch.tp
             exposed = np.maximum(taken / slices, taken - products[name] * (slices - 1) / slices)
             found[_PHASE[name], _PART[part]] += exposed + self.groups.overlap_slowdown("tp") * (taken - exposed)
         for (cover, part), taken in hidden.items():
             # In a ring all but the last KV block's attention have a message beside them.
-            covered = covers[cover] * ((self.at.cp - 1) / self.at.cp if part == "context" else 1)
+            covered = covers[cover] * ((self.batch.cp - 1) / self.batch.cp if part == "context" else 1)
             exposed = np.maximum(0.0, taken - covered)
             name = "input" if cover == "weight" else cover
             slowdown = self.groups.overlap_slowdown("cp" if part == "context" else "tp")
@@ -253,7 +253,7 @@ class _Pricing(NamedTuple):
         # Another micro-batch computes meanwhile, on the processors that are left.
         total, computing = sum(beside.values()), found[:, 0].sum(axis=0)
         for number, taken in beside.items():
-            exposed = np.maximum(self.at.engine.overlap_processors * total, total - computing)
+            exposed = np.maximum(self.batch.engine.overlap_processors * total, total - computing)
             found[number, _PART["expert"]] += exposed * taken / total
         if self.groups.collectives.cluster.kind != "cpu":
             for phases in (slice(0, 1), slice(1, None)):
@@ -264,8 +264,8 @@ class _Pricing(NamedTuple):
     def sent(self, collective: CollectiveCall) -> Any:
         """Return the bytes of a collective call: of tokens on their way to experts each only once to a node, if the
         engine sends them so."""
-        if collective.operation != "all-to-all" or collective.axis != "ep" or not self.at.engine.dispatches_by_node:
+        if collective.operation != "all-to-all" or collective.axis != "ep" or not self.batch.engine.dispatches_by_node:
             return collective.size
-        config = self.at.config
+        config = self.batch.config
         groups = config.groups_per_token, config.expert_groups
         return collective.size * self.groups.distinct_places("ep", config.experts_per_token, groups)

@@ -10,71 +10,71 @@ from meshwright.planner.cost.micro_batch import MicroBatch, Number
 from meshwright.planner.cost.operators import CollectiveCall, SavedTensor
 
 
-def hidden_bytes(at: MicroBatch) -> Number:
+def hidden_bytes(batch: MicroBatch) -> Number:
     """Return the bytes of the hidden states of all tokens on a rank of cp."""
-    return at.all_tokens * at.config.hidden * at.itemsize
+    return batch.all_tokens * batch.config.hidden * batch.itemsize
 
 
-def enter(at: MicroBatch, site: str, in_block: bool = True) -> Iterator[CollectiveCall]:
+def enter(batch: MicroBatch, site: str, in_block: bool = True) -> Iterator[CollectiveCall]:
     """Yield the collectives before a column-parallel product: with sequence parallelism its input is all-gathered and
     the input's gradient reduce-scattered; else only the gradient is all-reduced.
 
     site: name of the call site, such as "mlp.input"; in_block: the product is part of a layer, which may be recomputed
     and whose products may overlap.
     """
-    if at.layout.tp == 1:
+    if batch.layout.tp == 1:
         return
-    forward, back = ((site, hidden_bytes(at)),), ((f"{site}.backward", hidden_bytes(at)),)
-    behind: Literal["weight"] | None = "weight" if at.engine.overlaps_tensor else None
-    if not at.layout.tensor_sequence_parallel:
+    forward, back = ((site, hidden_bytes(batch)),), ((f"{site}.backward", hidden_bytes(batch)),)
+    behind: Literal["weight"] | None = "weight" if batch.engine.overlaps_tensor else None
+    if not batch.layout.tensor_sequence_parallel:
         yield CollectiveCall("tensor", "tp", "all-reduce", back, "input", overlaps=behind)
         return
     # Engines that recompute only the attention core keep what was gathered.
-    recompute = at.layout.recompute
-    again = in_block and (recompute == "full" or (recompute == "selective" and at.engine.selective != "core"))
-    yield CollectiveCall("tensor", "tp", "all-gather", forward, "forward", 1, again, _sliced(at, in_block))
+    recompute = batch.layout.recompute
+    again = in_block and (recompute == "full" or (recompute == "selective" and batch.engine.selective != "core"))
+    yield CollectiveCall("tensor", "tp", "all-gather", forward, "forward", 1, again, _sliced(batch, in_block))
     yield CollectiveCall("tensor", "tp", "reduce-scatter", back, "input", overlaps=behind)
 
 
-def leave(at: MicroBatch, site: str, in_block: bool = True) -> Iterator[CollectiveCall]:
+def leave(batch: MicroBatch, site: str, in_block: bool = True) -> Iterator[CollectiveCall]:
     """Yield the collectives after a row-parallel product: its result is reduce-scattered and the result's gradient
     all-gathered with sequence parallelism; else only the result is all-reduced. Arguments: as of `enter`.
 
     An engine that stops early does not recompute a block's last reduction, whose result nobody reads but a norm after
     the sublayer.
     """
-    if at.layout.tp == 1:
+    if batch.layout.tp == 1:
         return
-    forward, back = ((site, hidden_bytes(at)),), ((f"{site}.backward", hidden_bytes(at)),)
-    last = site != "attention.output" and not at.config.post_norms
-    again = in_block and at.layout.recompute == "full" and not (last and at.engine.stops_early)
-    if not at.layout.tensor_sequence_parallel:
+    forward, back = ((site, hidden_bytes(batch)),), ((f"{site}.backward", hidden_bytes(batch)),)
+    last = site != "attention.output" and not batch.config.post_norms
+    again = in_block and batch.layout.recompute == "full" and not (last and batch.engine.stops_early)
+    if not batch.layout.tensor_sequence_parallel:
         yield CollectiveCall("tensor", "tp", "all-reduce", forward, "forward", 1, again)
         return
-    sliced = _sliced(at, in_block)
+    sliced = _sliced(batch, in_block)
     yield CollectiveCall("tensor", "tp", "reduce-scatter", forward, "forward", 1, again, sliced)
     yield CollectiveCall("tensor", "tp", "all-gather", back, "input", overlaps=sliced)
 
 
-def average_square(at: MicroBatch) -> Iterator[CollectiveCall]:
+def average_square(batch: MicroBatch) -> Iterator[CollectiveCall]:
     """Yield the all-reduces of a norm over a dimension that tp ranks hold in parts: of the mean square of each token,
     and of its gradient."""
-    if at.layout.tp == 1:
+    if batch.layout.tp == 1:
         return
-    site, size = "norm.mean_square", at.all_tokens * at.wide
-    yield CollectiveCall("tensor", "tp", "all-reduce", ((site, size),), "forward", 1, at.layout.recompute == "full")
+    site, size = "norm.mean_square", batch.all_tokens * batch.wide
+    yield CollectiveCall("tensor", "tp", "all-reduce", ((site, size),), "forward", 1, batch.layout.recompute == "full")
     yield CollectiveCall("tensor", "tp", "all-reduce", ((f"{site}.backward", size),), "input")
 
 
-def _sliced(at: MicroBatch, in_block: bool) -> Literal["product"] | None:
+def _sliced(batch: MicroBatch, in_block: bool) -> Literal["product"] | None:
     """Return "product" if the engine overlaps a collective, in slices, with the product that it feeds or follows."""
-    return "product" if in_block and at.engine.overlaps_tensor == "products" else None
+    return "product" if in_block and batch.engine.overlaps_tensor == "products" else None
 
 
-def row_parallel(at: MicroBatch, name: str) -> tuple[SavedTensor, ...]:
+def row_parallel(batch: MicroBatch, name: str) -> tuple[SavedTensor, ...]:
     """Return the result of a row-parallel product and, under tp, its sum over the ranks: what selective recompute
     keeps. name: such as "attention.output"."""
-    product = SavedTensor(f"{name}.product", (at.rows, at.tokens, at.config.hidden), "x")
-    if at.layout.tp == 1:
+    product = SavedTensor(f"{name}.product", (batch.rows, batch.tokens, batch.config.hidden), "x")
+    if batch.layout.tp == 1:
         return (product,)
-    return product, SavedTensor(f"{name}.sum", (at.rows, at.slice, at.config.hidden), "x")
+    return product, SavedTensor(f"{name}.sum", (batch.rows, batch.slice, batch.config.hidden), "x")

@@ -121,9 +121,9 @@ class _Step(DataCalls):
     def operators(self, stage: Stage, count: int) -> None:
         """Count the bytes sent by the collectives of a stage's operators in the forward and backward of `count`
         micro-batches."""
-        at = self.micro_batch
-        layers = [operator for layer in stage.layers for operator in block(at, layer, not stage.first)]
-        first, last = embedding(at) if stage.first else (), head(at, True) if stage.last else ()
+        batch = self.micro_batch
+        layers = [operator for layer in stage.layers for operator in block(batch, layer, not stage.first)]
+        first, last = embedding(batch) if stage.first else (), head(batch, True) if stage.last else ()
         for operator in (*first, *layers, *last):
             for one in operator.collectives:
                 for site, size in one.sites:
@@ -164,9 +164,9 @@ class _Step(DataCalls):
         elif one.operation != "all-reduce":
             self.half(site, axis, ranks, size, times)
         elif axis == "tp" and site.startswith("loss."):  # once for each chunk of the loss
-            at = self.micro_batch
-            for chunk in loss_chunks(self.tokens, min(at.vocabulary, self.config.vocabulary), self.work.device):
-                self.all_reduce(site, axis, ranks, chunk * at.wide, times)
+            batch = self.micro_batch
+            for chunk in loss_chunks(self.tokens, min(batch.vocabulary, self.config.vocabulary), self.work.device):
+                self.all_reduce(site, axis, ranks, chunk * batch.wide, times)
         else:
             self.all_reduce(site, axis, ranks, size, times)
 

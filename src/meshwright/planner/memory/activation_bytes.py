@@ -68,62 +68,62 @@ class ActivationBytes:
         """Return the bytes of one sequence under layouts of equal structure: [layouts, columns], of which the columns
         are each kind's layer, each kind's queued layer, first, last, temporaries."""
         problem = self.problem
-        at = micro_batch_of(
+        batch = micro_batch_of(
             problem, layouts, device=problem.cluster.kind, masked=problem.documents > 1, rows=1, responses=0
         )
         if len(layouts) == 1:
             layout = layouts[0].layout
-            at = replace(at, tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
-        stream = at.tokens * problem.config.hidden * self.itemsize
-        stream = stream / (at.tp if at.layout.tensor_sequence_parallel else 1)
-        columns = self._ours(at, stream) if self.ours else self._published(at, stream)
+            batch = replace(batch, tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
+        stream = batch.tokens * problem.config.hidden * self.itemsize
+        stream = stream / (batch.tp if batch.layout.tensor_sequence_parallel else 1)
+        columns = self._ours(batch, stream) if self.ours else self._published(batch, stream)
         return np.stack([np.broadcast_to(each, len(layouts)) for each in columns], axis=1).astype(np.float64)
 
-    def _published(self, at: MicroBatch, stream: Number) -> list[Number]:
+    def _published(self, batch: MicroBatch, stream: Number) -> list[Number]:
         """Return the columns of `_one_sequence` of another engine, by its published closed form."""
-        unrecomputed = replace(at, layout=at.layout.with_(recompute="none"))
+        unrecomputed = replace(batch, layout=batch.layout.with_(recompute="none"))
         saved, again = (
             [sum(published_layer(each, kind.mixed).values()) * self.itemsize / 2 for kind in self.kinds]
-            for each in (at, unrecomputed)
+            for each in (batch, unrecomputed)
         )
         recomputed = np.max([every - own for every, own in zip(again, saved, strict=True)], axis=0)
         return [*saved, *saved, 0.0, stream, recomputed + 2 * stream]
 
-    def _ours(self, at: MicroBatch, stream: Number) -> list[Number]:
+    def _ours(self, batch: MicroBatch, stream: Number) -> list[Number]:
         """Return the columns of `_one_sequence` of the engine `meshwright`. stream: bytes of the hidden states."""
-        compiled, recompute = self.problem.compile, at.layout.recompute
-        whole = replace(at, layout=at.layout.with_(recompute="none"))
+        compiled, recompute = self.problem.compile, batch.layout.recompute
+        whole = replace(batch, layout=batch.layout.with_(recompute="none"))
 
         def saved(of: MicroBatch, stage: Stage) -> Number:
             """Return the bytes of the activations that a stage saves."""
             return sum(each.bytes for each in saved_activations(of, stage, compiled=compiled))
 
-        empty = saved(at, _NOTHING)
+        empty = saved(batch, _NOTHING)
         layers, queued, most = [], [], np.zeros(())
-        examples = layer_examples(at.config)
+        examples = layer_examples(batch.config)
         for kind in self.kinds:
             layer = examples[kind]
             stage = Stage(1, range(layer, layer + 1), first=False, last=False)
-            mixed = at.config.has_experts(layer)
+            mixed = batch.config.has_experts(layer)
             every = saved_activations(whole, stage, compiled=compiled)
             unrecomputed = sum(each.bytes for each in every) - empty
-            if compiled and has_tables(at):
-                own = saved(at, stage) - empty + stream
-                temporaries = compiled_peaks.peak_temporaries(at, layer) - 4 * stream
-                if at.expert_parallel and mixed:  # its mixture is not compiled
+            if compiled and has_tables(batch):
+                own = saved(batch, stage) - empty + stream
+                temporaries = compiled_peaks.peak_temporaries(batch, layer) - 4 * stream
+                if batch.expert_parallel and mixed:  # its mixture is not compiled
                     temporaries = max(temporaries, unrecomputed + stream - own)
-                in_queue = queued_bytes(at, every, layer) if mixed else None
-                queue = compiled_peaks.queued_bytes(at, layer) if in_queue is None else in_queue
+                in_queue = queued_bytes(batch, every, layer) if mixed else None
+                queue = compiled_peaks.queued_bytes(batch, layer) if in_queue is None else in_queue
             else:
-                own = saved(at, stage) - empty + (stream if recompute != "none" else 0)
-                queue = queued_bytes(at, every, layer)
+                own = saved(batch, stage) - empty + (stream if recompute != "none" else 0)
+                queue = queued_bytes(batch, every, layer)
                 temporaries = unrecomputed - own if recompute != "none" else 0.0
             layers.append(own)
             queued.append(queue)
             most = np.maximum(most, temporaries)
-        ends = saved_activations(at, _LAST, compiled=compiled)
+        ends = saved_activations(batch, _LAST, compiled=compiled)
         last = sum(each.bytes for each in ends if each.name != "head.weight.gradient") - empty
-        return [*layers, *queued, saved(at, _FIRST), last, most + 4 * stream]
+        return [*layers, *queued, saved(batch, _FIRST), last, most + 4 * stream]
 
     def _loss(self, rows: int, tp: int, cp: int) -> tuple[float, float]:
         """Return the bytes of (the gradient of the head's weight, all that the loss allocates with it) for `rows`

@@ -25,10 +25,10 @@ RANDOM_STATE = 632
 _FILE = re.compile(r"compiled_blocks\.torch-(\d+)\.(\d+)\.toml")
 
 
-def has_tables(at: MicroBatch) -> bool:
+def has_tables(batch: MicroBatch) -> bool:
     """Return True if the memory of the model's blocks, compiled, is predicted: false for norms after sublayers or
     rotation, for experts whose inputs are weighted, and with an adapter."""
-    config = at.config
+    config = batch.config
     unknown = config.post_norms or config.rotated_norm or config.routed_input
     return not unknown and config.adapter is None
 
@@ -151,22 +151,22 @@ class CompiledBlock:
     """A transformer block compiled by torch.compile, on one rank; where experts are expert-parallel, the part before
     its mixture, which is not compiled. Buffers have names such as "attention.qkv.output".
 
-    at: sizes and settings of a micro-batch on the rank; layer: index of the layer.
+    batch: sizes and settings of a micro-batch on the rank; layer: index of the layer.
     """
 
-    def __init__(self, at: MicroBatch, layer: int) -> None:
-        self.at, self.kind = at, layer_kind(at.config, layer)
+    def __init__(self, batch: MicroBatch, layer: int) -> None:
+        self.batch, self.kind = batch, layer_kind(batch.config, layer)
         self.tables = _tables()
         self.name = "dense"
-        if at.config.encoder:
+        if batch.config.encoder:
             self.name = "encoder"
         elif self.kind.mixed:
-            self.name = "front" if at.expert_parallel else "mixture"
-        self.cuda = at.device == "cuda" and not at.ring  # PyTorch's CUDA kernels compute attention
-        self.repeated = at.repeats(self.kind.window)
-        self.recompute = at.layout.recompute
-        self.summed = at.layout.tp > 1
-        self.gathers = self.summed and at.layout.tensor_sequence_parallel
+            self.name = "front" if batch.expert_parallel else "mixture"
+        self.cuda = batch.device == "cuda" and not batch.ring  # PyTorch's CUDA kernels compute attention
+        self.repeated = batch.repeats(self.kind.window)
+        self.recompute = batch.layout.recompute
+        self.summed = batch.layout.tp > 1
+        self.gathers = self.summed and batch.layout.tensor_sequence_parallel
         self.sizes = self._sizes()
         properties = self._properties()
         listed = self.tables.saved["encoder" if self.name == "encoder" else "decoder"]
@@ -177,7 +177,7 @@ class CompiledBlock:
 
     def _properties(self) -> set[str]:
         """Return the names of the properties of the block that are true, for conditions of the tables."""
-        at, config, kind = self.at, self.at.config, self.kind
+        at, config, kind = self.batch, self.batch.config, self.kind
         every = {
             self.name: True, self.recompute: True, config.router: True, "summed": self.summed, "gathers": self.gathers,
             "ring": at.ring, "ulysses": at.ulysses, "cuda": self.cuda, "narrow": at.narrow,
@@ -192,11 +192,11 @@ class CompiledBlock:
     @property
     def _wide_router(self) -> bool:
         """True if the router multiplies float32 copies of its input and weight."""
-        return self.at.config.router == "sigmoid" and self.at.narrow
+        return self.batch.config.router == "sigmoid" and self.batch.narrow
 
     def _sizes(self) -> dict[str, int]:
         """Return the sizes of which the tables' shapes consist."""
-        at, config = self.at, self.at.config
+        at, config = self.batch, self.batch.config
         heads, kv_heads, length = at.heads, at.kv_heads, at.tokens
         if at.ulysses:  # those of attention, after the all-to-all
             heads, kv_heads, length = heads // at.cp, kv_heads * at.key_value_copies // at.cp, at.whole
@@ -223,7 +223,7 @@ class CompiledBlock:
         """Return name, shape and element type of a buffer."""
         kind, *sizes = self.tables.shapes[name]
         if kind == "router":
-            kind = "x" if self.at.config.router == "softmax" else "wide"
+            kind = "x" if self.batch.config.router == "softmax" else "wide"
         elif kind == "product":
             kind = "wide" if self._wide_router else "x"
         return SavedTensor(name, tuple(self.sizes[size] for size in sizes), kind)
@@ -232,7 +232,12 @@ class CompiledBlock:
         """Return the size in bytes of the buffer `name`, a key of the table of buffers, for one micro-batch on one
         rank."""
         entry = self.entry(name)
-        each = {"x": self.at.itemsize, "wide": self.at.wide, "index": ITEM_BYTES["int64"], "int32": ITEM_BYTES["int32"]}
+        each = {
+            "x": self.batch.itemsize,
+            "wide": self.batch.wide,
+            "index": ITEM_BYTES["int64"],
+            "int32": ITEM_BYTES["int32"],
+        }
         return math.prod(entry.shape) * each[entry.kind]
 
     @property
@@ -295,15 +300,15 @@ class CompiledBlock:
     def _buffer(self, name: str, operator: bool) -> Buffer:
         """Return the memory buffer called `name`. operator: it is returned by a call, so inductor does not reuse it."""
         kind = self.entry(name).kind
-        kind = "wide" if kind == "x" and not self.at.narrow else kind
+        kind = "wide" if kind == "x" and not self.batch.narrow else kind
         category = "gradients" if name.startswith("weight gradient") else "activations"
         return Buffer(name, kind, self.bytes(name), category, operator)
 
     def _inside(self, verb: str) -> Iterator[Any]:
         """Yield the temporaries of a call."""
-        at = self.at
+        batch = self.batch
         if verb == "ring":
-            yield from ring_backward(at)
+            yield from ring_backward(batch)
         elif verb == "tiles" and not self.cuda:
             heads = self.sizes["core_heads"]
-            yield from tiled_backward(at, heads, (self.sizes["core_all"] - heads) // 2, self.kind)
+            yield from tiled_backward(batch, heads, (self.sizes["core_all"] - heads) // 2, self.kind)

@@ -158,12 +158,12 @@ def ledger(
     dtype = options.get("parameter_dtype")
     if dtype is None and name not in DTYPES:
         raise UserError(f"{unknown('precision', name, DTYPES)}: memory is priced for these")
-    at = MicroBatch.of(
+    micro_batch = MicroBatch.of(
         config, layout, batch // (layout.dp * layout.micro_batches), sequence, dtype=dtype or DTYPES[name],
         packed=options.get("documents", False), device=options.get("device", "cpu"),
         responses=int(options.get("pairs", False)), routed=options.get("routed") or {},
     )  # fmt: skip
-    return _Step(at, rank, options).ledger()
+    return _Step(micro_batch, rank, options).ledger()
 
 
 @lru_cache(maxsize=16)
@@ -201,13 +201,13 @@ class _Step:
     at: micro-batch; options: of `ledger`; rank: global.
     """
 
-    def __init__(self, at: MicroBatch, rank: int, options: LedgerOptions) -> None:
-        config, layout, sequence = at.config, at.layout, at.whole
-        self.at, self.config, self.layout = at, config, layout
+    def __init__(self, batch: MicroBatch, rank: int, options: LedgerOptions) -> None:
+        config, layout, sequence = batch.config, batch.layout, batch.whole
+        self.batch, self.config, self.layout = batch, config, layout
         self.compiled = options.get("compile", False)
         self.workspace = 0
         self.teacher = options.get("teacher")
-        if at.device == "cuda":
+        if batch.device == "cuda":
             self.workspace = CUBLAS_WORKSPACES.get(options.get("architecture", ""), CUBLAS_WORKSPACE)
         self.place = layout.coordinates(rank)
         self.table = _table(config)
@@ -215,7 +215,7 @@ class _Step:
         self.partition = Partition.of(self.program, config, self.table, sequence)
         self.units = self.partition.units_on(self.place["pp"])
         self.flats = flats_of(self.table, layout, self.units)
-        self.states = list(states(self.flats, at.dtype, at.sum_dtype, options.get("optimizer", "adamw")))
+        self.states = list(states(self.flats, batch.dtype, batch.sum_dtype, options.get("optimizer", "adamw")))
         self.stages: dict[tuple[int, bool], StageSnapshots] = {}
         self._same: dict[tuple[Reduction, ...], tuple[Reduction, ...]] = {}
         self._highest_of: dict[tuple[int, int, bool, bool, int], _Highest] = {}
@@ -238,11 +238,11 @@ class _Step:
         assert moment_found is not None
         items = [*stay, *self._at(moment_found, others)]
         total = base + transient
-        framework = (0, 0) if self.at.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
+        framework = (0, 0) if self.batch.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
         items.append(Item("framework", "CUDA context", (), "", framework[1], None, "start", "end"))
         items.append(Item("unexplained", "not itemised", (), "", 0, None, "start", "end"))
         assert sum(item.bytes for item in items) == total + framework[1]
-        return Ledger(tuple(items), total, moment_found.name, base, framework, self.compiled and has_tables(self.at))
+        return Ledger(tuple(items), total, moment_found.name, base, framework, self.compiled and has_tables(self.batch))
 
     def _staying(self) -> Iterator[Item]:
         """Yield the tensors that are allocated for the whole step: model states, position tables, batch ..."""
@@ -250,15 +250,15 @@ class _Step:
             category = CATEGORY_OF_STATE[state.kind]
             yield Item(category, state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
-            for table in position_tables(self.config, self.at.whole, self.at.dtype):
+            for table in position_tables(self.config, self.batch.whole, self.batch.dtype):
                 yield Item("workspace", table.name, table.shape, table.dtype, table.bytes, None, "start", "end")
-        for category, name, size in list_teacher_tensors(self.teacher, self.at, self.place["pp"]):
+        for category, name, size in list_teacher_tensors(self.teacher, self.batch, self.place["pp"]):
             yield Item(category, name, (), "", size, None, "start", "end")
         for way in ("forward", "backward") if self.workspace else ():
             yield Item("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace, None, "start", "end")
-        shape = self.layout.micro_batches * self.at.rows, self.at.tokens
+        shape = self.layout.micro_batches * self.batch.rows, self.batch.tokens
         targets = (shape[0],) if self.config.head == "classes" else shape
-        documents = [("batch.documents", (shape[0], self.at.whole))] if self.at.masked else []
+        documents = [("batch.documents", (shape[0], self.batch.whole))] if self.batch.masked else []
         for name, of in (("batch.tokens", shape), ("batch.targets", targets), *documents):
             yield Item("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
 
@@ -353,15 +353,15 @@ class _Step:
         """Build the generator of a stage's memory snapshots. at_once: backwards directly follow their forwards."""
         kept, whole = (
             saved_activations(each, stage, at_once=at_once, tp_rank=self.place["tp"], compiled=self.compiled)
-            for each in (self.at, replace(self.at, layout=replace(self.layout, recompute="none")))
+            for each in (self.batch, replace(self.batch, layout=replace(self.layout, recompute="none")))
         )
         flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
         buffers = Buffers(self.partition.units(stage), flats, gradient_buffers(self.flats), self.table.tied)
-        return StageSnapshots(self.at, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split)
+        return StageSnapshots(self.batch, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split)
 
     def _stream(self) -> int:
         """Return the bytes of the hidden states that pass from stage to stage."""
-        return int(self.at.rows * self.at.slice * self.config.hidden * self.at.itemsize)
+        return int(self.batch.rows * self.batch.slice * self.config.hidden * self.batch.itemsize)
 
     def _followed_at_once(self) -> set[tuple[int, int, int]]:
         """Return (stage, replica, micro-batch) keys of forwards that their own backward directly follows."""

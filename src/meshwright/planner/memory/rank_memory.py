@@ -174,11 +174,11 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     config, engine = problem.config, problem.engine
     place = stages_at(problem, layout)[pp_rank]
     rows = problem.batch // (layout.dp * layout.micro_batches)
-    at = MicroBatch.of(
+    batch = MicroBatch.of(
         config, layout, rows, problem.sequence, dtype=DTYPES[problem.precision], engine=engine,
         kernel=attention_kernel(engine, problem.cluster, config),
     )  # fmt: skip
-    x, sizes = at.itemsize, count_parameters(at)
+    x, sizes = batch.itemsize, count_parameters(batch)
     dense, experts = (sum(part) for part in zip(*(sizes.of_stage(config, stage) for stage in place), strict=True))
     each = bytes_each(problem)
     for kind, numel, axis in (("dense", dense, "shard"), ("experts", experts, "expert_shard")):
@@ -190,16 +190,16 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     again = 0.0
     if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch passes one of the rank's two stages
         flying /= len(place)
-    unrecomputed = replace(at, layout=layout.with_(recompute="none"))
+    unrecomputed = replace(batch, layout=layout.with_(recompute="none"))
     for mixture, layers in Counter(config.has_experts(layer) for stage in place for layer in stage.layers).items():
-        saved = published_layer(at, mixture)
+        saved = published_layer(batch, mixture)
         for name, size in saved.items():
             yield _line("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
         again = max(again, sum(published_layer(unrecomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
         tokens = count_predictions(config, rows, problem.sequence) / layout.cp
-        logits = tokens * at.vocabulary * (x + engine.loss_holds)
+        logits = tokens * batch.vocabulary * (x + engine.loss_holds)
     # The loss is through when a layer is recomputed: the larger of the two counts.
     if again * x / 2 > logits:
         yield _line("activations", "a recomputed layer", again * x / 2)

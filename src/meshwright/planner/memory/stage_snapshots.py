@@ -31,26 +31,26 @@ OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "
 """How the names of what the head's unit saves begin."""
 
 
-def queued_bytes(at: MicroBatch, whole: Sequence[Saved], layer: int, attention: bool = True) -> Number:
+def queued_bytes(batch: MicroBatch, whole: Sequence[Saved], layer: int, attention: bool = True) -> Number:
     """Return the bytes that a layer's queued weight gradients keep: its products' inputs and output gradients.
 
     whole: saved activations without recompute; attention: include its products.
     """
-    config, tokens = at.config, at.all_tokens
+    config, tokens = batch.config, batch.all_tokens
     names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
     found: Number = 0
     for each in whole:
         if each.name.startswith(f"layers.{layer}.") and each.name.endswith(names):
             found = found + each.bytes
-    gradients = tokens * (config.hidden + at.qkv_width) if attention else 0
+    gradients = tokens * (config.hidden + batch.qkv_width) if attention else 0
     if config.has_experts(layer):
-        computed = at.copies * (at.etp if at.expert_parallel else 1)
-        gradients = gradients + computed * (config.hidden + 2 * at.expert_width)
+        computed = batch.copies * (batch.etp if batch.expert_parallel else 1)
+        gradients = gradients + computed * (config.hidden + 2 * batch.expert_width)
         if config.shared_intermediate:
-            gradients = gradients + tokens * (config.hidden + 2 * config.shared_intermediate // at.tp)
+            gradients = gradients + tokens * (config.hidden + 2 * config.shared_intermediate // batch.tp)
     else:
-        gradients = gradients + tokens * (config.hidden + config.intermediate // at.tp * (2 if config.gated else 1))
-    return found + gradients * at.itemsize
+        gradients = gradients + tokens * (config.hidden + config.intermediate // batch.tp * (2 if config.gated else 1))
+    return found + gradients * batch.itemsize
 
 
 class StageSnapshots:
@@ -61,18 +61,18 @@ class StageSnapshots:
     """
 
     def __init__(
-        self, at: MicroBatch, stage: Stage, buffers: Buffers, saved: Sequence[Saved], whole: Sequence[Saved], *,
+        self, batch: MicroBatch, stage: Stage, buffers: Buffers, saved: Sequence[Saved], whole: Sequence[Saved], *,
         compiled: bool = False, queues: bool = False,
     ) -> None:  # fmt: skip
-        self.at, self.stage, self.saved, self.whole, self.buffers = at, stage, saved, whole, buffers
+        self.batch, self.stage, self.saved, self.whole, self.buffers = batch, stage, saved, whole, buffers
         self.compiled, self.queues, self.units = compiled, queues, buffers.units
-        self.fused = at.itemsize == at.wide  # products add their weight gradients to the sums themselves
+        self.fused = batch.itemsize == batch.wide  # products add their weight gradients to the sums themselves
         self._unit = {unit: number for number, unit in enumerate(self.units)}
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
         self.of_unit, self.of_whole = self._by_unit(saved), self._by_unit(whole)
         self.of_loss = sum(each.bytes for each in saved if _of_loss(each))
         self.saved_bytes = sum(each.bytes for each in saved)
-        self.stream = at.rows * at.slice * at.config.hidden * at.itemsize
+        self.stream = batch.rows * batch.slice * batch.config.hidden * batch.itemsize
         self.queue = sum(map(self._queue_of, self._layer)) if queues else 0
 
     @property
@@ -111,7 +111,7 @@ class StageSnapshots:
         for place, unit in enumerate(self.units):
             found = [("", list(self._layer_forward(place)))]
             if unit == "head":
-                found = temporaries.loss_snapshots(self.at, self.saved, self.compiled, False)
+                found = temporaries.loss_snapshots(self.batch, self.saved, self.compiled, False)
             for what, extras in found:
                 tensors = *self._gathered(place, +1), *extras
                 yield self._snapshot(f"{unit}{what}: forward", before, tensors, place, False)
@@ -122,7 +122,7 @@ class StageSnapshots:
 
     def _layer_forward(self, place: int) -> Iterator[Temporary]:
         """Yield the tensors in memory during the forward of the unit with index `place`, a layer or an embedding."""
-        unit, at = self.units[place], self.at
+        unit, at = self.units[place], self.batch
         if unit not in self._layer:
             yield workspace(f"{unit} rows", at.all_tokens * at.config.hidden * at.itemsize)
         elif self._compiled(unit) and not self._expert_parallel(unit):
@@ -140,8 +140,8 @@ class StageSnapshots:
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
         """Yield the memory in use at each point of one micro-batch's backward on the stage. state: whether it is the
         step's first and last backward. split: True if it computes input gradients only."""
-        config, left, frozen = self.at.config, self.saved_bytes, self.at.config.adapter is not None
-        matrix = self.at.vocabulary * config.hidden * self.at.itemsize
+        config, left, frozen = self.batch.config, self.saved_bytes, self.batch.config.adapter is not None
+        matrix = self.batch.vocabulary * config.hidden * self.batch.itemsize
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
@@ -170,7 +170,7 @@ class StageSnapshots:
 
     def weight_gradients(self, state: BackwardState) -> Iterator[Snapshot]:
         """Yield the snapshots of the pass that computes queued weight gradients, which begins in state `state`."""
-        at, config = self.at, self.at.config
+        at, config = self.batch, self.batch.config
         columns = max(at.qkv_width, config.intermediate // at.layout.tp * (2 if config.gated else 1))
         extras = [] if self.fused else [workspace("weight gradient", columns * config.hidden * at.itemsize)]
         around = [*self.in_flight([*state.before, *self.reduced(state, True)]), *self._opened(0)]
@@ -180,49 +180,49 @@ class StageSnapshots:
         """Yield the snapshots of the backward of unit `place` (index); split: input gradients only."""
         unit = self.units[place]
         if unit == "head":
-            if self.at.config.encoder:
+            if self.batch.config.encoder:
                 yield ".rows", [activation("gradient of the last layer's output", self.stream)]
-            if self.at.config.head not in ("next", "masked"):
+            if self.batch.config.head not in ("next", "masked"):
                 return
-            yield "", [*temporaries.loss_backward(self.at, self.saved)]
+            yield "", [*temporaries.loss_backward(self.batch, self.saved)]
             if not any(each.name == "head.hidden.gradient" for each in self.saved):
-                yield from temporaries.loss_snapshots(self.at, self.saved, self.compiled, True)
+                yield from temporaries.loss_snapshots(self.batch, self.saved, self.compiled, True)
         elif self._compiled(unit):
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
             arrived, layer = frozenset(name for name, end in ends.items() if end == unit), self._layer[unit]
             if self._expert_parallel(unit):
                 saved = self.whole, self.saved
                 yield from compiled_peaks.mixture_backward_extras(
-                    self.at, layer, saved, self.stream, Backward(arrived)
+                    self.batch, layer, saved, self.stream, Backward(arrived)
                 )  # fmt: skip
             else:
                 state = Backward(arrived, self.queues, self.queues and not split)
-                yield from compiled_peaks.backward_extras(self.at, layer, state)
+                yield from compiled_peaks.backward_extras(self.batch, layer, state)
         elif unit in self._layer:
             again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
             more = [activation("recomputed", again)] if again > 0 else []
             for name, extras in self._layer_backward(unit, split):
                 yield name, [*more, *extras]
-        elif unit in LOOKED_UP and self.at.config.adapter is None:
-            yield "", [*temporaries.table_backward(self.at, unit)]
+        elif unit in LOOKED_UP and self.batch.config.adapter is None:
+            yield "", [*temporaries.table_backward(self.batch, unit)]
 
     def _beside(self, unit: str) -> int:
         """Return the bytes of a layer's saved activations that stay in addition to the recomputed ones: its narrow
         input, and results that the backward never reads. unit: "layers.N"."""
-        at = self.at
-        if at.layout.recompute == "none":
+        batch = self.batch
+        if batch.layout.recompute == "none":
             return 0
-        names = [f"{unit}.input"] if at.narrow else []
-        if not at.config.post_norms:
+        names = [f"{unit}.input"] if batch.narrow else []
+        if not batch.config.post_norms:
             names += [f"{unit}.mlp.{what}" for what in ("down.sum", "output")]
-            down = at.config.intermediate // at.layout.tp * at.config.hidden
+            down = batch.config.intermediate // batch.layout.tp * batch.config.hidden
             if not self.queues and down < FUSED_ACCUMULATION_MIN_NUMEL:
                 names.append(f"{unit}.mlp.down.product")  # of a larger weight it is read: its own function makes it
         return sum(each.bytes for each in self.saved if each.name in names)
 
     def _layer_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
         """Yield the snapshots of an uncompiled layer's backward. unit: "layers.N"; split: no weight gradients."""
-        at, config, layout, number = self.at, self.at.config, self.at.layout, self._layer[unit]
+        at, config, layout, number = self.batch, self.batch.config, self.batch.layout, self._layer[unit]
         gradient = activation("gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
         after = config.encoder  # norms follow the residual additions: their backward comes first
         around = [gradient, *(self._used([f"{unit}.mlp_norm."]) if after else ())]
@@ -282,16 +282,16 @@ class StageSnapshots:
     def _queue_of(self, unit: str) -> int:
         """Return the bytes that a layer's queued weight gradients keep allocated. unit: such as "layers.3"."""
         if self._compiled(unit):
-            return compiled_peaks.queued_bytes(self.at, self._layer[unit])
-        return int(queued_bytes(self.at, self._saved_of.get(unit, []), self._layer[unit]))
+            return compiled_peaks.queued_bytes(self.batch, self._layer[unit])
+        return int(queued_bytes(self.batch, self._saved_of.get(unit, []), self._layer[unit]))
 
     def _compiled(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a compiled layer whose kernels are known."""
-        return self.compiled and unit in self._layer and has_tables(self.at)
+        return self.compiled and unit in self._layer and has_tables(self.batch)
 
     def _expert_parallel(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""
-        return self.at.expert_parallel and unit in self._layer and self.at.config.has_experts(self._layer[unit])
+        return self.batch.expert_parallel and unit in self._layer and self.batch.config.has_experts(self._layer[unit])
 
     def _waits(self, place: int) -> bool:
         """Return True if unit `place` is a layer: its gradients are complete only after the weight-gradient pass."""
@@ -307,7 +307,7 @@ class StageSnapshots:
         if self.buffers.tied and ("head" in names or (step > 0 and self._both_ends)):
             names.add("embedding")
         return [
-            message(f"{flat.name} gathered", flat.held_bytes(flat.padded, self.at.itemsize))
+            message(f"{flat.name} gathered", flat.held_bytes(flat.padded, self.batch.itemsize))
             for name in sorted(names)
             for flat in self.buffers.flats.get(name, ())
             if flat.zero == 3
@@ -332,16 +332,16 @@ class StageSnapshots:
         """Return the unsharded gradient of a flat buffer under ZeRO-2 and 3, unless it is one of the reused buffers."""
         if flat.zero < 2 or flat.padded in self.buffers.reused:
             return []
-        return [Temporary("gradients", f"{flat.name} unsharded gradient", flat.padded * self.at.wide)]
+        return [Temporary("gradients", f"{flat.name} unsharded gradient", flat.padded * self.batch.wide)]
 
     def in_flight(self, posted: Sequence[Reduction]) -> list[Temporary]:
         """Return the tensors that reductions in flight hold: the last of `posted`, all reductions started."""
         found = []
         for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
-            shard = flat.padded // flat.shards * self.at.wide
+            shard = flat.padded // flat.shards * self.batch.wide
             if flat.zero >= 2 and later:
                 found.append(message(f"{flat.name} shard of a later micro-batch", shard))
-            if self.at.device == "cpu":  # gloo sends to each rank alone
+            if self.batch.device == "cpu":  # gloo sends to each rank alone
                 found.append(message(f"{flat.name} parts of other ranks", shard * (flat.shards - 1)))
             found += self._unsharded(flat)
         return found

@@ -64,7 +64,7 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Operatio
     rows = problem.batch // (layout.dp * layout.micro_batches)
     factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
     longer = problem.cluster.time_factor * factors[_COMPUTE]
-    at = MicroBatch.of(
+    batch = MicroBatch.of(
         problem.config, layout, rows, problem.sequence, dtype=DTYPES[problem.precision], engine=problem.engine,
         kernel=kernel, documents=problem.documents, eight_bit=rates.eight_bit,
     )  # fmt: skip
@@ -73,7 +73,7 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Operatio
     if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch is of one replica
         place = place[:1]
     for stage in place:
-        for one in operations(at, stage, at_once=followed_at_once(layout) and not problem.pairs):
+        for one in operations(batch, stage, at_once=followed_at_once(layout) and not problem.pairs):
             found.setdefault((one.name, one.phase), []).append((one, longer * rates.seconds(one, kernel)))
     whole = sum(seconds for each in found.values() for _, seconds in each) or 1.0
     return sorted((_row(name, phase, each, whole, rates) for (name, phase), each in found.items()), key=_longest)
