@@ -143,9 +143,9 @@ def command(
         document = found.to_json_dict(ledger=every_tensor, operations=explained)
         lines = _format_plan(found, model, shutil.get_terminal_size((WIDE, 24)).columns, every_tensor, explained)
         if html:
-            from meshwright.planner.show.page import page
+            from meshwright.planner.show.page import plan_page
 
-            write_file(html, page(found.problem, model, found.estimates, found.search, found.nearest))
+            write_file(html, plan_page(found.problem, model, found.estimates, found.search, found.nearest))
             document["files"] = {"page": str(html)}
             lines.append(f"page: {html}")
         answer(document, "\n\n".join(lines))

@@ -8,7 +8,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import ITEM_BYTES
 from meshwright.planner.memory.ledger import DTYPES, STORED
-from meshwright.planner.memory.states import flats_of, states
+from meshwright.planner.memory.states import flats_of, list_states
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import ParameterTable, parameter_table
 from meshwright.spec.partition import Partition
@@ -66,7 +66,7 @@ def _describe_stage(partition: Partition, layout: Layout, coordinate: int, dtype
     stages, units = partition.stages_on(coordinate), partition.units_on(coordinate)
     flats = flats_of(partition.table, layout, units)
     kinds: dict[str, int] = {}
-    for state in states(flats, dtype, "float32", "adamw"):
+    for state in list_states(flats, dtype, "float32", "adamw"):
         kinds[state.kind] = kinds.get(state.kind, 0) + state.bytes
     return {
         "stages": [stage.index for stage in stages],

@@ -19,7 +19,7 @@ from meshwright.parallel.flat_buffers import GradientBufferPool, TensorSlice, cu
 from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccumulator
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.zero import FsdpUnit, GradientReducer, ParameterPrefetcher, ShardingAxes
-from meshwright.planner.memory.states import flats_of, states
+from meshwright.planner.memory.states import flats_of, list_states
 from meshwright.spec.parameter_entries import EXPERT_BUFFERS, BufferKind
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
@@ -268,7 +268,7 @@ class ZeroEngine:
         sizes = dict.fromkeys(("parameters", "masters", "gradients", "gradient_buffers"), 0)
         flats = flats_of(self.table, self.mesh.layout, list(self._units_of))
         parameter, master = (str(each).removeprefix("torch.") for each in (self.parameter_dtype, self.master_dtype))
-        for state in states(flats, parameter, master, optimizer="sgd"):
+        for state in list_states(flats, parameter, master, optimizer="sgd"):
             sizes[state.kind] += state.bytes
         return sizes
 

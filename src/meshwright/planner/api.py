@@ -17,10 +17,10 @@ from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.models import adapted_model, is_recipe, layout_of_recipe, recipe_of, values_from_recipe
 from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.planner.search.estimate import Estimate, ProblemOptions, estimate_layout, problem_of, recipe_layout
-from meshwright.planner.search.nearest import Nearest, nearest
+from meshwright.planner.search.nearest import Nearest, find_nearest
 from meshwright.planner.search.search import SearchResult, search
-from meshwright.planner.show.answers import MOST_TOP, document, ledgers, no_fit_error
-from meshwright.planner.show.explain import OperationTime, busiest, explain
+from meshwright.planner.show.answers import MOST_TOP, ledger_documents, no_fit_error, plan_document
+from meshwright.planner.show.explain import OperationTime, explain, find_busiest_rank
 from meshwright.spec.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Plan:
     def layouts(self) -> list[dict[str, Any]]:
         """Records of `meshwright plan --json`, one dict per estimate: layout, fits, memory_gib, step_seconds, mfu
         ..."""
-        records: list[dict[str, Any]] = document(self.problem, self.estimates, self.search)["layouts"]
+        records: list[dict[str, Any]] = plan_document(self.problem, self.estimates, self.search)["layouts"]
         return records
 
     @property
@@ -86,12 +86,12 @@ class Plan:
     def nearest(self) -> Nearest | None:
         """The layout that needs the least memory, and how many devices would be enough; None where a layout fits or was
         given."""
-        return None if self.search is None or self.estimates else nearest(self.search)
+        return None if self.search is None or self.estimates else find_nearest(self.search)
 
     @cached_property
     def busiest_rank(self) -> int:
         """Index of the pipeline rank that computes longest for a micro-batch under the best layout."""
-        return busiest(self.problem, self.best.layout)
+        return find_busiest_rank(self.problem, self.best.layout)
 
     @cached_property
     def operations(self) -> list[OperationTime]:
@@ -104,14 +104,14 @@ class Plan:
         ledger: add the tensors at the memory peak of the best layout, for each pipeline rank whose memory differs from
         the others'; operations: add the operations of a micro-batch on its busiest rank, with their seconds.
         """
-        found = document(self.problem, self.estimates, self.search)
+        found = plan_document(self.problem, self.estimates, self.search)
         own = self.recipe_estimate
         if own is not None:
             found["recipe_layout"] = {"error": own} if isinstance(own, str) else own.document()
         if self.nearest is not None:
             found["nearest"] = self.nearest.document()
         if ledger and self.estimates:
-            found["ledger"] = ledgers(self.best)
+            found["ledger"] = ledger_documents(self.best)
         if operations and self.estimates:
             found["operations"] = [row.document() for row in self.operations]
         return to_json_dict(found)

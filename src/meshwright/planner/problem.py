@@ -76,7 +76,7 @@ def parse_reserve(value: str | float, device_bytes: float) -> float:
     return size
 
 
-class Candidate(NamedTuple):
+class StageCandidate(NamedTuple):
     """A candidate for the work of one pipeline stage: its layout (with dp only as large as the experts need), and the
     number of sequences of a micro-batch (`rows`)."""
 

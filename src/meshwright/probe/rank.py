@@ -25,7 +25,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.launcher.host_memory import read_machine_memory
 from meshwright.layout import Layout
 from meshwright.planner.hardware.machine_profile import processor_name
-from meshwright.planner.hardware.measured import Collective, Curve, Measured, Pass, Products, ReferenceStep
+from meshwright.planner.hardware.measured import CollectiveCurve, Curve, KernelCurve, Measured, Products, ReferenceStep
 from meshwright.probe.communication import OPERATIONS, compute_slowest_median, make_axes, time_collective
 from meshwright.probe.compare import compute_ratios, find_slow
 from meshwright.probe.disk import measure_disk
@@ -96,7 +96,7 @@ def measure(
     if mesh.device.type == "cpu" and plan.single_rank:
         phases += [phase for phase in ((1, threads), (1, host.cores)) if phase not in phases]
     products: list[Products] = []
-    passes: list[Pass] = []
+    passes: list[KernelCurve] = []
     kernel, usual_seconds = ReferenceKernel(mesh.device), 0.0
     for busy, each in phases:
         if leader:
@@ -111,7 +111,7 @@ def measure(
             shapes: Any = tuple(point.sizes for point in timed)
             products.append(Products(precision, form, busy, each, shapes, took))
         for precision, name, timed, took in _group_by_name(points, seconds, ("pass", "kernel")):
-            passes.append(Pass(name, precision, busy, each, Curve(tuple(point.bytes for point in timed), took)))
+            passes.append(KernelCurve(name, precision, busy, each, Curve(tuple(point.bytes for point in timed), took)))
         durations = durations or [watch.read()]  # later phases have other numbers of threads
     torch.set_num_threads(threads)
     watch = Stopwatch()
@@ -237,7 +237,7 @@ def _group_by_name(
 # --- communication, copies, launch overhead, device
 
 
-def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], None]) -> list[Collective]:
+def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], None]) -> list[CollectiveCurve]:
     """Time every collective operation on every kind of process group (inside a host, across hosts, all ranks) and
     vector size of the plan; return one record for each operation and group. mesh: mesh of all ranks. log: receives
     progress lines."""
@@ -250,7 +250,9 @@ def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], No
                 found_here = time_collective(mesh, axis, operation, size, plan.point_seconds * 4)
                 seconds.append(compute_slowest_median(*(_all_gather(mesh, values) for values in found_here)))
             found.append(
-                Collective(operation, axis.size, place, Curve(tuple(map(float, plan.vector_bytes)), tuple(seconds)))
+                CollectiveCurve(
+                    operation, axis.size, place, Curve(tuple(map(float, plan.vector_bytes)), tuple(seconds))
+                )
             )
     return found
 

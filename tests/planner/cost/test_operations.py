@@ -20,11 +20,11 @@ from meshwright.model.tiled_attention import Span, cut_span
 from meshwright.model.transformer import Transformer
 from meshwright.names import FAMILIES
 from meshwright.planner.cost.attention import keys_per_tile
-from meshwright.planner.cost.blocks import block
+from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.engines import ENGINES, Engine, engine
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import operations, total_flops
+from meshwright.planner.cost.operations import list_operations, total_flops
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
@@ -41,7 +41,7 @@ TINY = [name for name in PRESETS if name.endswith("-tiny") and not preset(name).
 def work(config: ModelConfig, layout: Layout, **options: object) -> list[Operation]:
     at_once = bool(options.pop("at_once", True))
     batch = MicroBatch.of(config, layout, ROWS, SEQUENCE, engine=OURS, **options)  # type: ignore[arg-type]
-    return operations(batch, whole_model(config), at_once=at_once)
+    return list_operations(batch, whole_model(config), at_once=at_once)
 
 
 def halves(config: ModelConfig, layout: Layout, **options: object) -> tuple[float, float]:
@@ -131,7 +131,7 @@ def test_softcapped_attention_on_gpus_is_that_of_tiles():
     with FlopCounterMode(display=False) as backward:
         tiled_attention._compute_gradients(torch.ones_like(out), [q, k, v], None, 1.0, 50.0, None)
     batch = MicroBatch.of(config, Layout(), 2, 24, kernel="tiled", device="cuda")
-    found = [operator for operator in block(batch, 1) if operator.name.startswith("attention")]
+    found = [operator for operator in layer_operators(batch, 1) if operator.name.startswith("attention")]
     core = [one for operator in found for one in operator.operations if one.name in CORE]
     assert total_flops(core, "forward") == forward.get_total_flops()
     assert total_flops(core, "input") == backward.get_total_flops()
@@ -196,7 +196,7 @@ def test_forward_flops_of_latent_attention_match_torch_counter(name: str):
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt3-175b", "gemma-2-9b", "qwen3-30b-a3b", "mixtral-8x7b-v0.1"])
 def test_operations_add_up_to_closed_forms(name: str):
     config = preset(name)
-    found = operations(MicroBatch.of(config, Layout(), 2, 4096), whole_model(config))
+    found = list_operations(MicroBatch.of(config, Layout(), 2, 4096), whole_model(config))
     forward = forward_flops_per_token(config, 4096)
     tokens = 2 * 4096
     gates = config.layers * 2 * config.hidden if config.shared_gate else 0
@@ -210,9 +210,9 @@ def test_operations_add_up_to_closed_forms(name: str):
 def test_operations_of_stages_add_up_to_the_model():
     config = preset("gemma-2-2b")
     batch = MicroBatch.of(config, Layout(), 1, 8192)
-    whole = operations(batch, whole_model(config))
+    whole = list_operations(batch, whole_model(config))
     parts: list[Stage] = list(stages_of(config, 5, 8192))
-    found = [one for stage in parts for one in operations(batch, stage)]
+    found = [one for stage in parts for one in list_operations(batch, stage)]
     assert total_flops(found) == pytest.approx(total_flops(whole))
     assert sum(one.bytes * one.count for one in found) == pytest.approx(sum(one.bytes * one.count for one in whole))
 
@@ -230,7 +230,7 @@ def moved(found: list[Operation], name: str, *phases: str) -> float:
 
 def of(config: ModelConfig, whose: Engine, layout: str = "dp1") -> list[Operation]:
     batch = MicroBatch.of(config, Layout.parse(layout), 1, 1024, engine=whose, kernel=whose.attention)
-    return operations(batch, whole_model(config))
+    return list_operations(batch, whole_model(config))
 
 
 def test_elementwise_bytes_by_hand():
@@ -274,7 +274,7 @@ def test_torchtitan_selective_recomputes_every_second_product():
     """torchtitan's selective recomputation: keys, the output of attention and half of the way up, beside what lies
     between products; attention itself is kept."""
     config, layout = preset("llama-3-8b"), Layout.parse("ac:selective")
-    found = operations(
+    found = list_operations(
         MicroBatch.of(config, layout, 1, 1024, engine=ENGINES["torchtitan"]),
         Stage(1, range(1, 2), first=False, last=False),
     )
@@ -287,7 +287,7 @@ def test_torchtitan_selective_recomputes_every_second_product():
 def test_fp8_casts_operands_of_block_products():
     config, stage = preset("llama-3-8b"), Stage(1, range(1, 2), first=False, last=True)
     plain, narrow = (
-        operations(MicroBatch.of(config, Layout(), 1, 1024, engine=ENGINES["torchtitan"], eight_bit=flag), stage)
+        list_operations(MicroBatch.of(config, Layout(), 1, 1024, engine=ENGINES["torchtitan"], eight_bit=flag), stage)
         for flag in (False, True)
     )
     casts = [one for one in narrow if one.name.endswith(".cast")]

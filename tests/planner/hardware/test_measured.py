@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.planner.hardware.measured import Collective, Curve, Measured, Pass, Products, read
+from meshwright.planner.hardware.measured import CollectiveCurve, Curve, KernelCurve, Measured, Products, read
 from meshwright.toml import format_toml
 
 SIZES = tuple(float(2**exponent) for exponent in range(10, 25, 2))
@@ -104,8 +104,11 @@ def example() -> Measured:
         ranks=2,
         threads=1,
         products=(products(), products(ranks=1, slower=0.8), products(ranks=1, threads=2, slower=0.5)),
-        passes=(Pass("copy", "fp32", 2, 1, of_line(1e-6, 5e9)), Pass("copy", "fp32", 1, 1, of_line(1e-6, 9e9))),
-        collectives=(Collective("all-reduce", 2, "inside", of_line(5e-5, 1e9)),),
+        passes=(
+            KernelCurve("copy", "fp32", 2, 1, of_line(1e-6, 5e9)),
+            KernelCurve("copy", "fp32", 1, 1, of_line(1e-6, 9e9)),
+        ),
+        collectives=(CollectiveCurve("all-reduce", 2, "inside", of_line(5e-5, 1e9)),),
         copies=(("to-device", of_line(1e-5, 2e10)),),
         disk_write=1e9,
         starts=(("rank", 2.5), ("operation", 1e-6)),

@@ -9,13 +9,21 @@ from functools import lru_cache
 
 from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, Adapted, LayerKind, MicroBatch, Number
-from meshwright.planner.cost.operators import Linear, Operation, Operator, Phase, SavedTensor, pointwise, products
+from meshwright.planner.cost.operators import (
+    LinearShape,
+    Operation,
+    Operator,
+    Phase,
+    SavedTensor,
+    elementwise_kernels,
+    linear_kernels,
+)
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 
 
-def freeze(
+def adapt_operators(
     batch: MicroBatch, operators: Iterable[Operator], kind: LayerKind | None = None, arrives: bool = True
 ) -> Iterator[Operator]:
     """Yield the operators of a model with an adapter for those of the model without, in order.
@@ -26,7 +34,7 @@ def freeze(
     differentiable = kind is None or arrives or bool(kind.adapted)
     for operator in operators:
         adapted = next((one for one in kind.adapted if one.layer == operator.name), None) if kind else None
-        found = _freeze(batch, operator, adapted, arrives)
+        found = _freeze_operator(batch, operator, adapted, arrives)
         if operator.name == "mlp.router" and kind and any(one.layer == "mlp.shared.up" for one in kind.adapted):
             # The input that the shared expert's adapter reads.
             read = tuple(one for one in operator.saved if one.name == "mlp.input")
@@ -35,7 +43,7 @@ def freeze(
         arrives = arrives or adapted is not None
 
 
-def _freeze(batch: MicroBatch, operator: Operator, adapted: Adapted | None, arrives: bool) -> Operator:
+def _freeze_operator(batch: MicroBatch, operator: Operator, adapted: Adapted | None, arrives: bool) -> Operator:
     """Return an operator with frozen parameters. adapted: its adapter, if it has one; arrives: its input has a
     gradient."""
     name, leaves = operator.name, arrives or adapted is not None
@@ -61,15 +69,15 @@ def _freeze(batch: MicroBatch, operator: Operator, adapted: Adapted | None, arri
     if product is None or product.shape is None:
         return found
     if batch.config.adapter and batch.config.adapter.packed and name.startswith(PACKED):
-        found = found._replace(operations=(*_unpacked(batch, product, arrives), *found.operations))
-    return found if adapted is None else _with_adapter(batch, found, product, adapted, arrives)
+        found = found._replace(operations=(*_unpack_kernels(batch, product, arrives), *found.operations))
+    return found if adapted is None else _add_adapter(batch, found, product, adapted, arrives)
 
 
 PACKED = ("attention.", "mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down")
 """Beginnings of the names of products whose frozen weights `adapter.base` packs."""
 
 
-def _unpacked(batch: MicroBatch, product: Operation, arrives: bool) -> Iterator[Operation]:
+def _unpack_kernels(batch: MicroBatch, product: Operation, arrives: bool) -> Iterator[Operation]:
     """Yield the kernels that unpack the weight of a product, again for the input's gradient."""
     assert batch.config.adapter and product.shape
     _, outputs, inputs = product.shape
@@ -80,7 +88,7 @@ def _unpacked(batch: MicroBatch, product: Operation, arrives: bool) -> Iterator[
         yield Operation(f"{product.name}.unpack", "elementwise", phase, 0.0, moved, None, of.kernels)
 
 
-def _with_adapter(
+def _add_adapter(
     batch: MicroBatch, operator: Operator, product: Operation, adapted: Adapted, arrives: bool
 ) -> Operator:
     """Return the operator of a linear layer with the products of its adapter. product: of the base weight."""
@@ -88,22 +96,26 @@ def _with_adapter(
     rank, dora = batch.config.adapter.rank, batch.config.adapter.kind == "dora"
     rows, outputs, inputs = product.shape
     matrices, name = len(adapted.shares), f"{operator.name}.adapter"
-    first = products(batch, f"{name}.a", Linear(rows, matrices * rank, inputs))
+    first = linear_kernels(batch, f"{name}.a", LinearShape(rows, matrices * rank, inputs))
     found = [one for one in first if arrives or one.phase != "input"]
     parts, written = [], 0.0
     for number, share in enumerate(adapted.shares):
         width = outputs * share
-        found += products(batch, f"{name}.b", Linear(rows, width, rank))
+        found += linear_kernels(batch, f"{name}.b", LinearShape(rows, width, rank))
         parts.append(SavedTensor(f"{name}.product.{number}", (rows, width), "x"))
         written = written + width
-    found += pointwise(batch, f"{name}.scale", rows * matrices * rank, "scaled")
-    found += pointwise(batch, f"{name}.sum", rows * outputs, "adapted")
+    found += elementwise_kernels(batch, f"{name}.scale", rows * matrices * rank, "scaled")
+    found += elementwise_kernels(batch, f"{name}.sum", rows * outputs, "adapted")
     saved, parameters = [SavedTensor(f"{name}.low", (rows, matrices * rank), "x")], matrices * rank * inputs
     parameters = parameters + rank * written
     if dora:
-        norms = Linear(written, rank, inputs), Linear(rank, rank, inputs, matrices), Linear(written, rank, rank)
-        found += [products(batch, f"{name}.norms", each)[0] for each in norms]
-        found += pointwise(batch, f"{name}.magnitude", rows * outputs, "scaled_by_vector")
+        norms = (
+            LinearShape(written, rank, inputs),
+            LinearShape(rank, rank, inputs, matrices),
+            LinearShape(written, rank, rank),
+        )
+        found += [linear_kernels(batch, f"{name}.norms", each)[0] for each in norms]
+        found += elementwise_kernels(batch, f"{name}.magnitude", rows * outputs, "scaled_by_vector")
         saved += [
             SavedTensor(f"{name}.unscaled", (rows, outputs), "x"),
             SavedTensor(f"{name}.factors", (outputs,), "x"),
@@ -120,7 +132,7 @@ def _with_adapter(
 
 
 @lru_cache(maxsize=64)
-def frozen_bytes(config: ModelConfig, dtype: str) -> float:
+def frozen_bytes_per_trained(config: ModelConfig, dtype: str) -> float:
     """Return the bytes of frozen parameters for each trained parameter of a model; 0 without adapter. dtype: torch's
     type name of the parameters."""
     if config.adapter is None:

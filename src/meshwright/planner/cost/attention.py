@@ -8,16 +8,21 @@ from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, a
 from meshwright.planner.cost.operators import (
     FLASH_BACKWARD,
     CollectiveCall,
-    Linear,
+    LinearShape,
     Operation,
     Operator,
     Phase,
     SavedTensor,
-    linear,
-    pointwise,
-    scaled,
+    elementwise_kernels,
+    linear_operator,
+    rms_norm_saved,
 )
-from meshwright.planner.cost.tensor_parallel import average_square, enter, leave, row_parallel
+from meshwright.planner.cost.tensor_parallel import (
+    column_parallel_calls,
+    mean_square_calls,
+    row_parallel_calls,
+    row_parallel_saved,
+)
 from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.policy import ACCELERATOR_TILE
 from meshwright.spec.work import keys_per_token
@@ -26,7 +31,7 @@ _ACTIVATIONS: tuple[tuple[Phase, int], ...] = (("forward", 1), ("input", 2))
 """Products of two activations have two input gradients, and no weight gradient."""
 
 
-def attention(batch: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
+def attention_operators(batch: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
     """Yield the operators of attention: projections, positions and softmax(q kᵀ) v. kind: of the layer."""
     config = batch.config
     size = max(config.head_dim, config.value_dim)  # of queries, keys and values in the kernel
@@ -41,24 +46,28 @@ def attention(batch: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
     if config.latent is not None:
         yield from _latent_projections(batch, config.latent)
     else:
-        yield linear(
-            batch, "attention.qkv", Linear(batch.all_tokens, batch.qkv_width, config.hidden, bias=config.qkv_bias),
-            saved=saved, kept=(fused,), collectives=tuple(enter(batch, "attention.input")),
+        yield linear_operator(
+            batch, "attention.qkv", LinearShape(batch.all_tokens, batch.qkv_width, config.hidden, bias=config.qkv_bias),
+            saved=saved, kept=(fused,), collectives=tuple(column_parallel_calls(batch, "attention.input")),
         )  # fmt: skip
-    yield Operator("attention.join", pointwise(batch, "attention.join", batch.all_tokens * batch.qkv_width, "join"))
+    yield Operator(
+        "attention.join", elementwise_kernels(batch, "attention.join", batch.all_tokens * batch.qkv_width, "join")
+    )
     elements = batch.all_tokens * (batch.heads + batch.kv_heads) * size
     if config.query_key_norm:
         yield Operator(
-            "attention.norms", pointwise(batch, "attention.norms", elements, "rmsnorm"),
-            tuple(_query_key_norms(batch)), kept=_mean_squares(batch),
-            collectives=tuple(average_square(batch)) * 2 if config.projection_norm else (),
+            "attention.norms", elementwise_kernels(batch, "attention.norms", elements, "rmsnorm"),
+            tuple(_query_key_norms(batch)), kept=_saved_mean_squares(batch),
+            collectives=tuple(mean_square_calls(batch)) * 2 if config.projection_norm else (),
             parameters=(batch.heads + batch.kv_heads if config.projection_norm else 2) * size,
         )  # fmt: skip
     if kind.rotates:
-        yield Operator("attention.rotary", pointwise(batch, "attention.rotary", elements, "rotary"))
+        yield Operator("attention.rotary", elementwise_kernels(batch, "attention.rotary", elements, "rotary"))
         if config.rotated_norm:
             name = "attention.rotated_norms"
-            yield Operator(name, pointwise(batch, name, elements, "rmsnorm"), tuple(_rotated_norms(batch, size)))
+            yield Operator(
+                name, elementwise_kernels(batch, name, elements, "rmsnorm"), tuple(_rotated_norms(batch, size))
+            )
     elif kind.tempered:
         queries = batch.all_tokens * batch.heads * size
         saved = (
@@ -66,29 +75,30 @@ def attention(batch: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
             if batch.ulysses
             else (SavedTensor("attention.query", (batch.rows, batch.heads, batch.tokens, size), "x"),)
         )
-        yield Operator("attention.temper", pointwise(batch, "attention.temper", queries, "scaled"), saved)
+        yield Operator("attention.temper", elementwise_kernels(batch, "attention.temper", queries, "scaled"), saved)
     if batch.ulysses:
-        yield from _all_to_all(batch)
+        yield from _ulysses_operators(batch)
     elif rotated:
         query = SavedTensor("attention.query", (batch.rows, batch.heads, batch.tokens, size), "x")
         key = SavedTensor("attention.key", (batch.rows, batch.kv_heads, batch.tokens, size), "x")
         value = (SavedTensor("attention.value", key.shape, "x"),) if config.latent else ()  # padded
         yield Operator("attention.rotated", saved=((query,) if repeated else (query, key)) + value)
     if batch.ring:
-        yield Operator("attention.ring", collectives=tuple(_ring(batch)))
+        yield Operator("attention.ring", collectives=tuple(_ring_messages(batch)))
     if batch.kernel == "scores":
-        yield from _unfused_core(batch)
+        yield from _unfused_attention(batch)
     elif batch.kernel == "tiled":
-        yield from _tiled_core(batch, window)
+        yield from _tiled_attention(batch, window)
     else:
-        yield _core(batch, window)
+        yield _flash_attention(batch, window)
     if config.attention_sinks:
         yield Operator("attention.sinks", parameters=batch.heads)
     inner = batch.heads * config.value_dim
-    yield linear(
-        batch, "attention.output", Linear(batch.all_tokens, config.hidden, inner, bias=config.output_bias),
+    yield linear_operator(
+        batch, "attention.output", LinearShape(batch.all_tokens, config.hidden, inner, bias=config.output_bias),
         saved=(SavedTensor("attention.output.input", (*tokens, inner), "x"),),
-        kept=row_parallel(batch, "attention.output"), collectives=tuple(leave(batch, "attention.output")),
+        kept=row_parallel_saved(batch, "attention.output"),
+        collectives=tuple(row_parallel_calls(batch, "attention.output")),
     )  # fmt: skip
 
 
@@ -103,14 +113,15 @@ def _latent_projections(batch: MicroBatch, latent: LatentAttention) -> Iterator[
             norm = name.replace("_up", "_norm")
             copies = (SavedTensor(f"attention.{norm}.input", saved.shape, "wide"),) if batch.narrow else ()
             yield Operator(
-                f"attention.{norm}", pointwise(batch, f"attention.{norm}", batch.all_tokens * inputs, "rmsnorm"),
-                (*copies, *scaled(f"attention.{norm}", saved.shape, centred=False)), parameters=inputs,
+                f"attention.{norm}",
+                elementwise_kernels(batch, f"attention.{norm}", batch.all_tokens * inputs, "rmsnorm"),
+                (*copies, *rms_norm_saved(f"attention.{norm}", saved.shape, centred=False)), parameters=inputs,
             )  # fmt: skip
         # Latent vectors are views of the first product, which the norms of wide types keep.
-        yield linear(
-            batch, f"attention.{name}", Linear(batch.all_tokens, outputs, inputs),
+        yield linear_operator(
+            batch, f"attention.{name}", LinearShape(batch.all_tokens, outputs, inputs),
             saved=(saved, output) if first and not batch.narrow else (saved,), kept=(output,),
-            collectives=tuple(enter(batch, "attention.input")) if first else (),
+            collectives=tuple(column_parallel_calls(batch, "attention.input")) if first else (),
         )  # fmt: skip
 
 
@@ -122,7 +133,7 @@ def _query_key_norms(batch: MicroBatch) -> Iterator[SavedTensor]:
         shape = batch.rows, batch.tokens, *one
         if batch.narrow:
             yield SavedTensor(f"{name}.input", shape, "wide")
-        yield from scaled(name, shape, batch.config.zero_centred_norms)
+        yield from rms_norm_saved(name, shape, batch.config.zero_centred_norms)
 
 
 def _rotated_norms(batch: MicroBatch, size: int) -> Iterator[SavedTensor]:
@@ -133,7 +144,7 @@ def _rotated_norms(batch: MicroBatch, size: int) -> Iterator[SavedTensor]:
         yield SavedTensor(f"{name}.scale", (*shape, 1), "wide")
 
 
-def _mean_squares(batch: MicroBatch) -> tuple[SavedTensor, ...]:
+def _saved_mean_squares(batch: MicroBatch) -> tuple[SavedTensor, ...]:
     """Return the all-reduced mean squares of queries and keys, which selective recompute keeps as it keeps the results
     of all collectives."""
     if not batch.config.projection_norm or batch.layout.tp == 1:
@@ -142,7 +153,7 @@ def _mean_squares(batch: MicroBatch) -> tuple[SavedTensor, ...]:
     return tuple(SavedTensor(f"attention.{name}_norm.mean_square", shape, "wide") for name in ("query", "key"))
 
 
-def _all_to_all(batch: MicroBatch) -> Iterator[Operator]:
+def _ulysses_operators(batch: MicroBatch) -> Iterator[Operator]:
     """Yield the all-to-alls of Ulysses: each rank of cp gets all tokens of some heads before attention, and its tokens
     of all heads after it."""
     one = batch.all_tokens * batch.config.head_dim * batch.itemsize
@@ -169,7 +180,7 @@ def _kernel_heads(batch: MicroBatch) -> tuple[Number, Number]:
     return batch.heads // batch.cp, batch.kv_heads * batch.key_value_copies // batch.cp
 
 
-def _unfused_core(batch: MicroBatch) -> Iterator[Operator]:
+def _unfused_attention(batch: MicroBatch) -> Iterator[Operator]:
     """Yield softmax(q kᵀ) v whose scores are written to memory: two products of activations, softmax and dropout."""
     size, heads = batch.config.head_dim, batch.rows * batch.heads
     queries, keys = batch.tokens, batch.whole
@@ -179,12 +190,12 @@ def _unfused_core(batch: MicroBatch) -> Iterator[Operator]:
         both = [Operation(name, "product", phase, flops, moved, shape, heads * times) for phase, times in _ACTIVATIONS]
         yield Operator(name, tuple(both))
     scores = heads * queries * keys
-    yield Operator("attention.softmax", pointwise(batch, "attention.softmax", scores, "softmax"))
+    yield Operator("attention.softmax", elementwise_kernels(batch, "attention.softmax", scores, "softmax"))
     if batch.engine.dropout:
-        yield Operator("attention.dropout", pointwise(batch, "attention.dropout", scores, "scores_dropout"))
+        yield Operator("attention.dropout", elementwise_kernels(batch, "attention.dropout", scores, "scores_dropout"))
 
 
-def _tiled_core(batch: MicroBatch, window: int | None) -> Iterator[Operator]:
+def _tiled_attention(batch: MicroBatch, window: int | None) -> Iterator[Operator]:
     """Yield softmax(c tanh(q kᵀ / c)) v of tiled attention (`model/tiled_attention.py`) on an accelerator, which writes
     a tile's scores to memory in float32: the products of scores in float32 and of the others in the model's type, and
     the passes over the scores. The backward computes the scores again. window: most tokens that a query attends to,
@@ -203,12 +214,12 @@ def _tiled_core(batch: MicroBatch, window: int | None) -> Iterator[Operator]:
     both: tuple[Phase, Phase] = ("forward", "input")
     products = [Operation("attention.scores", "float32 product", phase, flops, wide, shape, tiles) for phase in both]
     yield Operator("attention.scores", tuple(products))
-    passes = pointwise(batch, "attention.softmax", scores / tiles, "capped_softmax")
+    passes = elementwise_kernels(batch, "attention.softmax", scores / tiles, "capped_softmax")
     yield Operator("attention.softmax", tuple(one._replace(count=one.count * tiles) for one in passes))
     value = Operation("attention.values", "product", "forward", flops, narrow, shape, tiles)
     # Of probabilities, values, queries and keys.
     gradients = Operation("attention.gradients", "product", "input", flops, narrow, shape, 4 * tiles)
-    saved = _core(batch, window)
+    saved = _flash_attention(batch, window)
     yield Operator("attention.values", (value, gradients), saved.saved, saved.kept)
 
 
@@ -223,7 +234,7 @@ def keys_per_tile(sequence: int, tile: int, window: int | None) -> float:
     return total / sequence
 
 
-def _core(batch: MicroBatch, window: int | None) -> Operator:
+def _flash_attention(batch: MicroBatch, window: int | None) -> Operator:
     """Return softmax(q kᵀ) v of a flash kernel for this rank's tokens and heads; under cp its share, which ring
     attention balances. window: most tokens that a query attends to, None for all."""
     config, size = batch.config, batch.config.head_dim
@@ -252,11 +263,11 @@ def _core(batch: MicroBatch, window: int | None) -> Operator:
         padded = (result,) if config.value_dim < size else ()  # of which the output's input is a copy
         return Operator("attention.core", operations, (log_sum, *padded), (result, log_sum))
     if batch.device == "cuda" and not batch.capped:
-        return Operator("attention.core", operations, tuple(_cuda_kernel(batch, heads, length, window)))
+        return Operator("attention.core", operations, tuple(_cuda_kernel_saved(batch, heads, length, window)))
     return Operator("attention.core", operations, (log_sum,) if config.encoder else ())
 
 
-def _ring(batch: MicroBatch) -> Iterator[CollectiveCall]:
+def _ring_messages(batch: MicroBatch) -> Iterator[CollectiveCall]:
     """Yield the messages of ring attention, which overlap the attention of the KV block before: keys and values, in the
     backward with their gradients, of which the last go home."""
     one = 2 * batch.kv_heads * batch.all_tokens * batch.config.head_dim
@@ -268,7 +279,7 @@ def _ring(batch: MicroBatch) -> Iterator[CollectiveCall]:
     yield CollectiveCall("context", "ring", "send", back[1:], "input")
 
 
-def _cuda_kernel(batch: MicroBatch, heads: Number, length: Number, window: int | None) -> Iterator[SavedTensor]:
+def _cuda_kernel_saved(batch: MicroBatch, heads: Number, length: Number, window: int | None) -> Iterator[SavedTensor]:
     """Yield the tensors that PyTorch's CUDA attention kernels save in addition to queries, keys, values and result, by
     their sources (aten/src/ATen/native/transformers/cuda).
 

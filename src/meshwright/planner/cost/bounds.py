@@ -31,7 +31,7 @@ sequence, devices that share one (cp), step seconds."""
 _UNITS = {"devices": "devices", "sequence": "tokens a sequence", "context": "devices a sequence", "seconds": "s a step"}
 
 
-class Request(NamedTuple):
+class StepProperties(NamedTuple):
     """What decides the bounds of a predicted step: experts (True for mixtures), architecture (such as "Hopper"),
     eight_bit (True in fp8), engine (its name), devices, sequence (tokens), context (devices that share a sequence),
     seconds (predicted)."""
@@ -46,7 +46,7 @@ class Request(NamedTuple):
     seconds: float
 
     @classmethod
-    def of(cls, problem: Problem, layout: Layout, seconds: float) -> Request:
+    def of(cls, problem: Problem, layout: Layout, seconds: float) -> StepProperties:
         """Return the request of a layout of a planning problem. seconds: predicted without calibration."""
         return cls(
             bool(problem.config.experts), architecture_family(problem.cluster.device.architecture),
@@ -59,7 +59,7 @@ _PROPERTIES = ("experts", "architecture", "eight_bit")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RunKind:
     """Published runs of a kind.
 
     Attributes:
@@ -78,7 +78,7 @@ class Kind:
     architecture: str | None = None
     eight_bit: bool | None = None
 
-    def has(self, one: Request) -> bool:
+    def has(self, one: StepProperties) -> bool:
         """Return True if a request is of this kind."""
         return all(getattr(self, name) in (None, getattr(one, name)) for name in _PROPERTIES)
 
@@ -116,7 +116,7 @@ class Bounds:
 
     low: float
     high: float
-    kind: Kind | None = None
+    kind: RunKind | None = None
     outside: tuple[str, ...] = ()
     engine_published: bool = False
     engine_runs: int = 0
@@ -131,17 +131,17 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class BoundsTable:
     """Kinds of published runs, the narrowest first, and the engines that any of the runs had; `widen`: share by which
     the bounds (as logarithms) widen for each limit that is doubled, and for a kind without runs; `own`: runs of engines
     that were measured here."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[RunKind, ...]
     engines: frozenset[str]
     widen: float
     own: Mapping[str, EngineRuns] = field(default_factory=dict)
 
-    def bounds(self, one: Request) -> Bounds:
+    def bounds(self, one: StepProperties) -> Bounds:
         """Return the bounds of a request."""
         kind = next(kind for kind in self.kinds if kind.has(one))
         outside: list[str] = []
@@ -169,32 +169,32 @@ def _number(value: float) -> str:
 
 
 @cache
-def published() -> Table:
+def read_bounds_table() -> BoundsTable:
     """Return the table of bounds.toml."""
     text = resources.files("meshwright.planner.cost").joinpath("bounds.toml").read_text(encoding="utf-8")
-    return parse(tomllib.loads(text))
+    return parse_bounds_table(tomllib.loads(text))
 
 
-def parse(table: Mapping[str, Any]) -> Table:
+def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:
     """Return the parsed content of bounds.toml."""
-    kinds = [Kind(**each) for each in table["kinds"]]
+    kinds = [RunKind(**each) for each in table["kinds"]]
     own = {name: EngineRuns(**each) for name, each in table.get("own", {}).items()}
-    return Table(tuple(kinds), frozenset(table["engines"]), table["widen"], own)
+    return BoundsTable(tuple(kinds), frozenset(table["engines"]), table["widen"], own)
 
 
-def bounds_of(cluster: Cluster, one: Request) -> Bounds:
+def find_bounds(cluster: Cluster, one: StepProperties) -> Bounds:
     """Return the bounds of a request: those of published runs of its kind; on CPUs and where `probe` has measured the
     machine, constants."""
     if cluster.kind == "cpu" or cluster.measured is not None:
         band = constants()["band"]
         return Bounds(band["low"], band["high"])
-    return published().bounds(one)
+    return read_bounds_table().bounds(one)
 
 
-def with_bounds(cluster: Cluster, one: Request) -> tuple[float, float, float, Bounds]:
+def bound_seconds(cluster: Cluster, one: StepProperties) -> tuple[float, float, float, Bounds]:
     """Return (expected, low, high) seconds of a step on a cluster, calibrated, and the bounds behind them. If other
     programs disturbed the machine's measurement, the upper bound is for a run that they disturb as much."""
-    found, calibrated = bounds_of(cluster, one), cluster.calibration
+    found, calibrated = find_bounds(cluster, one), cluster.calibration
     busy = 0.0 if cluster.measured is None else cluster.measured.disturbed or 0.0
     high = found.high / (1 - busy)
     if calibrated is None:

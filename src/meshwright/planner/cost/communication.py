@@ -9,7 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.blocks import block, embedding, head
+from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
 from meshwright.planner.cost.operators import CollectiveCall, Operator, Phase
 from meshwright.planner.cost.rates import Group
@@ -18,7 +18,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
 
 
-class Call(NamedTuple):
+class PhaseCalls(NamedTuple):
     """`count` equal calls of a collective call in one phase: "forward", "recompute" or "input" (gradients)."""
 
     collective: CollectiveCall
@@ -26,14 +26,14 @@ class Call(NamedTuple):
     count: Number
 
 
-def timed_calls(operators: Iterable[Operator]) -> Iterator[Call]:
+def timed_calls(operators: Iterable[Operator]) -> Iterator[PhaseCalls]:
     """Yield the collective calls of operators that take time; recomputed ones apart."""
     for operator in operators:
         for one in operator.collectives:
             if one.timed:
-                yield Call(one, one.phase, one.count)
+                yield PhaseCalls(one, one.phase, one.count)
                 if one.again:
-                    yield Call(one, "recompute", one.count)
+                    yield PhaseCalls(one, "recompute", one.count)
 
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
@@ -99,11 +99,16 @@ def count_parameters(batch: MicroBatch) -> ParameterCounts:
     """Return the number of parameters on a rank of a dense layer, a mixture-of-experts layer, the embedding and the
     head, without ZeRO's sharding."""
     layers = {batch.config.has_experts(layer): layer for layer in reversed(range(batch.config.layers))}
-    plain, mixed = (_parameters(block(batch, layers[kind])) if kind in layers else (0.0, 0.0) for kind in (False, True))
-    return ParameterCounts(plain, mixed, _parameters(embedding(batch))[0], _parameters(head(batch, True))[0])
+    plain, mixed = (
+        _sum_parameters(layer_operators(batch, layers[kind])) if kind in layers else (0.0, 0.0)
+        for kind in (False, True)
+    )
+    return ParameterCounts(
+        plain, mixed, _sum_parameters(embedding_operators(batch))[0], _sum_parameters(head_operators(batch, True))[0]
+    )
 
 
-def _parameters(operators: Iterable[Operator]) -> tuple[Number, Number]:
+def _sum_parameters(operators: Iterable[Operator]) -> tuple[Number, Number]:
     """Return the number of (dense, expert-parallel) parameters of operators on a rank."""
     of = [(one.parameters, one.expert_parameters) for one in operators]
     return sum(each for each, _ in of), sum(each for _, each in of)

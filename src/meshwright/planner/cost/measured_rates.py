@@ -97,7 +97,7 @@ class MeasuredRates:
         """Return the seconds of all calls of an operation of one layout; None if its kind was not measured."""
         if one.kind == "product":
             assert one.shape is not None
-            return one.count * (self._products(_FORMS[one.phase]).at(*_linear(one)) + self.start)
+            return one.count * (self._products(_FORMS[one.phase]).at(*_linear_sizes(one)) + self.start)
         if one.kind == "float32 product":
             return None
         if one.kind == "attention":
@@ -167,7 +167,7 @@ class MeasuredRates:
         return max(0.25 * low, low + slope * (size - HEAD_SIZES[0]))
 
 
-def _linear(one: Operation) -> tuple[float, float, float]:
+def _linear_sizes(one: Operation) -> tuple[float, float, float]:
     """Return (tokens, outputs, inputs) of the linear layer whose forward, input-gradient or weight-gradient product an
     operation is."""
     assert one.shape is not None
@@ -211,10 +211,10 @@ def measured_cost(measured: Measured, operation: str, ranks: int, nodes: int) ->
     nearest = min(found, key=lambda each: (abs(math.log(each.ranks / ranks)), each.ranks))
     if operation == "send":
         return MeasuredCost.of(nearest.curve)
-    return MeasuredCost.of(nearest.curve, _sent(ranks) / _sent(nearest.ranks))
+    return MeasuredCost.of(nearest.curve, _sent_fraction(ranks) / _sent_fraction(nearest.ranks))
 
 
-def _sent(ranks: int) -> float:
+def _sent_fraction(ranks: int) -> float:
     """Return the fraction (n - 1) / n of a vector that each of `ranks` ranks sends in a collective; an all-reduce sends
     twice that."""
     return (ranks - 1) / ranks

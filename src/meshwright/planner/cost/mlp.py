@@ -5,18 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, Routed
-from meshwright.planner.cost.operators import CollectiveCall, Linear, Operator, SavedTensor, linear, pointwise
-from meshwright.planner.cost.tensor_parallel import enter, hidden_bytes, leave, row_parallel
+from meshwright.planner.cost.operators import (
+    CollectiveCall,
+    LinearShape,
+    Operator,
+    SavedTensor,
+    elementwise_kernels,
+    linear_operator,
+)
+from meshwright.planner.cost.tensor_parallel import (
+    column_parallel_calls,
+    hidden_bytes,
+    row_parallel_calls,
+    row_parallel_saved,
+)
 
 
-def feed_forward(batch: MicroBatch) -> Iterator[Operator]:
+def mlp_operators(batch: MicroBatch) -> Iterator[Operator]:
     """Yield the operators of a dense MLP."""
-    yield Operator("mlp.input", collectives=tuple(enter(batch, "mlp.input")))
-    yield from _perceptron(batch, "mlp", batch.config.intermediate // batch.tp, row_parallel(batch, "mlp.down"))
-    yield Operator("mlp.output", collectives=tuple(leave(batch, "mlp.output")))
+    yield Operator("mlp.input", collectives=tuple(column_parallel_calls(batch, "mlp.input")))
+    yield from _mlp_products(batch, "mlp", batch.config.intermediate // batch.tp, row_parallel_saved(batch, "mlp.down"))
+    yield Operator("mlp.output", collectives=tuple(row_parallel_calls(batch, "mlp.output")))
 
 
-def _perceptron(
+def _mlp_products(
     batch: MicroBatch, name: str, width: Number, kept: tuple[SavedTensor, ...], input_saved: bool = False
 ) -> Iterator[Operator]:
     """Yield up and gate product, activation and down product. name: prefix, such as "mlp"; width: hidden columns on
@@ -27,21 +39,21 @@ def _perceptron(
     x_input = SavedTensor(f"{name}.up.input", (*tokens, config.hidden), "x")
     x_up = SavedTensor(f"{name}.up.output", (*tokens, up), "x")
     reads_up = gated or config.activation != "relu"  # ReLU's backward reads its result alone
-    yield linear(
-        batch, f"{name}.up", Linear(batch.all_tokens, up, config.hidden, bias=config.mlp_bias),
+    yield linear_operator(
+        batch, f"{name}.up", LinearShape(batch.all_tokens, up, config.hidden, bias=config.mlp_bias),
         saved=(*([] if input_saved else [x_input]), *([x_up] if reads_up else [])), kept=(x_up,),
     )  # fmt: skip
     columns = *tokens, width
     yield Operator(
         f"{name}.activation",
-        pointwise(
+        elementwise_kernels(
             batch, f"{name}.activation", batch.all_tokens * width, "gated_activation" if gated else "activation",
             batch.engine.activation_fusion,
         ),
         (SavedTensor(f"{name}.activation", columns, "x"),) if gated else (),
     )  # fmt: skip
-    yield linear(
-        batch, f"{name}.down", Linear(batch.all_tokens, config.hidden, width, bias=config.mlp_bias),
+    yield linear_operator(
+        batch, f"{name}.down", LinearShape(batch.all_tokens, config.hidden, width, bias=config.mlp_bias),
         saved=(SavedTensor(f"{name}.down.input", columns, "x"),), kept=kept,
     )  # fmt: skip
 
@@ -49,7 +61,7 @@ def _perceptron(
 # --- mixtures of experts
 
 
-def mixture(batch: MicroBatch, layer: int) -> Iterator[Operator]:
+def mixture_operators(batch: MicroBatch, layer: int) -> Iterator[Operator]:
     """Yield the operators of a mixture of experts: router, dispatch, the experts of this rank, combination, and the
     shared expert. layer: index of the layer, whose load may be known."""
     config, layout, fusion = batch.config, batch.layout, batch.engine.activation_fusion
@@ -59,49 +71,54 @@ def mixture(batch: MicroBatch, layer: int) -> Iterator[Operator]:
     # Else there is only dispatch and combine.
     meets = layout.tp > 1 and (not batch.expert_parallel or config.shared_intermediate > 0)
     if meets:
-        yield Operator("mlp.input", collectives=tuple(enter(batch, "mlp.input")))
-    yield from _router(batch)
+        yield Operator("mlp.input", collectives=tuple(column_parallel_calls(batch, "mlp.input")))
+    yield from _router_operators(batch)
     copied = (SavedTensor("mlp.experts.unweighted", (batch.copies, hidden), "x"),) if config.routed_input else ()
-    yield Operator("mlp.copies", pointwise(batch, "mlp.copies", batch.copies * hidden, "token_copies"), copied)
+    yield Operator(
+        "mlp.copies", elementwise_kernels(batch, "mlp.copies", batch.copies * hidden, "token_copies"), copied
+    )
     if batch.expert_parallel:
-        yield from _dispatch(batch, load, arriving)
+        yield from _dispatch_operators(batch, load, arriving)
     # A rank adds its slice of the second bias.
     biased, slices = config.mlp_bias, batch.etp if batch.expert_parallel else batch.tp
-    matrices = Linear(arriving / held, 2 * width, hidden, held, biased), Linear(arriving / held, hidden, width, held)
+    matrices = (
+        LinearShape(arriving / held, 2 * width, hidden, held, biased),
+        LinearShape(arriving / held, hidden, width, held),
+    )
     held_parameters = matrices[0].parameters, matrices[1].parameters + biased * held * (hidden // slices)
     owned = "expert_parameters" if batch.expert_parallel else "parameters"
     computed = load.computed
     x_up = SavedTensor("mlp.experts.up.output", (computed, 2 * width), "x")
     x_input = SavedTensor("mlp.experts.up.input", (computed, hidden), "x")
     ends = SavedTensor("mlp.experts.ends", (held,), "int32")
-    found = linear(
+    found = linear_operator(
         batch, "mlp.experts.up", matrices[0], saved=(ends, x_input, x_up), kept=(x_up,), parameters=0,
     )  # fmt: skip
     yield found._replace(**{owned: held_parameters[0]})
     if biased:
         columns = arriving * (2 * width + hidden // slices)
-        yield Operator("mlp.experts.bias", pointwise(batch, "mlp.experts.bias", columns, "grouped_bias"))
+        yield Operator("mlp.experts.bias", elementwise_kernels(batch, "mlp.experts.bias", columns, "grouped_bias"))
     clamped = config.swiglu_limit is not None  # one function, which saves its input alone
     name = "clamped_swiglu" if clamped else "gated_activation"
     yield Operator(
-        "mlp.experts.activation", pointwise(batch, "mlp.experts.activation", arriving * width, name, fusion),
+        "mlp.experts.activation", elementwise_kernels(batch, "mlp.experts.activation", arriving * width, name, fusion),
         () if clamped else (SavedTensor("mlp.experts.activation", (computed, width), "x"),),
     )  # fmt: skip
     down = SavedTensor("mlp.experts.down.input", (computed, width), "x")
-    found = linear(
+    found = linear_operator(
         batch, "mlp.experts.down", matrices[1], saved=(down,),
         kept=(SavedTensor("mlp.experts.down.output", (computed, hidden), "x"),), parameters=0,
     )  # fmt: skip
     yield found._replace(**{owned: held_parameters[1]})
-    yield from _combine(batch, load)
+    yield from _combine_operators(batch, load)
     if config.shared_intermediate:
-        yield from _shared_expert(batch)
+        yield from _shared_expert_operators(batch)
     if meets:
         output = SavedTensor("mlp.output", (batch.rows, batch.slice, hidden), "x")
-        yield Operator("mlp.output", kept=(output,), collectives=tuple(leave(batch, "mlp.output")))
+        yield Operator("mlp.output", kept=(output,), collectives=tuple(row_parallel_calls(batch, "mlp.output")))
 
 
-def _router(batch: MicroBatch) -> Iterator[Operator]:
+def _router_operators(batch: MicroBatch) -> Iterator[Operator]:
     """Yield the router: its product, the choice of experts with their weights, and the load-balancing loss."""
     config, routed = batch.config, batch.routed_tokens
     chosen, experts = config.experts_per_token, config.experts
@@ -116,8 +133,8 @@ def _router(batch: MicroBatch) -> Iterator[Operator]:
         saved.append(SavedTensor("mlp.router.input", (routed, config.hidden), "wide"))
         saved.append(SavedTensor("mlp.router.weight", (experts, config.hidden), "wide"))
     logits = SavedTensor("mlp.router.logits", (routed, experts), "wide" if config.router == "sigmoid" else "x")
-    product = Linear(routed, experts, config.hidden, bias=config.mlp_bias)
-    yield linear(
+    product = LinearShape(routed, experts, config.hidden, bias=config.mlp_bias)
+    yield linear_operator(
         batch, "mlp.router", product, saved=tuple(saved), kept=(logits,),
         parameters=experts * (config.hidden + config.router_bias + config.mlp_bias),
     )  # fmt: skip
@@ -129,11 +146,11 @@ def _router(batch: MicroBatch) -> Iterator[Operator]:
         saved.append(SavedTensor("mlp.router.unnormalised", (routed, chosen), "wide"))
         saved.append(SavedTensor("mlp.router.sum", (routed, 1), "wide"))
     saved.append(SavedTensor("mlp.router.weights", (routed, chosen), "x"))
-    yield Operator("mlp.routing", pointwise(batch, "mlp.routing", routed * experts, "routing"), tuple(saved))
-    yield _balance(batch)
+    yield Operator("mlp.routing", elementwise_kernels(batch, "mlp.routing", routed * experts, "routing"), tuple(saved))
+    yield _balance_operator(batch)
 
 
-def _balance(batch: MicroBatch) -> Operator:
+def _balance_operator(batch: MicroBatch) -> Operator:
     """Return the load-balancing loss and the update of the router's biases."""
     config, layout = batch.config, batch.layout
     saved, kept, calls = [], [], []
@@ -152,7 +169,7 @@ def _balance(batch: MicroBatch) -> Operator:
     return Operator("mlp.balance", (), tuple(saved), tuple(kept), tuple(calls))
 
 
-def _dispatch(batch: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operator]:
+def _dispatch_operators(batch: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operator]:
     """Yield the dispatch of token copies to expert-parallel ranks: an all-to-all over ep, an all-gather over etp, and
     the copies' order by expert."""
     config, hidden = batch.config, batch.config.hidden
@@ -164,21 +181,21 @@ def _dispatch(batch: MicroBatch, load: Routed, arriving: Number) -> Iterator[Ope
     kept = (SavedTensor("mlp.experts.dispatched", (load.arrived, hidden), "x"),) if batch.layout.ep > 1 else ()
     counts = 8 * (config.experts // batch.ep + 1), 8 * (config.experts + 1)
     calls = [
-        *_both("ep", "all-to-all", "experts.dispatch", (sent, rows), full),
-        *_both("etp", "all-gather", "experts.gather", (rows * batch.etp,) * 2, full),
+        *_forward_and_backward("ep", "all-to-all", "experts.dispatch", (sent, rows), full),
+        *_forward_and_backward("etp", "all-gather", "experts.gather", (rows * batch.etp,) * 2, full),
         # The time model leaves out what selective recompute gathers again.
-        *([_untimed("etp", "experts.gather", rows, batch.etp - 1)] if repeated and not full else []),
-        _untimed("ep", "experts.counts", counts[0], batch.ep - 1),
-        _untimed("etp", "experts.counts", counts[1], batch.etp - 1),
+        *([_untimed_call("etp", "experts.gather", rows, batch.etp - 1)] if repeated and not full else []),
+        _untimed_call("ep", "experts.counts", counts[0], batch.ep - 1),
+        _untimed_call("etp", "experts.counts", counts[1], batch.etp - 1),
     ]
     if not batch.layout.tensor_sequence_parallel and batch.layout.tp > 1:
         back = (("experts.input.backward", hidden_bytes(batch)),)
         calls.append(CollectiveCall("expert", "tp", "all-gather", back, "input"))
-    of = pointwise(batch, "mlp.exchange", arriving * hidden, "dispatch")
+    of = elementwise_kernels(batch, "mlp.exchange", arriving * hidden, "dispatch")
     yield Operator("mlp.exchange", of, saved, kept, tuple(calls))
 
 
-def _combine(batch: MicroBatch, load: Routed) -> Iterator[Operator]:
+def _combine_operators(batch: MicroBatch, load: Routed) -> Iterator[Operator]:
     """Yield the operators that return the experts' results to their tokens, weighted and summed: a
     reduce-scatter over etp and an all-to-all over ep where experts are expert-parallel."""
     config, layout, hidden = batch.config, batch.layout, batch.config.hidden
@@ -196,8 +213,8 @@ def _combine(batch: MicroBatch, load: Routed) -> Iterator[Operator]:
     if layout.etp > 1:
         kept.append(SavedTensor("mlp.experts.sum", (load.arrived, hidden), "x"))
     if batch.expert_parallel:
-        calls += _both("etp", "reduce-scatter", "experts.sum", (rows * batch.etp,) * 2, full)
-        calls += _both("ep", "all-to-all", "experts.combine", (rows, sent), full)
+        calls += _forward_and_backward("etp", "reduce-scatter", "experts.sum", (rows * batch.etp,) * 2, full)
+        calls += _forward_and_backward("ep", "all-to-all", "experts.combine", (rows, sent), full)
         if not layout.tensor_sequence_parallel and layout.tp > 1:
             size = hidden_bytes(batch)
             calls.append(CollectiveCall("expert", "tp", "all-gather", (("experts.output", size),)))
@@ -214,7 +231,9 @@ def _copied_bytes(batch: MicroBatch) -> tuple[Number, Number]:
     return elements * batch.itemsize, elements * (1 if eight_bit else batch.itemsize)
 
 
-def _both(axis: str, operation: str, site: str, sizes: tuple[Number, Number], again: bool) -> list[CollectiveCall]:
+def _forward_and_backward(
+    axis: str, operation: str, site: str, sizes: tuple[Number, Number], again: bool
+) -> list[CollectiveCall]:
     """Return the collective of a call site in the forward and its counterpart in the backward. sizes: bytes of the full
     vector of each; again: it is recomputed."""
     opposite = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(operation, operation)
@@ -224,22 +243,22 @@ def _both(axis: str, operation: str, site: str, sizes: tuple[Number, Number], ag
     ]
 
 
-def _untimed(axis: str, site: str, size: Number, count: Number) -> CollectiveCall:
+def _untimed_call(axis: str, site: str, size: Number, count: Number) -> CollectiveCall:
     """Return messages that the time model leaves out. size, count: bytes of each, and number."""
     return CollectiveCall("expert", axis, "send", ((site, size),), "forward", count, timed=False)
 
 
-def _shared_expert(batch: MicroBatch) -> Iterator[Operator]:
+def _shared_expert_operators(batch: MicroBatch) -> Iterator[Operator]:
     """Yield the operators of the expert that computes every token; its input is the mixture's, unless that is only a
     slice of the tokens."""
     config, tokens = batch.config, (batch.rows, batch.tokens)
     name, width = "mlp.shared", config.shared_intermediate // batch.tp
     down = SavedTensor(f"{name}.down.output", (*tokens, config.hidden), "x")
     apart = batch.expert_parallel and batch.layout.tp > 1
-    yield from _perceptron(batch, name, width, (down,), input_saved=not apart)
+    yield from _mlp_products(batch, name, width, (down,), input_saved=not apart)
     if config.shared_gate:
         gate = SavedTensor(f"{name}.gate", (*tokens, 1), "x")
         output = SavedTensor(f"{name}.output", (*tokens, config.hidden), "x")
-        yield linear(
-            batch, f"{name}.gate", Linear(batch.all_tokens, 1, config.hidden), saved=(gate, output), kept=(gate,)
+        yield linear_operator(
+            batch, f"{name}.gate", LinearShape(batch.all_tokens, 1, config.hidden), saved=(gate, output), kept=(gate,)
         )

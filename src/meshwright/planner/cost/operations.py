@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from meshwright.planner.cost.blocks import block, embedding, head, prediction_input
+from meshwright.planner.cost.blocks import (
+    embedding_operators,
+    head_operators,
+    layer_operators,
+    prediction_input_operators,
+)
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, at_most, layer_kind
 from meshwright.planner.cost.operators import Operation, Operator
 from meshwright.spec.chunks import keeps_head_gradient
@@ -18,7 +23,7 @@ from meshwright.spec.stages import Stage
 _CORE = ("attention.scores", "attention.values", "attention.softmax", "attention.gradients")
 
 
-def operations(batch: MicroBatch, stage: Stage, *, at_once: bool = True) -> list[Operation]:
+def list_operations(batch: MicroBatch, stage: Stage, *, at_once: bool = True) -> list[Operation]:
     """Return the operations of one micro-batch on one rank of a pipeline stage.
 
     at_once: the loss's backward directly follows its forward; if not, the engine `meshwright` may compute the logits
@@ -26,14 +31,14 @@ def operations(batch: MicroBatch, stage: Stage, *, at_once: bool = True) -> list
     """
     found: list[Operation] = []
     if stage.first:
-        found += computed(embedding(batch))
+        found += list_kernels(embedding_operators(batch))
     kinds = Counter(layer_kind(batch.config, layer) for layer in stage.layers)
     examples = {layer_kind(batch.config, layer): layer for layer in reversed(stage.layers)}
     for kind, layers in kinds.items():
         found += [one._replace(count=one.count * layers) for one in layer_operations(batch, examples[kind])]
     if stage.last:
         keeps = keeps_gradient(batch, len(stage.layers), at_once) or batch.engine.name != "meshwright"
-        found += [*computed(head(batch, keeps)), *prediction_operations(batch, keeps)]
+        found += [*list_kernels(head_operators(batch, keeps)), *prediction_operations(batch, keeps)]
     return found
 
 
@@ -41,8 +46,8 @@ def prediction_operations(batch: MicroBatch, keeps_gradient: bool) -> list[Opera
     """Return the operations of the module of multi-token prediction; none without one. keeps_gradient: as of `head`."""
     if not batch.config.prediction_layers:
         return []
-    ends = [*prediction_input(batch), *head(batch, keeps_gradient)]
-    return [*computed(ends), *layer_operations(batch, batch.config.layers)]
+    ends = [*prediction_input_operators(batch), *head_operators(batch, keeps_gradient)]
+    return [*list_kernels(ends), *layer_operations(batch, batch.config.layers)]
 
 
 def keeps_gradient(batch: MicroBatch, layers: int, at_once: bool) -> bool:
@@ -55,11 +60,11 @@ def keeps_gradient(batch: MicroBatch, layers: int, at_once: bool) -> bool:
 
 def layer_operations(batch: MicroBatch, layer: int) -> list[Operation]:
     """Return the operations of the layer with index `layer`, recomputed ones included."""
-    found = computed(block(batch, layer))
-    return [*found, *_recomputed(batch, found, batch.config.has_experts(layer))]
+    found = list_kernels(layer_operators(batch, layer))
+    return [*found, *_recomputed_operations(batch, found, batch.config.has_experts(layer))]
 
 
-def computed(operators: Iterable[Operator]) -> list[Operation]:
+def list_kernels(operators: Iterable[Operator]) -> list[Operation]:
     """Return the compute kernels (operations, each with FLOPs, bytes and phase) of a layer's operators, in order."""
     return [one for operator in operators for one in operator.operations]
 
@@ -70,7 +75,7 @@ def total_flops(found: list[Operation], *phases: str) -> Number:
     return sum(one.flops * one.count for one in found if not phases or one.phase in phases)
 
 
-def _recomputed(batch: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator[Operation]:
+def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator[Operation]:
     """Yield the operations of a layer's forward that activation checkpointing recomputes. layer: all operations of the
     layer; mixed: its MLP is a mixture of experts."""
     kind, engine = batch.layout.recompute, batch.engine

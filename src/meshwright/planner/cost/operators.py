@@ -115,7 +115,7 @@ def in_eight_bits(name: str) -> bool:
     return name in ("attention.qkv", "attention.output") or name.endswith((".up", ".down", "_up"))
 
 
-class Linear(NamedTuple):
+class LinearShape(NamedTuple):
     """Shape of a linear layer y = x Wᵀ on one rank. rows: tokens; count: number of equal layers; bias: it has a
     bias."""
 
@@ -131,7 +131,7 @@ class Linear(NamedTuple):
         return self.count * self.outputs * (self.inputs + self.bias)
 
 
-def products(batch: MicroBatch, name: str, of: Linear) -> tuple[Operation, ...]:
+def linear_kernels(batch: MicroBatch, name: str, of: LinearShape) -> tuple[Operation, ...]:
     """Return a linear layer's matrix products y = x Wᵀ, dx = dy W and dW = dyᵀ x, and the kernels that go with them:
     accumulation into the gradient's sum, bias gradient, fp8 casts. name: such as "mlp.up"."""
     rows, out, inner, count, bias = of
@@ -161,12 +161,12 @@ def products(batch: MicroBatch, name: str, of: Linear) -> tuple[Operation, ...]:
     return tuple(found)
 
 
-def linear(batch: MicroBatch, name: str, of: Linear, **more: object) -> Operator:
+def linear_operator(batch: MicroBatch, name: str, of: LinearShape, **more: object) -> Operator:
     """Return the operator of a linear layer. name: such as "mlp.up"; more: further fields of `Operator`."""
-    return Operator(name, products(batch, name, of), parameters=of.parameters)._replace(**more)  # type: ignore[arg-type]
+    return Operator(name, linear_kernels(batch, name, of), parameters=of.parameters)._replace(**more)  # type: ignore[arg-type]
 
 
-def pointwise(
+def elementwise_kernels(
     batch: MicroBatch, name: str, elements: Number, work: str, fusion: Fusion | None = None
 ) -> tuple[Operation, ...]:
     """Return the kernels of an elementwise operation on `elements` elements, forward and backward. name: such as
@@ -182,7 +182,7 @@ def pointwise(
     return tuple(found)
 
 
-def scaled(name: str, shape: tuple[Number, ...], centred: bool) -> Iterator[SavedTensor]:
+def rms_norm_saved(name: str, shape: tuple[Number, ...], centred: bool) -> Iterator[SavedTensor]:
     """Yield what an RMS norm saves beside its input: the scale of each vector, and the scaled vectors. name: prefix,
     such as "mlp_norm"; shape: of the norm's input; centred: its factors are 1 + weight, which are saved too."""
     if centred:

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.planner.cost.blocks import block, embedding, head
-from meshwright.planner.cost.communication import Call, ParameterCounts, count_parameters, timed_calls
+from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
+from meshwright.planner.cost.communication import ParameterCounts, PhaseCalls, count_parameters, timed_calls
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, LayerKind, MicroBatch, layer_kind, structure
-from meshwright.planner.cost.operations import computed, layer_operations, prediction_operations
+from meshwright.planner.cost.operations import layer_operations, list_kernels, prediction_operations
 from meshwright.planner.cost.operators import CollectiveCall, Operation
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.program.durations import Floats
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.config import ModelConfig
@@ -53,7 +53,7 @@ def gradient_bytes(engine: Engine, itemsize: int) -> int:
     return (engine.reduced_bytes or engine.gradient_bytes) if itemsize == 2 else 4
 
 
-def group_by_structure(config: ModelConfig, candidates: Sequence[Candidate]) -> Iterator[Array]:
+def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]) -> Iterator[Array]:
     """Yield the indices of candidates whose layouts have the same structure, and can be computed as arrays."""
     found: dict[tuple[object, ...], list[int]] = {}
     for number, one in enumerate(candidates):
@@ -61,7 +61,7 @@ def group_by_structure(config: ModelConfig, candidates: Sequence[Candidate]) -> 
     yield from map(np.array, found.values())
 
 
-def micro_batch_of(problem: Problem, candidates: Sequence[Candidate], **options: Any) -> MicroBatch:
+def micro_batch_of(problem: Problem, candidates: Sequence[StageCandidate], **options: Any) -> MicroBatch:
     """Return the micro-batch of candidates of equal structure. options: further fields of `MicroBatch`."""
     layouts = [one.layout for one in candidates]
     axes = {axis: np.array([getattr(layout, axis) for layout in layouts]) for axis in ("tp", "cp", "ep", "etp")}
@@ -73,7 +73,7 @@ def micro_batch_of(problem: Problem, candidates: Sequence[Candidate], **options:
     )  # fmt: skip
 
 
-class PieceTimes:
+class LayerTimes:
     """Seconds of the pieces of a micro-batch under candidate layouts. Phases: forward, input gradients (with
     recompute), weight gradients. Parts: compute, and exposed communication of tp (tensor), cp (context), ep (expert)
     and dp (data).
@@ -87,7 +87,7 @@ class PieceTimes:
         parameters: Numbers of parameters on a rank.
     """
 
-    def __init__(self, problem: Problem, candidates: Sequence[Candidate], in_place: Floats = UNCORRECTED) -> None:
+    def __init__(self, problem: Problem, candidates: Sequence[StageCandidate], in_place: Floats = UNCORRECTED) -> None:
         """Price candidates. in_place [parts]: factor by which each part takes longer in a step than operations timed
         alone."""
         self.problem, self.candidates = problem, list(candidates)
@@ -121,9 +121,9 @@ class PieceTimes:
         """Index into `meshes`: layouts with different sizes of tp, cp, ep, etp."""
         self.meshes = [layouts[sizes.index(each)] for each in numbers]
 
-    def take(self, index: int) -> PieceTimes:
+    def take(self, index: int) -> LayerTimes:
         """Return the times of one candidate."""
-        found = object.__new__(PieceTimes)
+        found = object.__new__(LayerTimes)
         found.__dict__.update(self.__dict__, candidates=[self.candidates[index]])
         at = slice(index, index + 1)
         found.layer, found.first, found.last = self.layer[at], self.first[at], self.last[at]
@@ -131,9 +131,9 @@ class PieceTimes:
         found._index()
         return found
 
-    def summed(self) -> PieceTimes:
+    def summed(self) -> LayerTimes:
         """Return the times with all parts added up: [..., 1]."""
-        found = object.__new__(PieceTimes)
+        found = object.__new__(LayerTimes)
         found.__dict__.update(self.__dict__)
         found.layer, found.first, found.last = (
             each.sum(axis=-1, keepdims=True) for each in (self.layer, self.first, self.last)
@@ -183,32 +183,34 @@ class PieceTimes:
         batch = micro_batch_of(self.problem, chosen)
         numbers, mesh = np.unique(self.mesh[which], return_inverse=True)
         groups = ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
-        price = _Pricing(batch, self.rates, groups)
+        price = _TimeModel(batch, self.rates, groups)
         for number, layer in enumerate(self.examples.values()):
             self.layer[which, number] = price.seconds(
-                layer_operations(batch, layer), timed_calls(block(batch, layer)), self.problem.engine.host_seconds
+                layer_operations(batch, layer),
+                timed_calls(layer_operators(batch, layer)),
+                self.problem.engine.host_seconds,
             )
-        operators = list(embedding(batch))
-        self.first[which] = price.seconds(computed(operators), timed_calls(operators))
+        operators = list(embedding_operators(batch))
+        self.first[which] = price.seconds(list_kernels(operators), timed_calls(operators))
         for kept in (False, True):
-            operators = list(head(batch, kept or self.problem.engine.name != "meshwright"))
-            self.last[which, int(kept)] = price.seconds(computed(operators), timed_calls(operators))
+            operators = list(head_operators(batch, kept or self.problem.engine.name != "meshwright"))
+            self.last[which, int(kept)] = price.seconds(list_kernels(operators), timed_calls(operators))
             if batch.config.prediction_layers:
-                again = [*operators, *block(batch, batch.config.layers)]
+                again = [*operators, *layer_operators(batch, batch.config.layers)]
                 self.last[which, int(kept)] += price.seconds(prediction_operations(batch, kept), timed_calls(again))
         counts = count_parameters(batch)
         for number, each in enumerate((*counts.layer, *counts.mixture, counts.first, counts.last)):
             self.parameters[number, which] = each
 
 
-class _Pricing(NamedTuple):
+class _TimeModel(NamedTuple):
     """Time model of a micro-batch: speeds of operations and of collectives."""
 
     batch: MicroBatch
     rates: Rates
     groups: ProcessGroups
 
-    def seconds(self, operations: Iterable[Operation], calls: Iterable[Call], host: float = 0.0) -> Floats:
+    def seconds(self, operations: Iterable[Operation], calls: Iterable[PhaseCalls], host: float = 0.0) -> Floats:
         """Return the seconds of operations and of the exposed communication beside them: [candidates, phases,
         parts]. host: seconds in which the host issues an operation or a call, where it may be the limit."""
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS), len(self.groups.which)))

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.planner.cost.adapters import frozen_bytes
+from meshwright.planner.cost.adapters import frozen_bytes_per_trained
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.operators import Collective
-from meshwright.planner.cost.piece_times import PieceTimes, layer_kinds
+from meshwright.planner.cost.piece_times import LayerTimes, layer_kinds
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.program.durations import Floats
 from meshwright.spec.stages import Stage
@@ -108,7 +108,7 @@ class PipelineTimes:
     """
 
     def __init__(
-        self, pieces: PieceTimes, index: Array, stages: Sequence[Stage], places: Sequence[Sequence[int]]
+        self, pieces: LayerTimes, index: Array, stages: Sequence[Stage], places: Sequence[Sequence[int]]
     ) -> None:
         """Prepare the predictions. stages: all stages of the pipeline; places: stage indices of each pipeline rank."""
         config = pieces.problem.config
@@ -185,7 +185,9 @@ class PipelineTimes:
             if numel.any():
                 scatter = scatter + groups.seconds("reduce-scatter", axis, numel * self.pieces.gradient_bytes)
                 if zero == 3:
-                    size = self.pieces.itemsize + frozen_bytes(self.pieces.problem.config, self.pieces.dtype)
+                    size = self.pieces.itemsize + frozen_bytes_per_trained(
+                        self.pieces.problem.config, self.pieces.dtype
+                    )
                     gather = gather + groups.seconds("all-gather", axis, numel * size)
         return gather.T, scatter.T
 

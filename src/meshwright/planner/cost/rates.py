@@ -233,7 +233,7 @@ class Collectives:
             measured, found = self.cluster.measured, None
             if measured is not None and group.ranks > 1:
                 found = measured_cost(measured, operation, group.ranks, group.nodes)
-            self._costs[operation, group] = _cost(self.cluster, operation, group) if found is None else found
+            self._costs[operation, group] = _published_cost(self.cluster, operation, group) if found is None else found
         return self._costs[operation, group]
 
     def overlap_slowdown(self, group: Group) -> float:
@@ -246,7 +246,7 @@ class Collectives:
         return float(constants()["overlap"]["tax"]["inside" if group.nodes == 1 else "across"])
 
 
-def _cost(cluster: Cluster, operation: Collective, group: Group) -> Cost | SlowerOfTwo:
+def _published_cost(cluster: Cluster, operation: Collective, group: Group) -> Cost | SlowerOfTwo:
     """Return the cost function of a collective in a group, from published bandwidths.
 
     For an all-reduce of s bytes over n ranks, a rank sends 2 s (n - 1) / n bytes, and s (n - 1) / n for the others: the
@@ -266,24 +266,24 @@ def _cost(cluster: Cluster, operation: Collective, group: Group) -> Cost | Slowe
     if operation == "all-to-all" and group.nodes > 1:
         away, near = (ranks - group.in_node) / ranks, (group.in_node - 1) / ranks
         return SlowerOfTwo(
-            _ramped(start, near, _inside(cluster, operation, group.in_node), "inside"),
-            _ramped(start, away, _across(cluster.across, 1), "across"),
+            _ramped_cost(start, near, _inside_bandwidth(cluster, operation, group.in_node), "inside"),
+            _ramped_cost(start, away, _across_bandwidth(cluster.across, 1), "across"),
         )
     if group.nodes == 1:
-        return _ramped(start, share, _inside(cluster, operation, ranks), "inside")
+        return _ramped_cost(start, share, _inside_bandwidth(cluster, operation, ranks), "inside")
     rings = 2 if operation == "all-reduce" else 1
     hops = rings * (group.nodes * cluster.across.latency + (ranks - group.nodes) * cluster.inside.latency)
     if operation == "all-reduce":  # a tree over nodes instead, where that is shorter
         hops = min(
             hops, 2 * math.log2(group.nodes) * cluster.across.latency + 2 * group.in_node * cluster.inside.latency
         )
-    bandwidth = _across(cluster.across, group.in_node)
+    bandwidth = _across_bandwidth(cluster.across, group.in_node)
     if group.in_node > 1:  # the ring also runs inside of nodes
-        bandwidth = min(bandwidth, _inside(cluster, "all-gather", ranks))
-    return _ramped(start + hops, share, bandwidth, "across")
+        bandwidth = min(bandwidth, _inside_bandwidth(cluster, "all-gather", ranks))
+    return _ramped_cost(start + hops, share, bandwidth, "across")
 
 
-def _ramped(start: float, share: float, bandwidth: float, where: str) -> Cost:
+def _ramped_cost(start: float, share: float, bandwidth: float, where: str) -> Cost:
     """Return the cost function of a collective in which a rank sends the fraction `share` of a vector: with w = share x
     size, start + w / bandwidth + sqrt(w x ramp / bandwidth) seconds. start: seconds; bandwidth: bytes a second; where:
     "inside" or "across" nodes, which selects the constant `ramp`."""
@@ -291,7 +291,7 @@ def _ramped(start: float, share: float, bandwidth: float, where: str) -> Cost:
     return Cost(start, share / bandwidth, math.sqrt(share * ramp / bandwidth))
 
 
-def _inside(cluster: Cluster, operation: Collective, ranks: int) -> float:
+def _inside_bandwidth(cluster: Cluster, operation: Collective, ranks: int) -> float:
     """Return the bandwidth of a collective's large messages among `ranks` ranks inside a node, in bytes a second.
     operation: such as "all-reduce"."""
     found, device = constants()["collectives"], cluster.device
@@ -310,7 +310,7 @@ def _measured_share(cluster: Cluster) -> float:
     return cluster.inside.bandwidth / links.scaleup if links is not None and links.scaleup else 0.0
 
 
-def _across(link: Link, in_node: int) -> float:
+def _across_bandwidth(link: Link, in_node: int) -> float:
     """Return the bandwidth between nodes in bytes a second if `in_node` ranks of each node send over all their links at
     once."""
     return float(link.bandwidth * in_node * constants()["collectives"]["efficiency"]["across"])

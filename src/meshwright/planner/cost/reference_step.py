@@ -93,39 +93,42 @@ def measured_step_factors(cluster: Cluster, precision: str, engine: Engine) -> F
     measured = cluster.measured
     if measured is None or not measured.steps or engine.name != "meshwright":
         return UNCORRECTED
-    steps = {(_axis(Layout.parse(each.layout)), Layout.parse(each.layout).precision): each for each in measured.steps}
+    steps = {
+        (_measured_part(Layout.parse(each.layout)), Layout.parse(each.layout).precision): each
+        for each in measured.steps
+    }
     base = steps.get(("data", precision)) or next((each for (axis, _), each in steps.items() if axis == "data"), None)
     if base is None:
         return UNCORRECTED
-    compute, data = _added(cluster, Layout.parse(base.layout))
+    compute, data = _sum_operations(cluster, Layout.parse(base.layout))
     found = dict.fromkeys(MICRO_BATCH_PARTS, 1.0)
-    found["compute"] = _known((base.seconds - data) / compute["compute"])
+    found["compute"] = _discard_noise((base.seconds - data) / compute["compute"])
     for (axis, other), each in steps.items():
         if axis == "data":
             continue
-        parts, data = _added(cluster, Layout.parse(each.layout))
+        parts, data = _sum_operations(cluster, Layout.parse(each.layout))
         alike = steps.get(("data", other), base)
-        own, sums = _added(cluster, Layout.parse(alike.layout))
-        working = _known((alike.seconds - sums) / own["compute"]) * parts["compute"]
-        found[axis] = _known((each.seconds - working - data) / parts[axis])
+        own, sums = _sum_operations(cluster, Layout.parse(alike.layout))
+        working = _discard_noise((alike.seconds - sums) / own["compute"]) * parts["compute"]
+        found[axis] = _discard_noise((each.seconds - working - data) / parts[axis])
     if not any(axis == "context" for axis, _ in steps):
         found["context"] = found["tensor"]
     found["expert"] = found["tensor"]
     return np.array([found[part] for part in MICRO_BATCH_PARTS])
 
 
-def _axis(layout: Layout) -> str:
+def _measured_part(layout: Layout) -> str:
     """Return the part of a step whose communication a measured layout shows: "tensor" (tp), "context" (cp) or
     "data"."""
     return "tensor" if layout.tp > 1 else "context" if layout.cp > 1 else "data"
 
 
-def _known(factor: float) -> float:
+def _discard_noise(factor: float) -> float:
     """Return a measured factor, or 1 if it is so far from 1 that it must be noise."""
     return factor if LEAST <= factor <= MOST else 1.0
 
 
-def _added(cluster: Cluster, layout: Layout) -> tuple[dict[str, float], float]:
+def _sum_operations(cluster: Cluster, layout: Layout) -> tuple[dict[str, float], float]:
     """Return (seconds by part of a measured step, seconds of its gradient reductions), predicted without the factors of
     `measured_step_factors`: as the sum of operations timed alone."""
     assert cluster.measured is not None

@@ -12,14 +12,14 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost import engines
-from meshwright.planner.cost.bounds import Bounds, Request, with_bounds
+from meshwright.planner.cost.bounds import Bounds, StepProperties, bound_seconds
 from meshwright.planner.cost.bubbles import closed_makespan, stages_by_rank
-from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS, UNCORRECTED, PieceTimes
+from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS, UNCORRECTED, LayerTimes
 from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes, overlapping_passes
 from meshwright.planner.cost.process_groups import ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.program.durations import Durations, Floats
 from meshwright.program.makespan import MakespanCache
 from meshwright.program.pipeline import PipelineProgram
@@ -93,7 +93,7 @@ class StepPredictor:
         layout: Layout,
         in_place: Floats = UNCORRECTED,
         *,
-        pieces: PieceTimes | None = None,
+        pieces: LayerTimes | None = None,
         makespans: MakespanCache | None = None,
     ) -> None:
         share = layout.dp * layout.micro_batches
@@ -102,7 +102,7 @@ class StepPredictor:
         if problem.optimizer not in OPTIMIZER_BYTES:
             raise UserError(f'unknown optimizer "{problem.optimizer}" (known: {", ".join(OPTIMIZER_BYTES)})')
         self.problem, self.layout = problem, layout
-        self.pieces = pieces or PieceTimes(problem, [Candidate(layout, problem.batch // share)], in_place)
+        self.pieces = pieces or LayerTimes(problem, [StageCandidate(layout, problem.batch // share)], in_place)
         self.groups = ProcessGroups(self.pieces.collectives, [layout])
         self.makespans = makespans or MakespanCache()
 
@@ -150,7 +150,7 @@ class StepPredictor:
         breakdown["optimizer"] += (factor - 1) * seconds + once
         seconds = factor * seconds + once
         breakdown = {part: cluster.time_factor * value for part, value in breakdown.items()}
-        expected, low, high, bounds = with_bounds(cluster, Request.of(problem, layout, seconds))
+        expected, low, high, bounds = bound_seconds(cluster, StepProperties.of(problem, layout, seconds))
         return StepTime(expected, low, high, breakdown, simulate, bounds)
 
     def transfer(self) -> float:

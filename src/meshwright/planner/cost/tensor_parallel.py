@@ -15,7 +15,7 @@ def hidden_bytes(batch: MicroBatch) -> Number:
     return batch.all_tokens * batch.config.hidden * batch.itemsize
 
 
-def enter(batch: MicroBatch, site: str, in_block: bool = True) -> Iterator[CollectiveCall]:
+def column_parallel_calls(batch: MicroBatch, site: str, in_block: bool = True) -> Iterator[CollectiveCall]:
     """Yield the collectives before a column-parallel product: with sequence parallelism its input is all-gathered and
     the input's gradient reduce-scattered; else only the gradient is all-reduced.
 
@@ -36,7 +36,7 @@ def enter(batch: MicroBatch, site: str, in_block: bool = True) -> Iterator[Colle
     yield CollectiveCall("tensor", "tp", "reduce-scatter", back, "input", overlaps=behind)
 
 
-def leave(batch: MicroBatch, site: str, in_block: bool = True) -> Iterator[CollectiveCall]:
+def row_parallel_calls(batch: MicroBatch, site: str, in_block: bool = True) -> Iterator[CollectiveCall]:
     """Yield the collectives after a row-parallel product: its result is reduce-scattered and the result's gradient
     all-gathered with sequence parallelism; else only the result is all-reduced. Arguments: as of `enter`.
 
@@ -56,7 +56,7 @@ def leave(batch: MicroBatch, site: str, in_block: bool = True) -> Iterator[Colle
     yield CollectiveCall("tensor", "tp", "all-gather", back, "input", overlaps=sliced)
 
 
-def average_square(batch: MicroBatch) -> Iterator[CollectiveCall]:
+def mean_square_calls(batch: MicroBatch) -> Iterator[CollectiveCall]:
     """Yield the all-reduces of a norm over a dimension that tp ranks hold in parts: of the mean square of each token,
     and of its gradient."""
     if batch.layout.tp == 1:
@@ -71,7 +71,7 @@ def _sliced(batch: MicroBatch, in_block: bool) -> Literal["product"] | None:
     return "product" if in_block and batch.engine.overlaps_tensor == "products" else None
 
 
-def row_parallel(batch: MicroBatch, name: str) -> tuple[SavedTensor, ...]:
+def row_parallel_saved(batch: MicroBatch, name: str) -> tuple[SavedTensor, ...]:
     """Return the result of a row-parallel product and, under tp, its sum over the ranks: what selective recompute
     keeps. name: such as "attention.output"."""
     product = SavedTensor(f"{name}.product", (batch.rows, batch.tokens, batch.config.hidden), "x")

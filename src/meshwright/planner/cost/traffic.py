@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.blocks import block, embedding, head
+from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
 from meshwright.planner.cost.data_calls import AXES_OF, DataCalls, Work, by_axis, by_site
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.operators import CollectiveCall
@@ -122,8 +122,11 @@ class _Step(DataCalls):
         """Count the bytes sent by the collectives of a stage's operators in the forward and backward of `count`
         micro-batches."""
         batch = self.micro_batch
-        layers = [operator for layer in stage.layers for operator in block(batch, layer, not stage.first)]
-        first, last = embedding(batch) if stage.first else (), head(batch, True) if stage.last else ()
+        layers = [operator for layer in stage.layers for operator in layer_operators(batch, layer, not stage.first)]
+        first, last = (
+            embedding_operators(batch) if stage.first else (),
+            head_operators(batch, True) if stage.last else (),
+        )
         for operator in (*first, *layers, *last):
             for one in operator.collectives:
                 for site, size in one.sites:

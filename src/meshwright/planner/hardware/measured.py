@@ -88,7 +88,7 @@ class Products:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class KernelCurve:
     """Measured memory-bound kernel, run by `ranks` concurrent processes of `threads` threads.
 
     name: `copy` (into an existing tensor), `add` (of two tensors into a new one), `silu` (into a new tensor) and
@@ -103,7 +103,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CollectiveCurve:
     """Measured seconds of a collective, run by all groups of `ranks` ranks at once.
 
     operation: such as "all-reduce"; place: "inside" (ranks of a node), "across" (one of each node) or "world" (all);
@@ -149,8 +149,8 @@ class Measured:
     ranks: int
     threads: int
     products: tuple[Products, ...]
-    passes: tuple[Pass, ...]
-    collectives: tuple[Collective, ...] = ()
+    passes: tuple[KernelCurve, ...]
+    collectives: tuple[CollectiveCurve, ...] = ()
     copies: tuple[tuple[str, Curve], ...] = ()
     disk_write: float | None = None
     disk_read: float | None = None
@@ -197,7 +197,7 @@ class Measured:
         return found
 
 
-_RECORDS = {"products": Products, "passes": Pass, "collectives": Collective, "steps": ReferenceStep}
+_RECORDS = {"products": Products, "passes": KernelCurve, "collectives": CollectiveCurve, "steps": ReferenceStep}
 _SINGLE = ("disk_write", "disk_read", "yardstick", "disturbed")
 
 _ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}

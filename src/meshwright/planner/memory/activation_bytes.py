@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.planner.cost.adapters import frozen_bytes
+from meshwright.planner.cost.adapters import frozen_bytes_per_trained
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number
 from meshwright.planner.cost.piece_times import group_by_structure, layer_examples, micro_batch_of
 from meshwright.planner.memory import compiled_peaks
-from meshwright.planner.memory.compiled_blocks import has_tables
+from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.published import StateBytes, published_layer
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.stage_snapshots import queued_bytes
 from meshwright.planner.memory.states import optimizer_kinds
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.program.durations import Floats
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.policy import SLICE_LOGITS
@@ -43,13 +43,13 @@ class ActivationBytes:
         passing: Temporaries while a layer or the loss is computed [candidates].
     """
 
-    def __init__(self, problem: Problem, candidates: Sequence[Candidate], kinds: Sequence[LayerKind]) -> None:
+    def __init__(self, problem: Problem, candidates: Sequence[StageCandidate], kinds: Sequence[LayerKind]) -> None:
         self.problem, self.kinds = problem, kinds
         self.ours = problem.engine.name == "meshwright"
         self.itemsize = 4 if DTYPES[problem.precision] == "float32" else 2
         distinct: dict[object, int] = {}
         which = np.array([distinct.setdefault(one.layout, len(distinct)) for one in candidates])
-        layouts = [Candidate(layout, 1) for layout in distinct]  # type: ignore[arg-type]
+        layouts = [StageCandidate(layout, 1) for layout in distinct]  # type: ignore[arg-type]
         rows = np.array([one.rows for one in candidates])
         one = np.zeros((len(layouts), 2 * len(kinds) + 3))
         as_arrays = not (self.ours and problem.compile)
@@ -64,7 +64,7 @@ class ActivationBytes:
         # Of ours both may be there at once; of other engines the loss is through when a layer is recomputed.
         self.passing = passing + logits if self.ours else np.maximum(passing, logits)
 
-    def _one_sequence(self, layouts: Sequence[Candidate]) -> Floats:
+    def _one_sequence(self, layouts: Sequence[StageCandidate]) -> Floats:
         """Return the bytes of one sequence under layouts of equal structure: [layouts, columns], of which the columns
         are each kind's layer, each kind's queued layer, first, last, temporaries."""
         problem = self.problem
@@ -107,7 +107,7 @@ class ActivationBytes:
             mixed = batch.config.has_experts(layer)
             every = saved_activations(whole, stage, compiled=compiled)
             unrecomputed = sum(each.bytes for each in every) - empty
-            if compiled and has_tables(batch):
+            if compiled and can_predict_compiled(batch):
                 own = saved(batch, stage) - empty + stream
                 temporaries = compiled_peaks.peak_temporaries(batch, layer) - 4 * stream
                 if batch.expert_parallel and mixed:  # its mixture is not compiled
@@ -141,7 +141,7 @@ class ActivationBytes:
         return head, longest * width * self.itemsize + 2 * at_once * width * 4 + head
 
 
-def bytes_each(problem: Problem) -> StateBytes:
+def state_bytes_per_parameter(problem: Problem) -> StateBytes:
     """Return the bytes of weight, gradient and optimizer state (with fp32 master weight) of one parameter,
     unsharded."""
     narrow = problem.precision not in ("fp32", "tf32")
@@ -155,6 +155,6 @@ def bytes_each(problem: Problem) -> StateBytes:
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:
     """Return the total bytes of parameters, gradients and optimizer state on a rank. numel: number of parameters,
     unsharded; zero: ZeRO stage; shards: number of ranks over which ZeRO shards."""
-    each = bytes_each(problem)
-    each = replace(each, weights=each.weights + frozen_bytes(problem.config, DTYPES[problem.precision]))
+    each = state_bytes_per_parameter(problem)
+    each = replace(each, weights=each.weights + frozen_bytes_per_trained(problem.config, DTYPES[problem.precision]))
     return np.asarray(sum(numel * size for size in each.sharded(zero, shards)))

@@ -91,7 +91,7 @@ def backward_bytes(
     (worst case).
     """
     micro_batches = [None] if not starts else [starts[at : at + heads.rows] for at in range(0, len(starts), heads.rows)]
-    loops = [_Loop(heads, strides, window, x, wide, each, unknown) for each in micro_batches]
+    loops = [_BackwardReplay(heads, strides, window, x, wide, each, unknown) for each in micro_batches]
     return max((loop.run() for loop in loops), key=lambda each: each.all)
 
 
@@ -134,7 +134,7 @@ def _tiles(heads: Heads, window: int | None, starts: Starts | None, wide: int) -
     return found
 
 
-class _Loop:
+class _BackwardReplay:
     """Replay of the allocations of tiled attention's backward, tile by tile, to find the memory peak.
 
     heads: sizes; strides: memory layout of the inputs; window: most tokens that a query attends to, None for all; x,

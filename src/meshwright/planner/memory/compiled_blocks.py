@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
-from meshwright.planner.memory.inductor import Buffer, Kernel, highest
+from meshwright.planner.memory.inductor import Buffer, Kernel, find_peak
 from meshwright.planner.memory.temporaries import ring_backward, tiled_backward
 
 GRADIENT, INPUT, INPUT_GRADIENT = "gradient of the output", "input", "gradient of the input"
@@ -25,7 +25,7 @@ RANDOM_STATE = 632
 _FILE = re.compile(r"compiled_blocks\.torch-(\d+)\.(\d+)\.toml")
 
 
-def has_tables(batch: MicroBatch) -> bool:
+def can_predict_compiled(batch: MicroBatch) -> bool:
     """Return True if the memory of the model's blocks, compiled, is predicted: false for norms after sublayers or
     rotation, for experts whose inputs are weighted, and with an adapter."""
     config = batch.config
@@ -36,7 +36,7 @@ def has_tables(batch: MicroBatch) -> bool:
 # --- the tables
 
 
-class _Item(NamedTuple):
+class _BufferUse(NamedTuple):
     """A buffer in a list: its name, the buffer that it overwrites ("" for none), and the condition under which it is
     there."""
 
@@ -45,14 +45,14 @@ class _Item(NamedTuple):
     condition: str
 
 
-class _Line(NamedTuple):
+class _TableLine(NamedTuple):
     """A kernel of the table, or a call of another list (`use`)."""
 
     condition: str
     use: str
     verb: str
-    reads: tuple[_Item, ...]
-    writes: tuple[_Item, ...]
+    reads: tuple[_BufferUse, ...]
+    writes: tuple[_BufferUse, ...]
 
 
 class _Tables(NamedTuple):
@@ -60,8 +60,8 @@ class _Tables(NamedTuple):
 
     version: str
     conditions: dict[str, str]
-    saved: dict[str, tuple[_Item, ...]]
-    kernels: dict[str, tuple[_Line, ...]]
+    saved: dict[str, tuple[_BufferUse, ...]]
+    kernels: dict[str, tuple[_TableLine, ...]]
     shapes: dict[str, tuple[str, ...]]
 
 
@@ -74,27 +74,30 @@ def _tables() -> _Tables:
     file = tomllib.loads(versions[max(older, default=min(versions))].read_text(encoding="utf-8"))
     groups: dict[str, str] = file["groups"]
 
-    def items(text: str) -> tuple[_Item, ...]:
+    def items(text: str) -> tuple[_BufferUse, ...]:
         """Parse a comma-separated list of buffers, in which `@name ? condition` is a group."""
         found = []
         for each in filter(None, (part.strip() for part in text.split(","))):
             name, _, condition = (part.strip() for part in each.partition("?"))
             if name.startswith("@"):
-                found += [one._replace(condition=_both(condition, one.condition)) for one in items(groups[name[1:]])]
+                found += [
+                    one._replace(condition=_join_conditions(condition, one.condition))
+                    for one in items(groups[name[1:]])
+                ]
             else:
                 name, _, over = (part.strip() for part in name.partition(" = "))
-                found.append(_Item(name, over, condition))
+                found.append(_BufferUse(name, over, condition))
         return tuple(found)
 
-    def line(text: str) -> _Line:
+    def line(text: str) -> _TableLine:
         """Parse a kernel, `[condition:] [verb] reads -> writes` or `[condition:] use list`."""
         *condition, kernel = re.split(r":\s*", text, maxsplit=1)
         found = re.match(r"(use|call|tiles|ring) (.*)", kernel, re.DOTALL)
         verb, rest = (found[1], found[2]) if found else ("", kernel)
         if verb == "use":
-            return _Line("".join(condition), rest, verb, (), ())
+            return _TableLine("".join(condition), rest, verb, (), ())
         reads, _, writes = rest.partition("->")
-        return _Line("".join(condition), "", verb, items(reads), items(writes))
+        return _TableLine("".join(condition), "", verb, items(reads), items(writes))
 
     return _Tables(
         file["torch"], file["conditions"],
@@ -104,7 +107,7 @@ def _tables() -> _Tables:
     )  # fmt: skip
 
 
-def _both(first: str, second: str) -> str:
+def _join_conditions(first: str, second: str) -> str:
     """Return the condition that two conditions hold."""
     if not (first and second):
         return first or second
@@ -271,7 +274,7 @@ class CompiledBlock:
         """Return the peak bytes of backward kernels in the given order, without temporaries inside calls."""
         given = {name: self.bytes(name) for name in (INPUT, GRADIENT, *self.saved)}
         weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
-        return highest([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
+        return find_peak([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
 
     def _kernels(self, name: str, order: str = "") -> list[Kernel]:
         """Return the kernels that the table lists under `name`, such as "attention", for this block. order: name of the

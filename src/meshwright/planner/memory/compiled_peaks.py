@@ -9,7 +9,7 @@ from typing import NamedTuple
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
-from meshwright.planner.memory.inductor import KernelMemory, highest
+from meshwright.planner.memory.inductor import KernelMemory, find_peak
 from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, workspace
 from meshwright.planner.memory.temporaries import mixture_backward
 
@@ -119,7 +119,7 @@ def _extras(held: KernelMemory, unit: str) -> Iterator[Temporary]:
 def _forward(batch: MicroBatch, layer: int) -> KernelMemory:
     """Return the memory during the kernel with the highest peak of a compiled layer's forward."""
     block = CompiledBlock(batch, layer)
-    return highest(block.forward(), {}, {*block.saved, *block.results})
+    return find_peak(block.forward(), {}, {*block.saved, *block.results})
 
 
 @lru_cache(maxsize=64)
@@ -136,7 +136,7 @@ def _backward(batch: MicroBatch, layer: int, state: Backward) -> Snapshots:
         again = _forward(batch, layer)
         found.append((".forward again", KernelMemory(again.name, again.buffers, 0, (*again.inside, *gradients))))
         recomputed = tuple(activation(name, size) for name, size in saved.items())
-    held = highest(block.backward, given | saved, {*weights, INPUT_GRADIENT})
+    held = find_peak(block.backward, given | saved, {*weights, INPUT_GRADIENT})
     inside = (*held.inside, *gradients, *recomputed)
     found.append((f".{held.name}", KernelMemory(held.name, held.buffers, held.gone, inside)))
     returned = {*weights, INPUT_GRADIENT}
@@ -162,7 +162,7 @@ def _queuing_backward(batch: MicroBatch, layer: int, state: Backward) -> Snapsho
     if again:
         held = _forward(batch, layer)
         found.append((".forward again", KernelMemory(held.name, held.buffers, 0, (*held.inside, gradient))))
-    held = highest(kernels, given | saved, stays)
+    held = find_peak(kernels, given | saved, stays)
     inside = (*held.inside, gradient, *recomputed.values())
     found.append((f".{held.name}", KernelMemory(held.name, held.buffers, held.gone, inside)))
     made = {each.name: each for kernel in kernels for each in kernel.makes if each.name in stays}

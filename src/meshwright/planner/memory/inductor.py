@@ -62,7 +62,9 @@ class KernelMemory:
         return sum(each.bytes for each in self.buffers.values()) + sum(each.bytes for each in self.inside) - self.gone
 
 
-def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> list[KernelMemory]:
+def simulate_allocations(
+    kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]
+) -> list[KernelMemory]:
     """Simulate the allocations of kernels that run in order, as PyTorch's inductor makes them; return the memory during
     each.
 
@@ -70,7 +72,7 @@ def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[st
     returns, which are never freed.
     """
     last = _last_uses(kernels)
-    reckoned = _reckoned(kernels, given, stay, last)
+    reckoned = _estimate_bytes(kernels, given, stay, last)
     overall = max(reckoned, default=0)
     live: dict[str, Buffer] = {}
     waiting: list[tuple[Buffer, int]] = []  # freed, and after which kernel: some other may take its place
@@ -81,7 +83,7 @@ def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[st
     def take(made: Buffer, now: int) -> None:
         """Reuse a freed buffer for `made` if inductor would: it then counts as allocated from its release until kernel
         `now`."""
-        at = next((at for at in reversed(range(len(waiting))) if _alike(waiting[at][0], made)), None)
+        at = next((at for at in reversed(range(len(waiting))) if _can_replace(waiting[at][0], made)), None)
         if at is None:
             return
         buffer, freed = waiting[at]
@@ -115,7 +117,7 @@ def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[st
     return found
 
 
-def _alike(one: Buffer, other: Buffer) -> bool:
+def _can_replace(one: Buffer, other: Buffer) -> bool:
     """Return True if inductor may reuse the memory of one buffer for the other: same element type and size."""
     return (one.kind, one.bytes) == (other.kind, other.bytes)
 
@@ -125,7 +127,7 @@ def _last_uses(kernels: Iterable[Kernel]) -> dict[str, int]:
     return {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
 
 
-def _reckoned(
+def _estimate_bytes(
     kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str], last: Mapping[str, int]
 ) -> list[int]:
     """Return the bytes that inductor estimates during each kernel: without reuse of buffers, and without temporaries
@@ -146,8 +148,8 @@ def _reckoned(
     return found
 
 
-def highest(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> KernelMemory:
+def find_peak(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> KernelMemory:
     """Return the memory during the kernel with the highest peak, the first if several. given: {name: bytes} of the
     inputs that the graph frees after their last use; stay: names of the tensors that it returns, which are never
     freed."""
-    return max(run(kernels, given, stay), key=lambda held: held.bytes)
+    return max(simulate_allocations(kernels, given, stay), key=lambda held: held.bytes)

@@ -15,11 +15,11 @@ from meshwright.layout import Layout
 from meshwright.names import check_options, unknown
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed, Starts
 from meshwright.planner.cost.teacher import TeacherWork
-from meshwright.planner.memory.compiled_blocks import has_tables
+from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.saved import position_tables, saved_activations
 from meshwright.planner.memory.snapshot import BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
-from meshwright.planner.memory.states import flats_of, gradient_buffers, states
+from meshwright.planner.memory.states import flats_of, gradient_buffers, list_states
 from meshwright.planner.memory.teacher import list_teacher_tensors
 from meshwright.program.consumed_sends import (
     Row,
@@ -172,7 +172,7 @@ def _table(config: ModelConfig) -> ParameterTable:
     return parameter_table(config)
 
 
-def repeating(layout: Layout) -> Layout:
+def shorten_repeating_schedule(layout: Layout) -> Layout:
     """Return the layout with fewer micro-batches but the same memory peak if its schedule repeats, else unchanged."""
     enough = ROUNDS * layout.pp
     if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
@@ -181,12 +181,12 @@ def repeating(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=32)
-def _complete(program: PipelineProgram) -> PipelineProgram:
+def _add_transfers(program: PipelineProgram) -> PipelineProgram:
     """Return a pipeline program with its send and receive steps added; cached, as all ranks share it."""
     return with_transfers(program)
 
 
-class _Highest(NamedTuple):
+class _StepPeak(NamedTuple):
     """Memory peak of a computing step: its snapshot, bytes, gradient reductions in flight before and after."""
 
     moment: Snapshot
@@ -211,14 +211,14 @@ class _Step:
             self.workspace = CUBLAS_WORKSPACES.get(options.get("architecture", ""), CUBLAS_WORKSPACE)
         self.place = layout.coordinates(rank)
         self.table = _table(config)
-        self.program = _complete(program_for(repeating(layout), config, sequence))
+        self.program = _add_transfers(program_for(shorten_repeating_schedule(layout), config, sequence))
         self.partition = Partition.of(self.program, config, self.table, sequence)
         self.units = self.partition.units_on(self.place["pp"])
         self.flats = flats_of(self.table, layout, self.units)
-        self.states = list(states(self.flats, batch.dtype, batch.sum_dtype, options.get("optimizer", "adamw")))
+        self.states = list(list_states(self.flats, batch.dtype, batch.sum_dtype, options.get("optimizer", "adamw")))
         self.stages: dict[tuple[int, bool], StageSnapshots] = {}
         self._same: dict[tuple[Reduction, ...], tuple[Reduction, ...]] = {}
-        self._highest_of: dict[tuple[int, int, bool, bool, int], _Highest] = {}
+        self._highest_of: dict[tuple[int, int, bool, bool, int], _StepPeak] = {}
         self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
         if self.split and any(map(config.has_experts, range(config.layers))):
             self.compiled = False  # what experts leave for later cuts a compiled block into pieces
@@ -242,7 +242,9 @@ class _Step:
         items.append(Item("framework", "CUDA context", (), "", framework[1], None, "start", "end"))
         items.append(Item("unexplained", "not itemised", (), "", 0, None, "start", "end"))
         assert sum(item.bytes for item in items) == total + framework[1]
-        return Ledger(tuple(items), total, moment_found.name, base, framework, self.compiled and has_tables(self.batch))
+        return Ledger(
+            tuple(items), total, moment_found.name, base, framework, self.compiled and can_predict_compiled(self.batch)
+        )
 
     def _staying(self) -> Iterator[Item]:
         """Yield the tensors that are allocated for the whole step: model states, position tables, batch ..."""
@@ -262,7 +264,7 @@ class _Step:
         for name, of in (("batch.tokens", shape), ("batch.targets", targets), *documents):
             yield Item("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
 
-    def _moments(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_Highest, int]]:
+    def _moments(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_StepPeak, int]]:
         """Yield (peak, other bytes then) of each computing step; updates `alive`: bytes by (category, name, stage)."""
         rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
         answers = find_consumed_sends(self.program, rank)
@@ -319,7 +321,7 @@ class _Step:
 
     def _highest(
         self, part: StageSnapshots, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
-    ) -> _Highest:
+    ) -> _StepPeak:
         """Return the memory peak of a computing step of a stage (`part`). kind: forward, backward ...; later: it is not
         the stage's first; over: it is the stage's last; before: gradient reductions in flight."""
         key = id(part), kind, later, over, id(before)
@@ -339,7 +341,7 @@ class _Step:
                 half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
                 leaves = (*before, *part.reduced(state, half))[-REDUCTIONS_IN_FLIGHT:]
                 leaves = self._same.setdefault(leaves, leaves)
-            self._highest_of[key] = _Highest(moment, moment.bytes, before, leaves)
+            self._highest_of[key] = _StepPeak(moment, moment.bytes, before, leaves)
         return self._highest_of[key]
 
     def stage(self, index: int, at_once: bool) -> StageSnapshots:

@@ -21,7 +21,7 @@ from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
 from meshwright.planner.cost.pipeline_times import communicated_level
 from meshwright.planner.cost.rates import attention_kernel
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.memory.activation_bytes import bytes_each
+from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter
 from meshwright.planner.memory.ledger import CATEGORIES, CUDA_CONTEXT, STORED, Item, ledger
 from meshwright.planner.memory.published import published_layer
 from meshwright.planner.problem import Problem
@@ -37,7 +37,7 @@ SLACK = 0.05
 figures: 3 to 7%)."""
 
 
-def slack(cluster: Cluster) -> float:
+def slack_fraction(cluster: Cluster) -> float:
     """Return the memory that a device holds in addition to the predicted peak, as a fraction of it: allocator
     fragmentation on CUDA, and the unexplained memory of the cluster's finished runs."""
     found = cluster.calibration
@@ -138,7 +138,7 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
         peak, moment = sum(item.bytes for item in items), "most micro-batches under way"
         compiled = False
     return RankMemory(
-        pp_rank, items, peak, moment, context, round(slack(problem.cluster) * peak),
+        pp_rank, items, peak, moment, context, round(slack_fraction(problem.cluster) * peak),
         problem.engine.name == "meshwright", compiled,
     )  # fmt: skip
 
@@ -180,11 +180,11 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     )  # fmt: skip
     x, sizes = batch.itemsize, count_parameters(batch)
     dense, experts = (sum(part) for part in zip(*(sizes.of_stage(config, stage) for stage in place), strict=True))
-    each = bytes_each(problem)
+    each = state_bytes_per_parameter(problem)
     for kind, numel, axis in (("dense", dense, "shard"), ("experts", experts, "expert_shard")):
         ranks = group_of(layout, axis, problem.cluster).ranks
         for category, size in zip(MEMORY_PARTS, each.sharded(layout.zero, ranks), strict=False) if numel else ():
-            yield _line(category, f"{kind} {category}", numel * size)
+            yield _make_item(category, f"{kind} {category}", numel * size)
     waiting, _ = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     flying = float(waiting[:, pp_rank].max())
     again = 0.0
@@ -194,7 +194,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     for mixture, layers in Counter(config.has_experts(layer) for stage in place for layer in stage.layers).items():
         saved = published_layer(batch, mixture)
         for name, size in saved.items():
-            yield _line("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
+            yield _make_item("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
         again = max(again, sum(published_layer(unrecomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
@@ -202,19 +202,19 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
         logits = tokens * batch.vocabulary * (x + engine.loss_holds)
     # The loss is through when a layer is recomputed: the larger of the two counts.
     if again * x / 2 > logits:
-        yield _line("activations", "a recomputed layer", again * x / 2)
+        yield _make_item("activations", "a recomputed layer", again * x / 2)
     elif logits:
-        yield _line("logits", "logits", logits)
+        yield _make_item("logits", "logits", logits)
     if communicated_level(layout.zero, layout.pp, engine) < layout.zero:
         if layout.zero == 3:
-            yield _line("communication", "gathered parameters", (dense + experts) * x)
-        yield _line("gradients", "unsharded gradients", (dense + experts) * each.gradients)
+            yield _make_item("communication", "gathered parameters", (dense + experts) * x)
+        yield _make_item("gradients", "unsharded gradients", (dense + experts) * each.gradients)
     elif layout.zero == 3:
         layer = max(sum(sizes.layer), sum(sizes.mixture))
-        yield _line("communication", "gathered layers", 2 * layer * x)
+        yield _make_item("communication", "gathered layers", 2 * layer * x)
 
 
-def _line(category: str, name: str, size: float) -> Item:
+def _make_item(category: str, name: str, size: float) -> Item:
     """Return a ledger item of `size` bytes without shape and stage, allocated for the whole step."""
     return Item(category, name, (), "", round(size), None, "start", "end")
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwright.planner.cost.blocks import block, embedding, norm
+from meshwright.planner.cost.blocks import embedding_operators, layer_operators, norm_operator
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
 from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
@@ -63,7 +63,7 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
     config, recompute = batch.config, batch.layout.recompute
     stream = batch.rows, batch.slice, config.hidden
     if stage.first:
-        for operator in embedding(batch):
+        for operator in embedding_operators(batch):
             yield from operator.saved
     else:
         yield SavedTensor("input", stream, "x")
@@ -71,7 +71,7 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
     layers: dict[object, list[SavedTensor]] = {}
     for layer in stage.layers:
         begins = layer == stage.layers[0] and not stage.first  # its input is the stage's
-        whole = compiled and compiled_blocks.has_tables(batch)
+        whole = compiled and compiled_blocks.can_predict_compiled(batch)
         if not begins and (whole or recompute != "none"):
             yield SavedTensor(f"layers.{layer}.input", stream, "x")
         key = layer if layer in batch.routed else layer_kind(config, layer)
@@ -87,7 +87,7 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
     if stage.last and config.encoder:
         yield from _encoder_head(batch)
     elif stage.last:
-        for each in norm(batch, "final_norm").saved:
+        for each in norm_operator(batch, "final_norm").saved:
             if not ((compiled or config.adapter) and each.name == "final_norm.scaled"):
                 plain = compiled and config.norm == "rmsnorm" and each.name == "final_norm.input"
                 yield each._replace(kind="x") if plain else each
@@ -100,7 +100,7 @@ def layer_tensors(batch: MicroBatch, layer: int, arrives: bool = True) -> Iterat
     """Yield the tensors that an uncompiled layer saves in addition to its input, by the layout's recompute. Names are
     relative to the layer. arrives: as of `block`."""
     recompute = batch.layout.recompute
-    for operator in block(batch, layer, arrives) if recompute != "full" else ():
+    for operator in layer_operators(batch, layer, arrives) if recompute != "full" else ():
         yield from operator.saved if recompute == "none" else operator.kept
     # The recomputed forward uses the routes of the first.
     if recompute != "none" and batch.expert_parallel and batch.config.has_experts(layer):

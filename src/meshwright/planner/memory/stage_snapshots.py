@@ -7,7 +7,7 @@ from functools import cached_property, partial
 
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.memory import compiled_peaks, temporaries
-from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, has_tables
+from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, can_predict_compiled
 from meshwright.planner.memory.compiled_peaks import COLLECTED, Backward
 from meshwright.planner.memory.snapshot import (
     FIRST_AND_LAST,
@@ -70,7 +70,7 @@ class StageSnapshots:
         self._unit = {unit: number for number, unit in enumerate(self.units)}
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
         self.of_unit, self.of_whole = self._by_unit(saved), self._by_unit(whole)
-        self.of_loss = sum(each.bytes for each in saved if _of_loss(each))
+        self.of_loss = sum(each.bytes for each in saved if _is_saved_by_loss(each))
         self.saved_bytes = sum(each.bytes for each in saved)
         self.stream = batch.rows * batch.slice * batch.config.hidden * batch.itemsize
         self.queue = sum(map(self._queue_of, self._layer)) if queues else 0
@@ -97,7 +97,7 @@ class StageSnapshots:
         """Return the saved activations in memory when the forward (`back`: the backward) is at unit `place`: the index
         of a layer, the embedding or the head."""
         return [
-            each for each in self.saved if self._place(each) < place + back or (back and _of_loss(each))
+            each for each in self.saved if self._place(each) < place + back or (back and _is_saved_by_loss(each))
         ]  # what the loss keeps stays until the whole backward is over
 
     def _snapshot(self, name: str, saved: int, tensors: Sequence[Temporary], place: int, back: bool) -> Snapshot:
@@ -287,7 +287,7 @@ class StageSnapshots:
 
     def _compiled(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a compiled layer whose kernels are known."""
-        return self.compiled and unit in self._layer and has_tables(self.batch)
+        return self.compiled and unit in self._layer and can_predict_compiled(self.batch)
 
     def _expert_parallel(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""
@@ -363,6 +363,6 @@ def _unit_of(saved: Saved) -> str:
     return ".".join(saved.name.split(".")[:2])
 
 
-def _of_loss(saved: Saved) -> bool:
+def _is_saved_by_loss(saved: Saved) -> bool:
     """Return True if the loss saved an activation itself: it is freed only when the whole backward is over."""
     return (saved.name.startswith("head.") and saved.name.endswith(".gradient")) or saved.name == "loss"

@@ -106,7 +106,7 @@ def shard_count(layout: Layout, part: BufferKind) -> int:
     return layout.group_size(AXES_OF[part][1])
 
 
-def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:
+def list_states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:
     """Yield the persistent tensors for a rank's flat buffers, as they are after the first step. parameter_dtype,
     master_dtype: torch's type names; optimizer: such as "adamw"."""
     narrow, wide = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from meshwright.planner.cost.adapters import PACKED
-from meshwright.planner.cost.blocks import block
+from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch
 from meshwright.planner.memory.attention_tiles import Heads, InputStrides, backward_bytes
 from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, message, workspace
@@ -49,7 +49,7 @@ class _Tiles(NamedTuple):
         return self.length if self.several_groups else 0
 
 
-def _cut(batch: MicroBatch, heads: int, kv_heads: int, length: int) -> _Tiles:
+def _choose_tiles(batch: MicroBatch, heads: int, kv_heads: int, length: int) -> _Tiles:
     """Return the tiling of attention with `heads` query and `kv_heads` key-value heads over `length` tokens. at: sizes
     of the micro-batch."""
     most_queries, most = (TILE_QUERIES, TILE_SCORES) if batch.device == "cpu" else ACCELERATOR_TILE
@@ -124,7 +124,7 @@ def flash_backward(batch: MicroBatch, heads: int, kv_heads: int, length: int, do
 def tiled_backward(batch: MicroBatch, heads: int, kv_heads: int, kind: LayerKind) -> Iterator[Temporary]:
     """Yield the temporaries of tiled attention's backward: masks, tiles, gradient sums of keys and values. heads,
     kv_heads: on this rank; kind: of the layer."""
-    cut = _cut(batch, heads, kv_heads, batch.whole)
+    cut = _choose_tiles(batch, heads, kv_heads, batch.whole)
     sizes = Heads(
         batch.rows, kv_heads, cut.rows, cut.kv_heads, cut.group, batch.config.head_dim, cut.length, cut.queries
     )
@@ -154,7 +154,7 @@ def ring_backward(batch: MicroBatch) -> Iterator[Temporary]:
         log_sums = batch.rows * heads * half * wide
         work = results // 2 + sum(inside.values()) + log_sums + copied * (3 * heads + 2 * kv_heads) * of_head // 2 * x
     else:
-        cut = _cut(batch, heads, kv_heads, half)
+        cut = _choose_tiles(batch, heads, kv_heads, half)
         tile = 2 * wide if x == wide else 3 * wide + x  # a narrow product and its copy in the wide type
         before = (2 * wide if x == wide else wide + x) if cut.before else 0
         columns = size * x * (3 if before else 2) + wide
@@ -217,7 +217,7 @@ def unpacked_weight(batch: MicroBatch, layer: int, name: str = "", result: int =
     the product."""
     if batch.config.adapter is None or batch.config.adapter.packed is None:
         return []
-    found = (one for one in block(batch, layer) if one.name.startswith(PACKED) and one.name.startswith(name))
+    found = (one for one in layer_operators(batch, layer) if one.name.startswith(PACKED) and one.name.startswith(name))
     sizes = [one.shape[1] * one.shape[2] for each in found for one in each.operations[:3] if one.shape]
     most = max(sizes, default=0)
     once = min(most, UNPACKED_AT_ONCE[batch.device] * BLOCK)

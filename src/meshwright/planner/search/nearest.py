@@ -17,7 +17,7 @@ from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts, screen
 from meshwright.planner.search.search import SearchResult
-from meshwright.planner.search.shortlist import DOUBT_ABOVE, on_device
+from meshwright.planner.search.shortlist import DOUBT_ABOVE, add_device_overhead
 from meshwright.spec.refuse import refuse
 
 MOST_ASKED = 8
@@ -52,7 +52,7 @@ class Nearest:
         }
 
 
-def nearest(found: SearchResult) -> Nearest | None:
+def find_nearest(found: SearchResult) -> Nearest | None:
     """Return the layouts that are closest to fitting. found: result of a search in which none fits. None if training
     refuses the layouts with the lowest memory too."""
     assert found.screened is not None and not found.best
@@ -90,12 +90,12 @@ def _enough(least: Estimate) -> Estimate | None:
     # What more ranks can share is at most all of it.
     factor = max(2, 2 ** math.floor(math.log2(least.memory.device_bytes / room)))
     for _ in range(MOST_DOUBLINGS):
-        larger = of_devices(problem.cluster, factor * problem.cluster.devices)
+        larger = resize_cluster(problem.cluster, factor * problem.cluster.devices)
         if larger is None:
             return None
         wanted = replace(problem, cluster=larger)
         every = screen(wanted)
-        near = len(every.candidate) and on_device(wanted, every.bytes).min() < DOUBT_ABOVE * room
+        near = len(every.candidate) and add_device_overhead(wanted, every.bytes).min() < DOUBT_ABOVE * room
         one = _least(wanted, every) if near else None
         if one is not None and one.fits:
             return one
@@ -103,7 +103,7 @@ def _enough(least: Estimate) -> Estimate | None:
     return None
 
 
-def of_devices(here: Cluster, devices: int) -> Cluster | None:
+def resize_cluster(here: Cluster, devices: int) -> Cluster | None:
     """Return a cluster like `here` with `devices` devices: more nodes of the same size, or, for a single node, the
     device catalogue's cluster; None if its links are unknown."""
     known = find_device(here.device.name)

@@ -11,17 +11,17 @@ import numpy as np
 from meshwright.layout import LEAST_MICRO_BATCHES, Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, RECOMPUTE
 from meshwright.planner.cost.bubbles import closed_makespan, in_flight, stages_by_rank
-from meshwright.planner.cost.piece_times import PieceTimes
+from meshwright.planner.cost.piece_times import LayerTimes
 from meshwright.planner.cost.pipeline_times import PipelineTimes, overlapping_passes
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.cost.reference_step import measured_step_factors
-from meshwright.planner.memory.activation_bytes import ActivationBytes, bytes_each, state_sizes
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.memory.activation_bytes import ActivationBytes, state_bytes_per_parameter, state_sizes
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.planner.search.space import PipelineCandidate, candidates, layout_of, pipeline_candidates
 from meshwright.program.durations import Floats
 
-CANDIDATE_PROPERTIES: dict[str, Callable[[Candidate], Any]] = {
+CANDIDATE_PROPERTIES: dict[str, Callable[[StageCandidate], Any]] = {
     "tp": lambda one: one.layout.tp, "cp": lambda one: one.layout.cp, "rows": lambda one: one.rows,
     "recompute": lambda one: RECOMPUTE.index(one.layout.recompute),
     "sequence": lambda one: one.layout.tensor_sequence_parallel * 2 + (one.layout.cp_method == "ring"),
@@ -48,8 +48,8 @@ class ScreenedLayouts:
         bytes: At the memory peak.
     """
 
-    candidates: list[Candidate]
-    pieces: PieceTimes
+    candidates: list[StageCandidate]
+    pieces: LayerTimes
     pipelines: list[PipelineCandidate]
     candidate: Array
     pipe: Array
@@ -65,7 +65,7 @@ class ScreenedLayouts:
             return self.by_candidate(CANDIDATE_PROPERTIES[name])
         return self.by_pipeline(PIPELINE_PROPERTIES[name])
 
-    def by_candidate(self, get: Callable[[Candidate], Any]) -> Array:
+    def by_candidate(self, get: Callable[[StageCandidate], Any]) -> Array:
         """Return a property of every layout's stage as an array. get: function that returns it."""
         return _as_numbers(map(get, self.candidates))[self.candidate]
 
@@ -93,20 +93,20 @@ def screen(problem: Problem) -> ScreenedLayouts:
     """Return the closed-form seconds and bytes of every layout of the search space of a planning problem."""
     every = candidates(problem)
     factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
-    pieces = PieceTimes(problem, every, factors)
+    pieces = LayerTimes(problem, every, factors)
     summed, memory = pieces.summed(), ActivationBytes(problem, every, pieces.kinds)
     blocks: list[tuple[Array, ...]] = []
     found = list(pipeline_candidates(problem))
     numbers = {pipe: number for number, pipe in enumerate(found)}
     for ranks in dict.fromkeys(pipe.ranks for pipe in found):
-        grid = _Grid(summed, ranks)
+        grid = _FittingCandidates(summed, ranks)
         pipelines: dict[tuple[Any, ...], _Pipeline] = {}
         for pipe in (pipe for pipe in found if pipe.ranks == ranks):
             places = stages_by_rank(pipe.schedule, ranks, pipe.chunks)
             key = pipe.chunks, tuple(map(tuple, places))
             if key not in pipelines:
                 pipelines[key] = _Pipeline(grid, memory, pipe, places)
-            for columns in _priced(pipelines[key], pipe):
+            for columns in _screen_pipeline(pipelines[key], pipe):
                 blocks.append((*columns, np.full(len(columns[0]), numbers[pipe])))
     if not blocks:
         blocks = [tuple(np.zeros(0) for _ in range(6))]
@@ -127,10 +127,10 @@ class _Sharding(NamedTuple):
     groups: ProcessGroups
 
 
-class _Grid:
+class _FittingCandidates:
     """Candidates that fill the cluster with `ranks` pipeline ranks: indices, data-parallel sizes, micro-batches."""
 
-    def __init__(self, pieces: PieceTimes, ranks: int) -> None:
+    def __init__(self, pieces: LayerTimes, ranks: int) -> None:
         self.pieces, problem = pieces, pieces.problem
         dp, rest = np.divmod(problem.cluster.devices // ranks, pieces.tp * pieces.cp)
         fits = (rest == 0) & (dp > 0)
@@ -175,7 +175,9 @@ class _Grid:
 class _Pipeline:
     """A pipeline under all candidates of a grid: times of its ranks, and their memory."""
 
-    def __init__(self, grid: _Grid, memory: ActivationBytes, pipe: PipelineCandidate, places: list[list[int]]) -> None:
+    def __init__(
+        self, grid: _FittingCandidates, memory: ActivationBytes, pipe: PipelineCandidate, places: list[list[int]]
+    ) -> None:
         self.grid, self.memory, problem = grid, memory, grid.pieces.problem
         stages = problem.engine.stages(problem.config, pipe.ranks * pipe.chunks, problem.sequence)
         self.of = of = PipelineTimes(grid.pieces, grid.index, stages, places)
@@ -214,7 +216,7 @@ class _Pipeline:
             layer, itemsize = np.zeros(len(stay)), self.grid.pieces.itemsize
             if of.level(zero) < zero:  # held until the pipeline is through
                 gathered = itemsize if zero == 3 else 0
-                stay = stay + (dense + expert) * (gathered + bytes_each(problem).gradients)
+                stay = stay + (dense + expert) * (gathered + state_bytes_per_parameter(problem).gradients)
             elif zero >= 2:
                 largest = ((of.dense + of.expert) / of.layers).max(axis=1)
                 layer = largest * (3 * self.grid.pieces.gradient_bytes + (2 * itemsize if zero == 3 else 0))
@@ -237,7 +239,7 @@ class _Pipeline:
         return found / of.replicas
 
 
-def _priced(of: _Pipeline, pipe: PipelineCandidate) -> Iterator[tuple[Array, ...]]:
+def _screen_pipeline(of: _Pipeline, pipe: PipelineCandidate) -> Iterator[tuple[Array, ...]]:
     """Yield columns for each ZeRO stage: candidate indices, stage, ranks of a sharding group, seconds, bytes."""
     grid = of.grid
     fits = grid.micro >= LEAST_MICRO_BATCHES.get(pipe.schedule, 0) * pipe.ranks

@@ -18,10 +18,10 @@ from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE
 from meshwright.planner.cost.process_groups import Array
 from meshwright.planner.cost.step_time import PARTS
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.screen import ScreenedLayouts, screen
-from meshwright.planner.search.shortlist import Shortlist, device_bytes, on_device
+from meshwright.planner.search.shortlist import Shortlist, add_device_overhead, device_bytes
 from meshwright.spec.refuse import refuse
 
 FINAL = 20
@@ -86,7 +86,7 @@ def search(problem: Problem, top: int = 5) -> SearchResult:
     refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
     every = screen(problem)
     if not len(every.candidate):
-        raise UserError(_nothing(problem))
+        raise UserError(_no_layout_error(problem))
     shortlist = Shortlist(problem, every, max(top, FINAL))
     differences = tuple(shortlist.differences)
     best = fastest_of_kinds(shortlist, top)
@@ -97,7 +97,7 @@ def search(problem: Problem, top: int = 5) -> SearchResult:
     )  # fmt: skip
 
 
-def _nothing(problem: Problem) -> str:
+def _no_layout_error(problem: Problem) -> str:
     """Return the error line for a planning problem whose batch no layout can divide."""
     devices = problem.cluster.devices
     return (
@@ -110,7 +110,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
     """Yield advice on the fastest layouts that do not fit, if faster than `first` seconds, each with another tp, cp, pp
     or recompute."""
     problem, every, room = shortlist.problem, shortlist.every, shortlist.room
-    fit = on_device(problem, every.bytes) <= room
+    fit = add_device_overhead(problem, every.bytes) <= room
     expected = shortlist.expected()
     remaining = np.where(fit, np.inf, expected)
     zero = every.zero * 2 + (every.hybrid > 0)
@@ -129,7 +129,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
             remaining[shortlist.kinds == shortlist.kinds[at]] *= seconds / remaining[at]
             remaining[at] = np.inf
             continue
-        remaining[_alike(columns, at, "tp", "cp", "pp", "recompute")] = np.inf
+        remaining[_equal_mask(columns, at, "tp", "cp", "pp", "recompute")] = np.inf
         if (size := device_bytes(problem, layout)) <= room:
             continue
         found += 1
@@ -160,7 +160,7 @@ def _find_change(
     return None
 
 
-def _alike(columns: Mapping[str, Array], at: int, *names: str) -> Array:
+def _equal_mask(columns: Mapping[str, Array], at: int, *names: str) -> Array:
     """Return a mask of the candidates that equal candidate `at` (index) in the columns `names`, such as "tp"."""
     return np.asarray(np.logical_and.reduce([columns[name] == columns[name][at] for name in names]))
 
@@ -211,7 +211,7 @@ def layout_kinds(every: ScreenedLayouts) -> Array:
     1, recompute is the same, and ZeRO shards the same of nothing, optimizer states or parameters. every: the
     candidates."""
 
-    def of_stage(one: Candidate) -> int:
+    def of_stage(one: StageCandidate) -> int:
         """Return an integer that is equal for stages of one kind."""
         layout = one.layout
         axes = (layout.tp > 1) + 2 * (layout.cp > 1) + 4 * (layout.ep > 1)

@@ -12,7 +12,7 @@ from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE
 from meshwright.planner.cost.process_groups import Array
 from meshwright.planner.cost.step_time import StepPredictor
-from meshwright.planner.memory.rank_memory import context_bytes, distinct_ranks, memory_of, slack
+from meshwright.planner.memory.rank_memory import context_bytes, distinct_ranks, memory_of, slack_fraction
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts
@@ -27,9 +27,9 @@ DOUBT_ABOVE, DOUBT_BELOW = 1.15, 1 / 0.9
 been asked of a layout like it (tests/planner/search/test_search.py)."""
 
 
-def on_device(problem: Problem, peak: Array) -> Array:
+def add_device_overhead(problem: Problem, peak: Array) -> Array:
     """Return the bytes on a device, CUDA context and fragmentation included, for tensors of `peak` bytes (an array)."""
-    return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem)
+    return peak * (1.0 + slack_fraction(problem.cluster)) + context_bytes(problem)
 
 
 class Shortlist:
@@ -49,7 +49,7 @@ class Shortlist:
         self.factors: dict[int, float] = {}
         self.stopped = False
         self._wanted, self.budget, self.asked = wanted, MOST_PRICED, 0
-        self._needed = on_device(problem, every.bytes)
+        self._needed = add_device_overhead(problem, every.bytes)
         self._left = self._needed <= self.room * DOUBT_ABOVE
         # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
         self.pending = np.where(self._left, every.seconds, np.inf)

@@ -13,7 +13,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE, SCHEDULE_CHUNKS
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.refuse import refuse
 
@@ -42,14 +42,14 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)})
 
 
-def candidates(problem: Problem) -> list[Candidate]:
+def candidates(problem: Problem) -> list[StageCandidate]:
     """Return every (layout of a stage, sequences of a micro-batch) that the model and the engine admit, for any number
     of stages."""
     found = []
     for stage in _stages(problem):
         for recompute in RECOMPUTE:
             layout = stage.with_(recompute=recompute)
-            found += [Candidate(layout, rows) for rows in _rows(problem)]
+            found += [StageCandidate(layout, rows) for rows in _rows(problem)]
     return found
 
 
@@ -110,7 +110,7 @@ def pipeline_candidates(problem: Problem) -> Iterator[PipelineCandidate]:
                     yield PipelineCandidate(ranks, schedule, chunks)
 
 
-def layout_of(problem: Problem, candidate: Candidate, pipe: PipelineCandidate, zero: int, hybrid: int) -> Layout:
+def layout_of(problem: Problem, candidate: StageCandidate, pipe: PipelineCandidate, zero: int, hybrid: int) -> Layout:
     """Return the whole layout that consists of a stage's candidate and a pipeline (`pipe`). zero: ZeRO stage;
     hybrid: ranks of a ZeRO sharding group, 0 for all data-parallel ranks."""
     one = candidate.layout

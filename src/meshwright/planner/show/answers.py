@@ -16,7 +16,7 @@ MOST_TOP = 100
 """Layouts that a search can be asked for: it prices somewhat more exactly."""
 
 
-def document(problem: Problem, best: Sequence[Estimate], found: SearchResult | None = None) -> dict[str, Any]:
+def plan_document(problem: Problem, best: Sequence[Estimate], found: SearchResult | None = None) -> dict[str, Any]:
     """Return the JSON document of a plan, as `meshwright plan --json` prints it.
 
     problem: model, cluster, batch and engine of the plan. best: estimates to list, fastest first. found: result of the
@@ -43,7 +43,7 @@ def document(problem: Problem, best: Sequence[Estimate], found: SearchResult | N
     return told
 
 
-def ledgers(one: Estimate) -> list[dict[str, Any]]:
+def ledger_documents(one: Estimate) -> list[dict[str, Any]]:
     """Return the memory ledger of an estimate as JSON objects: the tensors at the memory peak of each pipeline rank,
     ranks with equal memory listed once.
 

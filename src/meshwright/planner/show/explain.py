@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
-from meshwright.planner.cost.operations import operations
+from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.operators import Operation
 from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS
 from meshwright.planner.cost.rates import Rates, attention_kernel
@@ -73,13 +73,15 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Operatio
     if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch is of one replica
         place = place[:1]
     for stage in place:
-        for one in operations(batch, stage, at_once=followed_at_once(layout) and not problem.pairs):
+        for one in list_operations(batch, stage, at_once=followed_at_once(layout) and not problem.pairs):
             found.setdefault((one.name, one.phase), []).append((one, longer * rates.seconds(one, kernel)))
     whole = sum(seconds for each in found.values() for _, seconds in each) or 1.0
-    return sorted((_row(name, phase, each, whole, rates) for (name, phase), each in found.items()), key=_longest)
+    return sorted(
+        (_operation_time(name, phase, each, whole, rates) for (name, phase), each in found.items()), key=_longest
+    )
 
 
-def busiest(problem: Problem, layout: Layout) -> int:
+def find_busiest_rank(problem: Problem, layout: Layout) -> int:
     """Return the index of the pipeline rank that computes longest for a micro-batch."""
     return max(
         distinct_ranks(problem, layout), key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank))
@@ -91,7 +93,9 @@ def _longest(row: OperationTime) -> float:
     return -row.seconds
 
 
-def _row(name: str, phase: str, each: list[tuple[Operation, float]], whole: float, rates: Rates) -> OperationTime:
+def _operation_time(
+    name: str, phase: str, each: list[tuple[Operation, float]], whole: float, rates: Rates
+) -> OperationTime:
     """Return the cost of an operation in a phase. each: its calls, (operation, seconds) for each size; whole: seconds
     of the micro-batch; rates: speeds of the device, from which `bound` is determined."""
     count = sum(one.count for one, _ in each)

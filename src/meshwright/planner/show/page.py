@@ -43,7 +43,7 @@ MOST_STEPS = 1500
 MOST_DRAWN = 60_000
 
 
-def page(
+def plan_page(
     problem: Problem,
     model: str,
     best: Sequence[Estimate],

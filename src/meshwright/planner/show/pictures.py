@@ -13,7 +13,7 @@ from meshwright.draw.page import legend
 from meshwright.draw.scatter import draw_scatter
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.search import SearchResult
-from meshwright.planner.search.shortlist import on_device
+from meshwright.planner.search.shortlist import add_device_overhead
 from meshwright.planner.show.text import Unit, share_text
 
 COLOURS = {
@@ -33,7 +33,7 @@ def memory_time_scatter(found: SearchResult, marked: Sequence[Estimate]) -> Mark
     every = found.screened
     assert every is not None
     room = found.problem.usable_bytes
-    size = on_device(found.problem, every.bytes)
+    size = add_device_overhead(found.problem, every.bytes)
     near = np.flatnonzero((every.seconds < SLOWEST * every.seconds.min()) & (size < LARGEST * room))
     chosen = near[:: max(1, len(near) // MOST_DOTS)]
     points = [*zip(every.seconds[chosen].tolist(), size[chosen].tolist(), strict=True)]

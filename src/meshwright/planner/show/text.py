@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.planner.calibrate import RunFigures
-from meshwright.planner.cost.bounds import Request, with_bounds
+from meshwright.planner.cost.bounds import StepProperties, bound_seconds
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.memory.ledger import Item
 from meshwright.planner.memory.rank_memory import RankMemory, merge_layers
@@ -55,12 +55,12 @@ def search_text(found: SearchResult, width: int = WIDE) -> str:
         lines.append("none of them fits in memory")
     else:
         lines += _best(found, width)
-        lines += wrapped(f"  {selection_note(found.best)}", width, "  ")
+        lines += wrap_line(f"  {selection_note(found.best)}", width, "  ")
     if found.undecided:
-        lines += wrapped(f"  {undecided_text(found)}", width, "  ")
+        lines += wrap_line(f"  {undecided_text(found)}", width, "  ")
     if found.advice and found.best:
         lines.append("faster layouts that do not fit:")
-        lines += [part for one in found.advice for part in wrapped(f"  {advice_text(found, one)}", width, "    ")]
+        lines += [part for one in found.advice for part in wrap_line(f"  {advice_text(found, one)}", width, "    ")]
     return "\n".join(lines)
 
 
@@ -70,7 +70,7 @@ def _best(found: SearchResult, width: int) -> Iterator[str]:
     unit = Unit.of(max(one.memory.device_bytes for one in found.best))
     rows = [_row(one, unit) for one in found.best]
     head = ("step s", "low - high", "tokens/s/device", "MFU", unit.name)
-    figures = table([head, *rows])
+    figures = format_table([head, *rows])
     names = [f"{number}  {one.layout}" for number, one in enumerate(found.best, 1)]
     widest = max(map(len, names))
     beside = widest + len(figures[1]) + 4 + LEAST_WORDS <= width  # else the figures stand below their layout
@@ -80,7 +80,7 @@ def _best(found: SearchResult, width: int) -> Iterator[str]:
     for name, line, why in zip(["   layout", *names], figures, words, strict=True):
         if not beside:
             yield name
-        yield from wrapped(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
+        yield from wrap_line(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
 
 
 def marked_reasons(found: SearchResult) -> list[str]:
@@ -104,7 +104,7 @@ def advice_text(found: SearchResult, one: TooLargeLayout) -> str:
 def seconds_text(problem: Problem, layout: Layout, seconds: float) -> str:
     """Format a layout's step time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: expected, calibrated."""
     cluster = problem.cluster
-    seconds, low, high, _ = with_bounds(cluster, Request.of(problem, layout, seconds / cluster.time_factor))
+    seconds, low, high, _ = bound_seconds(cluster, StepProperties.of(problem, layout, seconds / cluster.time_factor))
     return f"{seconds:.3g} s ({low:.3g} to {high:.3g})"
 
 
@@ -112,7 +112,7 @@ def nearest_text(found: Nearest, width: int = WIDE) -> str:
     """Format the layouts closest to fitting, where none fits. width: characters of a line, which long words may
     exceed."""
     lines = ["the layout that needs the least memory, which does not fit either:", estimate_text(found.least, width)]
-    return "\n".join([*lines, *wrapped(nearest_line(found), width, "  ")])
+    return "\n".join([*lines, *wrap_line(nearest_line(found), width, "  ")])
 
 
 def nearest_line(found: Nearest) -> str:
@@ -166,21 +166,23 @@ def estimate_text(one: Estimate, width: int = WIDE) -> str:
         for part, seconds in time.breakdown.items()
         if seconds > LEAST_PART * time.seconds
     )
-    lines = wrapped(
+    lines = wrap_line(
         f"{one.layout}: {time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
         f"{one.tokens_per_second_per_device:,.0f} tokens/s per device, "
         f"{_flops(one.model_flops_per_device)} per device, MFU {one.mfu:.1%}",
         width,
         "  ",
     )
-    lines += wrapped(f"  time: {parts}", width, "    ")
-    lines += wrapped(f"  communication: {communication_text(one)}", width, "    ") if one.layout.world_size > 1 else []
-    lines += wrapped(f"  memory: {memory_text(one)}", width, "    ")
-    figures = table([row[:2] for row in _bill(one, unit)])
+    lines += wrap_line(f"  time: {parts}", width, "    ")
+    lines += (
+        wrap_line(f"  communication: {communication_text(one)}", width, "    ") if one.layout.world_size > 1 else []
+    )
+    lines += wrap_line(f"  memory: {memory_text(one)}", width, "    ")
+    figures = format_table([row[:2] for row in _bill(one, unit)])
     for line, (*_, what) in zip(figures, _bill(one, unit), strict=True):
-        lines += wrapped(f"  {line}  {what}".rstrip(), width, " " * (len(figures[0]) + 4))
+        lines += wrap_line(f"  {line}  {what}".rstrip(), width, " " * (len(figures[0]) + 4))
     for said in one.warnings:
-        lines += wrapped(f"  warning: {said}", width, "    ")
+        lines += wrap_line(f"  warning: {said}", width, "    ")
     return "\n".join(lines)
 
 
@@ -206,7 +208,7 @@ def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
     keys = [] if best[0].problem.only_planned else recipe_block(best[0]).splitlines()
     block = ["recipe keys:", *(f"  {line}" for line in keys)] if keys else []
     legend = "; ".join(f"{part} {meaning}" for part, meaning in notation_legend(one.layout for one in best))
-    return "\n".join([*block, *wrapped(f"notation: {legend}", width, "  ")])
+    return "\n".join([*block, *wrap_line(f"notation: {legend}", width, "  ")])
 
 
 def share_text(share: float) -> str:
@@ -238,7 +240,9 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
     head = ("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")
     rows = tensor_rows(merge_layers(memory.items), unit)
     title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.say(memory.peak_bytes)} of tensors"
-    return "\n".join([title, *narrowed([head, *rows], width, ("category", "stage", "lifetime", "dtype", "shape"))])
+    return "\n".join(
+        [title, *format_narrow_table([head, *rows], width, ("category", "stage", "lifetime", "dtype", "shape"))]
+    )
 
 
 def tensor_rows(items: Sequence[Item], unit: Unit) -> list[tuple[str, ...]]:
@@ -276,7 +280,7 @@ def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -
     ]  # fmt: skip
     share = found.unexplained_share
     memory = "" if share is None else f", {share:+.1%} of memory unexplained"
-    return "\n".join([*table([head, *rows]), f"{found.line}{memory}", f"cluster file: {path}"])
+    return "\n".join([*format_table([head, *rows]), f"{found.line}{memory}", f"cluster file: {path}"])
 
 
 def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], width: int = WIDE, most: int = 24) -> str:
@@ -299,11 +303,11 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], wi
         f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {layout.micro_batches:,} "
         f"micro-batch{'es' * (layout.micro_batches > 1)} per step"
     )
-    lines = narrowed([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
-    return "\n".join([*wrapped(title, width, "  "), *lines, *more])
+    lines = format_narrow_table([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
+    return "\n".join([*wrap_line(title, width, "  "), *lines, *more])
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table with aligned columns, words left, numbers right. rows: cells; the first row is the
     head."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
@@ -317,21 +321,21 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def narrowed(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
+def format_narrow_table(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
     """Return the lines of a table, without as many of the `droppable` columns (names in the head) as do not fit into
     `width` characters. rows: cells; the first row is the head."""
     kept = [list(row) for row in rows]
-    lines = table(kept)
+    lines = format_table(kept)
     for name in droppable:
         if max(map(len, lines)) <= width:
             break
         at = kept[0].index(name)
         kept = [[*row[:at], *row[at + 1 :]] for row in kept]
-        lines = table(kept)
+        lines = format_table(kept)
     return lines
 
 
-def wrapped(line: str, width: int, indent: str) -> list[str]:
+def wrap_line(line: str, width: int, indent: str) -> list[str]:
     """Wrap a line at `width` characters, with `indent` before continuation lines; long words and runs of spaces
     stay."""
     if len(line) <= width or width - len(indent) < LEAST_WORDS:
@@ -339,7 +343,7 @@ def wrapped(line: str, width: int, indent: str) -> list[str]:
     at = line.rfind(" ", len(indent) + 1, width + 1)
     if at < 0 or not line[:at].strip():
         return [line]
-    return [line[:at].rstrip(), *wrapped(indent + line[at:].lstrip(), width, indent)]
+    return [line[:at].rstrip(), *wrap_line(indent + line[at:].lstrip(), width, indent)]
 
 
 @dataclass(frozen=True, slots=True)
