@@ -68,8 +68,8 @@ class Plan:
 
     @property
     def layouts(self) -> list[dict[str, Any]]:
-        """Records of `meshwright plan --json`, one dict per estimate: layout, fits, memory_gib, step_seconds, mfu
-        ..."""
+        """JSON records of the predicted layouts as in `meshwright plan --json`, one dict per estimate: layout, fits,
+        memory_gib, step_seconds, mfu ..."""
         records: list[dict[str, Any]] = plan_document(self.problem, self.estimates, self.search)["layouts"]
         return records
 
@@ -84,13 +84,13 @@ class Plan:
 
     @cached_property
     def nearest(self) -> Nearest | None:
-        """The layout that needs the least memory, and how many devices would be enough; None where a layout fits or was
-        given."""
+        """The layout that needs least memory, and the number of devices that would suffice; None if a layout fits or
+        the user gave the layout."""
         return None if self.search is None or self.estimates else find_nearest(self.search)
 
     @cached_property
     def busiest_rank(self) -> int:
-        """Index of the pipeline rank that computes longest for a micro-batch under the best layout."""
+        """Index of the pipeline rank with the most compute seconds per micro-batch under the best layout."""
         return find_busiest_rank(self.problem, self.best.layout)
 
     @cached_property
@@ -99,10 +99,11 @@ class Plan:
         return explain(self.problem, self.best.layout, self.busiest_rank)
 
     def to_json_dict(self, *, ledger: bool = False, operations: bool = False) -> dict[str, Any]:
-        """Return the document that `meshwright plan --json` prints, for the best layouts.
+        """Return the JSON document of `meshwright plan --json` for the best layouts.
 
-        ledger: add the tensors at the memory peak of the best layout, for each pipeline rank whose memory differs from
-        the others'; operations: add the operations of a micro-batch on its busiest rank, with their seconds.
+        ledger: add all tensors at the memory peak of the best layout, for each pipeline rank, ranks with equal memory
+        only once; operations: add the operations of a micro-batch on the best layout's busiest rank, with their
+        seconds.
         """
         found = plan_document(self.problem, self.estimates, self.search)
         own = self.recipe_estimate
@@ -184,8 +185,8 @@ def plan(
 
 
 def _recipe(model: object) -> Recipe | None:
-    """Return `plan`'s argument `model` as a recipe, loading it if it is a recipe's path; None for a preset, config.json
-    or configuration. Raises `UserError` for any other type."""
+    """Return the argument `model` of `plan` as a recipe: a recipe itself, or the one loaded from the path of a recipe
+    file; None if it is a preset, config.json or configuration. Raises `UserError` for any other type."""
     if is_recipe(model):
         return recipe_of(str(model))
     if isinstance(model, ModelConfig | str | Path | Mapping):

@@ -111,7 +111,7 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
         task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
         optimizer=_optimizer_name(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
         teacher=task.objective.teacher_work,
-        in_place=measured_step_factors(
+        step_factors=measured_step_factors(
             machine, trainer.layout.precision or default_precision(machine),
             engines.engine("meshwright", compile=train.compile),
         ),

@@ -160,8 +160,8 @@ def test_vectorized_collective_costs_match_single_ones():
     chosen = CostByLayout([collectives.cost("all-reduce", group) for group in groups], which)
     sizes = np.array([[1e4, 1e4, 1e6], [0.0, 1e6, 2e7]])
     expected = [[collectives.seconds("all-reduce", groups[at], size) for at, size in zip(which, row)] for row in sizes]  # noqa: B905
-    assert chosen.at(sizes) == pytest.approx(np.array(expected))
-    assert chosen.at(1e5).shape == (3,)
+    assert chosen.seconds_at(sizes) == pytest.approx(np.array(expected))
+    assert chosen.seconds_at(1e5).shape == (3,)
 
 
 def test_unmeasured_precision_is_refused():

@@ -43,7 +43,7 @@ def test_wrapped_lines_lose_no_text():
 
 
 def test_unit_depends_on_largest_size():
-    assert [Unit.of(size).say(size) for size in (2**29, 3 * 2**30, 5000)] == ["512.0 MiB", "3.0 GiB", "4.9 KiB"]
+    assert [Unit.of(size).format(size) for size in (2**29, 3 * 2**30, 5000)] == ["512.0 MiB", "3.0 GiB", "4.9 KiB"]
 
 
 def test_ledger_lists_every_tensor_with_stage_and_lifetime():

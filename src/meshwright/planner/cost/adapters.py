@@ -26,10 +26,12 @@ from meshwright.spec.parameters import parameter_table
 def adapt_operators(
     batch: MicroBatch, operators: Iterable[Operator], kind: LayerKind | None = None, arrives: bool = True
 ) -> Iterator[Operator]:
-    """Yield the operators of a model with an adapter for those of the model without, in order.
+    """Yield the operators of a model with an adapter (such as LoRA), in order: those of the model without it, with
+    frozen weights and with the adapter's matrix products added.
 
-    kind: of the layer; None: embedding or head, which have no adapter. arrives: the gradient of the first operator's
-    input is computed, because of a trained parameter before it or another pipeline stage.
+    operators: of the model without adapter; kind: kind of their layer, None for embedding and head, which have no
+    adapter; arrives: True if the gradient of the first operator's input is computed, because a trained parameter or
+    another pipeline stage precedes it.
     """
     differentiable = kind is None or arrives or bool(kind.adapted)
     for operator in operators:
@@ -43,25 +45,25 @@ def adapt_operators(
         arrives = arrives or adapted is not None
 
 
-def _freeze_operator(batch: MicroBatch, operator: Operator, adapted: Adapted | None, arrives: bool) -> Operator:
-    """Return an operator with frozen parameters. adapted: its adapter, if it has one; arrives: its input has a
-    gradient."""
-    name, leaves = operator.name, arrives or adapted is not None
+def _freeze_operator(batch: MicroBatch, operator: Operator, adapted: Adapted | None, input_gradient: bool) -> Operator:
+    """Return an operator without the gradients of its weights, which are frozen, and with its adapter if it has one.
+    adapted: the adapter, None without; input_gradient: True if the gradient of the operator's input is computed."""
+    name, leaves = operator.name, input_gradient or adapted is not None
     product = next((one for one in operator.operations if one.name == name and one.kind == "product"), None)
     operations = [
         one
         for one in operator.operations
-        if one.phase == "forward" or (one.phase != "weight" and arrives and one.name != f"{name}.bias")
+        if one.phase == "forward" or (one.phase != "weight" and input_gradient and one.name != f"{name}.bias")
     ]
     # Inputs of frozen products, and the vectors that a norm's factors multiply, have weight gradients alone to serve.
     inputs = {f"{name}.input", "mlp.input"} if product and not adapted else set()
     saved = [one for one in operator.saved if leaves and one.name not in inputs and not one.name.endswith(".scaled")]
-    if adapted and not arrives:  # the output and the input that A reads
+    if adapted and not input_gradient:  # the output and the input that A reads
         saved = list(operator.saved)
     calls = [
         one
         for one in operator.collectives
-        if one.phase == "forward" or (arrives if "input" in one.sites[0][0] else leaves)
+        if one.phase == "forward" or (input_gradient if "input" in one.sites[0][0] else leaves)
     ]
     found = operator._replace(
         operations=tuple(operations), saved=tuple(saved), collectives=tuple(calls), parameters=0, expert_parameters=0
@@ -69,35 +71,38 @@ def _freeze_operator(batch: MicroBatch, operator: Operator, adapted: Adapted | N
     if product is None or product.shape is None:
         return found
     if batch.config.adapter and batch.config.adapter.packed and name.startswith(PACKED):
-        found = found._replace(operations=(*_unpack_kernels(batch, product, arrives), *found.operations))
-    return found if adapted is None else _add_adapter(batch, found, product, adapted, arrives)
+        found = found._replace(operations=(*_unpack_kernels(batch, product, input_gradient), *found.operations))
+    return found if adapted is None else _add_adapter(batch, found, product, adapted, input_gradient)
 
 
 PACKED = ("attention.", "mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down")
-"""Beginnings of the names of products whose frozen weights `adapter.base` packs."""
+"""Prefixes of the names of matrix products whose frozen weights `adapter.base` quantizes."""
 
 
-def _unpack_kernels(batch: MicroBatch, product: Operation, arrives: bool) -> Iterator[Operation]:
-    """Yield the kernels that unpack the weight of a product, again for the input's gradient."""
+def _unpack_kernels(batch: MicroBatch, product: Operation, input_gradient: bool) -> Iterator[Operation]:
+    """Yield the kernels that dequantize the weight of a matrix product: before the forward and, if `input_gradient`
+    (the gradient of the product's input is computed), again before the input-gradient product."""
     assert batch.config.adapter and product.shape
     _, outputs, inputs = product.shape
     of = elementwise.traffic(f"unpacked_{batch.config.adapter.packed}").forward
-    phases: tuple[Phase, ...] = ("forward", "input") if arrives else ("forward",)
+    phases: tuple[Phase, ...] = ("forward", "input") if input_gradient else ("forward",)
     for phase in phases:
         moved = of.bytes(batch.itemsize) * outputs * inputs / of.kernels
         yield Operation(f"{product.name}.unpack", "elementwise", phase, 0.0, moved, None, of.kernels)
 
 
 def _add_adapter(
-    batch: MicroBatch, operator: Operator, product: Operation, adapted: Adapted, arrives: bool
+    batch: MicroBatch, operator: Operator, product: Operation, adapted: Adapted, input_gradient: bool
 ) -> Operator:
-    """Return the operator of a linear layer with the products of its adapter. product: of the base weight."""
+    """Return the operator of a frozen linear layer with the matrix products of its adapter added. product: matrix
+    product with the frozen weight; adapted: the adapter; input_gradient: True if the gradient of the layer's input is
+    computed."""
     assert batch.config.adapter and product.shape
     rank, dora = batch.config.adapter.rank, batch.config.adapter.kind == "dora"
     rows, outputs, inputs = product.shape
     matrices, name = len(adapted.shares), f"{operator.name}.adapter"
     first = linear_kernels(batch, f"{name}.a", LinearShape(rows, matrices * rank, inputs))
-    found = [one for one in first if arrives or one.phase != "input"]
+    found = [one for one in first if input_gradient or one.phase != "input"]
     parts, written = [], 0.0
     for number, share in enumerate(adapted.shares):
         width = outputs * share
@@ -133,8 +138,8 @@ def _add_adapter(
 
 @lru_cache(maxsize=64)
 def frozen_bytes_per_trained(config: ModelConfig, dtype: str) -> float:
-    """Return the bytes of frozen parameters for each trained parameter of a model; 0 without adapter. dtype: torch's
-    type name of the parameters."""
+    """Return (bytes of a model's frozen parameters) / (number of its trained parameters); 0 without adapter. dtype:
+    torch's type name of unquantized parameters."""
     if config.adapter is None:
         return 0.0
     entries = parameter_table(config).entries

@@ -28,11 +28,12 @@ from meshwright.spec.policy import ACCELERATOR_TILE
 from meshwright.spec.work import keys_per_token
 
 _ACTIVATIONS: tuple[tuple[Phase, int], ...] = (("forward", 1), ("input", 2))
-"""Products of two activations have two input gradients, and no weight gradient."""
+"""Phases, with numbers of kernels, of a product of two activations: two input gradients, no weight gradient."""
 
 
 def attention_operators(batch: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
-    """Yield the operators of attention: projections, positions and softmax(q kᵀ) v. kind: of the layer."""
+    """Yield the operators of attention in forward order: projections, rotary positions, softmax(q kᵀ) v and output
+    projection. kind: kind of the layer."""
     config = batch.config
     size = max(config.head_dim, config.value_dim)  # of queries, keys and values in the kernel
     tokens, window = (batch.rows, batch.tokens), kind.window
@@ -103,7 +104,8 @@ def attention_operators(batch: MicroBatch, kind: LayerKind) -> Iterator[Operator
 
 
 def _latent_projections(batch: MicroBatch, latent: LatentAttention) -> Iterator[Operator]:
-    """Yield the products and norms before the scores of latent attention. latent: sizes of the latent vectors."""
+    """Yield the operators of multi-head latent attention (DeepSeek) before softmax(q kᵀ) v: down- and up-projections
+    and the norms between them. latent: sizes of the latent vectors."""
     config, tokens = batch.config, (batch.rows, batch.tokens)
     for name, (outputs, inputs) in latent.products(config.hidden, batch.heads, config.head_dim).items():
         first = name == "qkv"
@@ -126,7 +128,8 @@ def _latent_projections(batch: MicroBatch, latent: LatentAttention) -> Iterator[
 
 
 def _query_key_norms(batch: MicroBatch) -> Iterator[SavedTensor]:
-    """Yield the tensors that the norms of queries and keys save; a copy of the input only for narrow types."""
+    """Yield the tensors that the norms of queries and keys save for the backward; they include a copy of the input only
+    for types narrower than float32."""
     for name, heads in (("attention.query_norm", batch.heads), ("attention.key_norm", batch.kv_heads)):
         size = batch.config.head_dim
         one = (heads * size,) if batch.config.projection_norm else (heads, size)
@@ -137,7 +140,8 @@ def _query_key_norms(batch: MicroBatch) -> Iterator[SavedTensor]:
 
 
 def _rotated_norms(batch: MicroBatch, size: int) -> Iterator[SavedTensor]:
-    """Yield the tensors that the norms of rotated queries and keys, of heads of `size`, save."""
+    """Yield the tensors saved for the backward by norms of queries and keys that follow the rotary rotation. size:
+    elements of a head."""
     for name, heads in (("attention.query_rotated", batch.heads), ("attention.key_rotated", batch.kv_heads)):
         shape = batch.rows, heads, batch.tokens
         yield SavedTensor(f"{name}.input", (*shape, size), "wide")
@@ -145,8 +149,8 @@ def _rotated_norms(batch: MicroBatch, size: int) -> Iterator[SavedTensor]:
 
 
 def _saved_mean_squares(batch: MicroBatch) -> tuple[SavedTensor, ...]:
-    """Return the all-reduced mean squares of queries and keys, which selective recompute keeps as it keeps the results
-    of all collectives."""
+    """Return the mean squares of queries and keys, all-reduced over tp. Selective recompute saves them, as it saves the
+    results of all collectives."""
     if not batch.config.projection_norm or batch.layout.tp == 1:
         return ()
     shape = batch.rows, batch.tokens, 1
@@ -154,8 +158,8 @@ def _saved_mean_squares(batch: MicroBatch) -> tuple[SavedTensor, ...]:
 
 
 def _ulysses_operators(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the all-to-alls of Ulysses: each rank of cp gets all tokens of some heads before attention, and its tokens
-    of all heads after it."""
+    """Yield the all-to-alls of Ulysses context parallelism: before attention each cp rank receives all tokens of some
+    heads; after it, its own tokens of all heads."""
     one = batch.all_tokens * batch.config.head_dim * batch.itemsize
     again = batch.layout.recompute != "none"
     sent = {
@@ -167,23 +171,24 @@ def _ulysses_operators(batch: MicroBatch) -> Iterator[Operator]:
         calls.append(CollectiveCall("context", "cp", "all-to-all", ((site, heads * one),), "forward", 1, again))
         calls.append(CollectiveCall("context", "cp", "all-to-all", ((f"{site}.backward", heads * one),), "input"))
     heads, kv_heads = _kernel_heads(batch)
-    shape = batch.rows, heads + 2 * kv_heads, batch.whole, batch.config.head_dim
+    shape = batch.rows, heads + 2 * kv_heads, batch.sequence, batch.config.head_dim
     exchanged = SavedTensor("attention.exchanged", shape, "x")
     yield Operator("attention.all_to_all", saved=(exchanged,), collectives=tuple(calls))
 
 
 def _kernel_heads(batch: MicroBatch) -> tuple[Number, Number]:
-    """Return the (query, key-value) heads over which a rank attends, after the all-to-all of Ulysses if there is
-    one."""
+    """Return the numbers of (query heads, key-value heads) for which this rank's attention kernel computes: under
+    Ulysses, those after the all-to-all."""
     if not batch.ulysses:
         return batch.heads, batch.kv_heads
     return batch.heads // batch.cp, batch.kv_heads * batch.key_value_copies // batch.cp
 
 
 def _unfused_attention(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield softmax(q kᵀ) v whose scores are written to memory: two products of activations, softmax and dropout."""
+    """Yield the operators of softmax(q kᵀ) v without a fused kernel: two batched matrix products with the scores
+    written to memory, softmax and dropout."""
     size, heads = batch.config.head_dim, batch.rows * batch.heads
-    queries, keys = batch.tokens, batch.whole
+    queries, keys = batch.tokens, batch.sequence
     flops = 2.0 * queries * keys * size
     moved = batch.itemsize * (queries * keys + (queries + keys) * size)
     for name, shape in (("attention.scores", (queries, keys, size)), ("attention.values", (queries, size, keys))):
@@ -196,12 +201,14 @@ def _unfused_attention(batch: MicroBatch) -> Iterator[Operator]:
 
 
 def _tiled_attention(batch: MicroBatch, window: int | None) -> Iterator[Operator]:
-    """Yield softmax(c tanh(q kᵀ / c)) v of tiled attention (`model/tiled_attention.py`) on an accelerator, which writes
-    a tile's scores to memory in float32: the products of scores in float32 and of the others in the model's type, and
-    the passes over the scores. The backward computes the scores again. window: most tokens that a query attends to,
-    None for all."""
+    """Yield the operators of attention with softcap c, softmax(c tanh(q kᵀ / c)) v, computed tile by tile in plain
+    torch on an accelerator (`model/tiled_attention.py`).
+
+    The scores of a tile are written to memory in float32, and the backward computes them again. The product q kᵀ is in
+    float32, the others are in the model's type. window: most tokens that a query attends to, None for all.
+    """
     size = batch.config.head_dim
-    seen = max(1, round(batch.whole / batch.documents))
+    seen = max(1, round(batch.sequence / batch.documents))
     tile = min(ACCELERATOR_TILE[0], seen)
     keys = keys_per_tile(seen, tile, window)
     lines = batch.all_tokens * batch.heads  # queries of all heads
@@ -224,8 +231,9 @@ def _tiled_attention(batch: MicroBatch, window: int | None) -> Iterator[Operator
 
 
 def keys_per_tile(sequence: int, tile: int, window: int | None) -> float:
-    """Return the mean number of keys that tiled attention computes for a query: all that any query of its tile attends
-    to. sequence: tokens; tile: queries of a tile; window: most tokens that a query attends to, None for all."""
+    """Return the mean number of keys for which tiled attention computes the scores of a query: the keys to which any
+    query of the same tile attends. sequence: tokens; tile: queries of a tile; window: most tokens that a query attends
+    to, None for all."""
     total = 0
     for start in range(0, sequence, tile):
         stop = min(sequence, start + tile)
@@ -235,11 +243,11 @@ def keys_per_tile(sequence: int, tile: int, window: int | None) -> float:
 
 
 def _flash_attention(batch: MicroBatch, window: int | None) -> Operator:
-    """Return softmax(q kᵀ) v of a flash kernel for this rank's tokens and heads; under cp its share, which ring
-    attention balances. window: most tokens that a query attends to, None for all."""
+    """Return the operator of softmax(q kᵀ) v in a flash-attention kernel, for this rank's heads and tokens. Under ring
+    attention every cp rank has the same work. window: most tokens that a query attends to, None for all."""
     config, size = batch.config, batch.config.head_dim
-    # A decoder's kernel skips what is hidden, an encoder's goes through all keys with a mask.
-    seen = batch.whole if config.encoder else max(1, round(batch.whole / batch.documents))
+    # A decoder's kernel skips masked keys, an encoder's computes all keys with a mask.
+    seen = batch.sequence if config.encoder else max(1, round(batch.sequence / batch.documents))
     keys_seen = keys_per_token(seen, window, not config.encoder, config.window_chunks)
     # The engine `meshwright` pads the values of latent attention to the size of queries.
     columns = 2 * size if batch.engine.name == "meshwright" else size + config.value_dim
@@ -247,7 +255,7 @@ def _flash_attention(batch: MicroBatch, window: int | None) -> Operator:
     moved = batch.itemsize * batch.all_tokens * (batch.qkv_width + batch.heads * size)
     name = "attention.core.ring" if batch.ring else "attention.core"
     shape = (
-        batch.whole / (2 * batch.cp) if batch.ring else batch.whole,
+        batch.sequence / (2 * batch.cp) if batch.ring else batch.sequence,
         keys_seen,
         size,
     )  # a rank has pieces of each sequence
@@ -256,7 +264,7 @@ def _flash_attention(batch: MicroBatch, window: int | None) -> Operator:
         Operation(name, "attention", "input", FLASH_BACKWARD * flops, 2 * moved, shape),
     )
     heads, _ = _kernel_heads(batch)
-    length = batch.whole if batch.ulysses else batch.tokens
+    length = batch.sequence if batch.ulysses else batch.tokens
     log_sum = SavedTensor("attention.log_sum", (batch.rows, heads, length), "wide")
     if batch.ring:
         result = SavedTensor("attention.core", (batch.rows, batch.heads, batch.tokens, size), "x")
@@ -268,8 +276,9 @@ def _flash_attention(batch: MicroBatch, window: int | None) -> Operator:
 
 
 def _ring_messages(batch: MicroBatch) -> Iterator[CollectiveCall]:
-    """Yield the messages of ring attention, which overlap the attention of the KV block before: keys and values, in the
-    backward with their gradients, of which the last go home."""
+    """Yield the messages of ring attention, each of which overlaps the attention with the previous KV block: keys and
+    values in the forward; in the backward also their gradients, the last of which are sent back to the rank that owns
+    the keys."""
     one = 2 * batch.kv_heads * batch.all_tokens * batch.config.head_dim
     blocks, gradients = one * batch.itemsize, one * batch.wide
     back = ("attention.ring.backward", blocks), ("attention.ring.gradients", gradients)
@@ -280,13 +289,13 @@ def _ring_messages(batch: MicroBatch) -> Iterator[CollectiveCall]:
 
 
 def _cuda_kernel_saved(batch: MicroBatch, heads: Number, length: Number, window: int | None) -> Iterator[SavedTensor]:
-    """Yield the tensors that PyTorch's CUDA attention kernels save in addition to queries, keys, values and result, by
-    their sources (aten/src/ATen/native/transformers/cuda).
+    """Yield the tensors that PyTorch's CUDA attention kernels save for the backward in addition to queries, keys,
+    values and result, as in their sources (aten/src/ATen/native/transformers/cuda).
 
-    heads, length: query heads and tokens over which the rank attends; window: most tokens that a query attends to, None
-    for all. Flash attention saves the log-sum-exp and the state of its random numbers. The memory-efficient kernel, for
-    masks and float32, has a copy of keys and values for every query head, an additive mask, and the log-sum-exp for a
-    multiple of 32 queries.
+    heads, length: query heads and tokens for which the rank computes; window: most tokens that a query attends to, None
+    for all. Flash attention saves the log-sum-exp and the random-number state. The memory-efficient kernel (for masks
+    and float32) saves keys and values repeated for every query head, an additive mask, and the log-sum-exp for a number
+    of queries rounded up to a multiple of 32.
     """
     limited, size = batch.dense_mask(window), batch.config.head_dim
     if batch.repeats(window):

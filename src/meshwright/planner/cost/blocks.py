@@ -23,20 +23,27 @@ from meshwright.planner.cost.operators import (
 from meshwright.planner.cost.tensor_parallel import column_parallel_calls, row_parallel_calls
 
 
-def layer_operators(batch: MicroBatch, layer: int, arrives: bool = False) -> Iterator[Operator]:
-    """Yield the operators of the layer with index `layer`, in the order of its forward. Names of saved tensors are
-    relative to the layer. arrives: the gradient of the layer's input is computed even if all parameters before it are
-    frozen, as in all pipeline stages but the first."""
+def layer_operators(batch: MicroBatch, layer: int, input_gradient: bool = False) -> Iterator[Operator]:
+    """Yield the operators of the transformer layer with index `layer` in forward order. Names of saved tensors are
+    relative to the layer.
+
+    input_gradient: True if the gradient of the layer's input is computed even if all earlier parameters are frozen, as
+    in every pipeline stage but the first.
+    """
     kind = layer_kind(batch.config, layer)
     found = _unadapted_layer(batch, layer, kind)
-    return found if batch.config.adapter is None else adapt_operators(batch, found, kind, arrives or not kind.begins)
+    return (
+        found
+        if batch.config.adapter is None
+        else adapt_operators(batch, found, kind, input_gradient or not kind.begins)
+    )
 
 
 def _unadapted_layer(batch: MicroBatch, layer: int, kind: LayerKind) -> Iterator[Operator]:
-    """Yield the operators of a layer without adapter.
+    """Yield the operators of a layer as they are without adapter. kind: kind of the layer.
 
-    Decoders normalise before attention and MLP (`pre_norms`), after them (`post_norms`), or both; encoders only after
-    the residual addition.
+    Decoders normalise before attention and MLP (`pre_norms`), after them (`post_norms`), or both; encoders normalise
+    only after the residual addition.
     """
     config = batch.config
     before, after = config.pre_norms and not config.encoder, config.post_norms
@@ -56,8 +63,8 @@ def _unadapted_layer(batch: MicroBatch, layer: int, kind: LayerKind) -> Iterator
 
 
 def norm_operator(batch: MicroBatch, name: str, rows: Number | None = None) -> Operator:
-    """Return a norm over the hidden dimension. name: such as "mlp_norm"; rows: number of vectors normalised, if not all
-    tokens of this rank's residual stream."""
+    """Return the operator of a norm over the hidden dimension. name: such as "mlp_norm"; rows: number of normalised
+    vectors; None: all tokens of this rank's residual stream."""
     config = batch.config
     stream = batch.rows * batch.slice if rows is None else rows
     shape = (batch.rows, batch.slice, config.hidden) if rows is None else (rows, config.hidden)
@@ -68,7 +75,8 @@ def norm_operator(batch: MicroBatch, name: str, rows: Number | None = None) -> O
 
 
 def _norm_saved(batch: MicroBatch, name: str, shape: tuple[Number, ...]) -> Iterator[SavedTensor]:
-    """Yield the tensors that a norm saves. shape: of its input."""
+    """Yield the tensors that a norm saves for the backward. name: prefix of their names; shape: shape of the norm's
+    input."""
     if batch.config.norm == "layernorm":
         yield SavedTensor(f"{name}.input", shape, "x")
         for what in ("mean", "deviation"):  # PyTorch keeps them in the input's type on a CPU
@@ -79,8 +87,8 @@ def _norm_saved(batch: MicroBatch, name: str, shape: tuple[Number, ...]) -> Iter
 
 
 def residual_operators(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield a residual addition, and before it the multiplication of what is added (Granite) and the dropout of the
-    engine's runs, where there are any."""
+    """Yield the operators of a residual addition x + f(x): before it, where the model has them, the scaling of f(x) by
+    a constant (Granite) and dropout."""
     elements = batch.rows * batch.slice * batch.config.hidden
     if batch.config.residual_scale != 1:
         yield Operator("residual.scale", elementwise_kernels(batch, "residual.scale", elements, "scaled_residual"))
@@ -93,7 +101,8 @@ def residual_operators(batch: MicroBatch) -> Iterator[Operator]:
 
 
 def embedding_operators(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the embedding of tokens, positions and token types, and the norm after it."""
+    """Yield the operators of the embedding: lookups of tokens, positions and token types, and the norm after them if
+    the model has one."""
     return (
         _unadapted_embedding(batch)
         if batch.config.adapter is None
@@ -102,7 +111,7 @@ def embedding_operators(batch: MicroBatch) -> Iterator[Operator]:
 
 
 def _unadapted_embedding(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the operators of `embedding` without adapter."""
+    """Yield the operators of the embedding as they are without adapter."""
     config, size, hidden = batch.config, batch.itemsize, batch.config.hidden
     looked_up, table = batch.all_tokens * hidden, batch.vocabulary * hidden
     # The gradient of the rows is accumulated into a zeroed float32 table.
@@ -140,8 +149,11 @@ def _unadapted_embedding(batch: MicroBatch) -> Iterator[Operator]:
 
 
 def head_operators(batch: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
-    """Yield the operators of the final norm, the vocabulary product and the loss. keeps_gradient: the forward computes
-    the head's gradients; else the backward computes the logits a second time."""
+    """Yield the operators of the final norm, the language-model head (product with the vocabulary matrix) and the loss.
+
+    keeps_gradient: True if the forward already computes the gradients of the head's input and weight and saves them;
+    else the backward computes the logits a second time.
+    """
     return (
         _unadapted_head(batch, keeps_gradient)
         if batch.config.adapter is None
@@ -150,7 +162,8 @@ def head_operators(batch: MicroBatch, keeps_gradient: bool) -> Iterator[Operator
 
 
 def _unadapted_head(batch: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
-    """Yield the operators of `head` without adapter."""
+    """Yield the operators of `head_operators` as they are without adapter. keeps_gradient: the forward computes and
+    saves the head's gradients."""
     if batch.config.encoder:
         yield from encoder_head_operators(batch)
         return
@@ -175,8 +188,9 @@ def _unadapted_head(batch: MicroBatch, keeps_gradient: bool) -> Iterator[Operato
 
 
 def prediction_input_operators(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the operators before the block of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, eq. 21): norms of
-    the hidden states and of the next tokens' embeddings, and the product that joins them."""
+    """Yield the operators that compute the input of the multi-token-prediction layer (DeepSeek-V3, arXiv:2412.19437,
+    eq. 21): norms of the hidden states and of the next tokens' embeddings, and the linear layer that reads both
+    concatenated."""
     yield from (norm_operator(batch, name) for name in ("prediction_hidden_norm", "prediction_embedding_norm"))
     yield linear_operator(
         batch,
@@ -186,15 +200,16 @@ def prediction_input_operators(batch: MicroBatch) -> Iterator[Operator]:
 
 
 def _loss_operator(batch: MicroBatch, logits: Number) -> Operator:
-    """Return the loss over a number of logits."""
+    """Return the operator of the cross-entropy loss. logits: their number on this rank."""
     moved = logits * batch.engine.loss_bytes / 2
     both: tuple[Phase, Phase] = ("forward", "input")
     return Operator("loss", tuple(Operation("loss", "loss", phase, 0.0, moved) for phase in both))
 
 
 def _loss_collectives(batch: MicroBatch) -> Iterator[CollectiveCall]:
-    """Yield the all-reduces of a vocabulary-parallel loss: the highest logit, the sum of exponentials and the target's
-    logit of each token; and the loss of responses with preferences over cp."""
+    """Yield the all-reduces of the loss: over tp, for each token the maximum logit, the sum of exponentials and the
+    target's logit (vocabulary-parallel cross-entropy); over cp, the sums of log-probabilities of responses in
+    preference training."""
     if batch.layout.tp > 1:
         for site in ("loss.target_logit", "loss.maximum", "loss.sum"):
             yield CollectiveCall("tensor", "tp", "all-reduce", ((site, batch.all_tokens * batch.wide),))
@@ -204,8 +219,8 @@ def _loss_collectives(batch: MicroBatch) -> Iterator[CollectiveCall]:
 
 
 def encoder_head_operators(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the operators of an encoder's head: transform, norm, vocabulary product and loss of masked tokens; or
-    pooler and classifier."""
+    """Yield the operators of an encoder's head: for masked-language models a linear transform, norm, vocabulary product
+    and loss of the masked tokens; for classifiers a pooler and a linear classifier."""
     config, hidden = batch.config, batch.config.hidden
     masked = config.head == "masked"
     places = batch.predictions

@@ -31,9 +31,11 @@ def mlp_operators(batch: MicroBatch) -> Iterator[Operator]:
 def _mlp_products(
     batch: MicroBatch, name: str, width: Number, kept: tuple[SavedTensor, ...], input_saved: bool = False
 ) -> Iterator[Operator]:
-    """Yield up and gate product, activation and down product. name: prefix, such as "mlp"; width: hidden columns on
-    this rank; kept: what selective recompute keeps of the down product; input_saved: another operator saves the
-    input."""
+    """Yield the operators of an MLP: up (with gate) product, activation, down product.
+
+    name: prefix of their names, such as "mlp"; width: hidden features on this rank; kept: tensors of the down product
+    that are saved under selective recompute; input_saved: True if another operator saves the MLP's input.
+    """
     config, gated, tokens = batch.config, batch.config.gated, (batch.rows, batch.tokens)
     up = width * (2 if gated else 1)
     x_input = SavedTensor(f"{name}.up.input", (*tokens, config.hidden), "x")
@@ -62,13 +64,13 @@ def _mlp_products(
 
 
 def mixture_operators(batch: MicroBatch, layer: int) -> Iterator[Operator]:
-    """Yield the operators of a mixture of experts: router, dispatch, the experts of this rank, combination, and the
-    shared expert. layer: index of the layer, whose load may be known."""
+    """Yield the operators of a mixture of experts in forward order: router, dispatch, this rank's experts, combine,
+    shared expert. layer: index of the layer, for which the numbers of routed tokens may be known."""
     config, layout, fusion = batch.config, batch.layout, batch.engine.activation_fusion
     load, held = batch.load(layer), config.experts // batch.ep
     arriving = batch.copies * (batch.etp if batch.expert_parallel else 1)  # of equal load, by which times are predicted
     width, hidden = batch.expert_width, config.hidden
-    # Else there is only dispatch and combine.
+    # False: only dispatch and combine communicate.
     meets = layout.tp > 1 and (not batch.expert_parallel or config.shared_intermediate > 0)
     if meets:
         yield Operator("mlp.input", collectives=tuple(column_parallel_calls(batch, "mlp.input")))
@@ -119,7 +121,8 @@ def mixture_operators(batch: MicroBatch, layer: int) -> Iterator[Operator]:
 
 
 def _router_operators(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the router: its product, the choice of experts with their weights, and the load-balancing loss."""
+    """Yield the operators of the router: linear layer, top-k choice of experts with their weights, load-balancing
+    loss."""
     config, routed = batch.config, batch.routed_tokens
     chosen, experts = config.experts_per_token, config.experts
     wide = config.router == "sigmoid" and batch.narrow  # it multiplies copies in the type of sums
@@ -151,7 +154,7 @@ def _router_operators(batch: MicroBatch) -> Iterator[Operator]:
 
 
 def _balance_operator(batch: MicroBatch) -> Operator:
-    """Return the load-balancing loss and the update of the router's biases."""
+    """Return the operator of the load-balancing loss and the update of the router's biases."""
     config, layout = batch.config, batch.layout
     saved, kept, calls = [], [], []
     shape = batch.rows, config.experts
@@ -170,8 +173,12 @@ def _balance_operator(batch: MicroBatch) -> Operator:
 
 
 def _dispatch_operators(batch: MicroBatch, load: Routed, arriving: Number) -> Iterator[Operator]:
-    """Yield the dispatch of token copies to expert-parallel ranks: an all-to-all over ep, an all-gather over etp, and
-    the copies' order by expert."""
+    """Yield the operators that send token copies to expert-parallel ranks: all-to-all over ep, all-gather over etp, and
+    sorting of the copies by expert.
+
+    load: copies that this rank receives and computes; arriving: copies under equal load, from which seconds are
+    predicted.
+    """
     config, hidden = batch.config, batch.config.hidden
     full, repeated = batch.layout.recompute == "full", batch.layout.recompute != "none"
     rows, sent = _copied_bytes(batch)
@@ -196,8 +203,9 @@ def _dispatch_operators(batch: MicroBatch, load: Routed, arriving: Number) -> It
 
 
 def _combine_operators(batch: MicroBatch, load: Routed) -> Iterator[Operator]:
-    """Yield the operators that return the experts' results to their tokens, weighted and summed: a
-    reduce-scatter over etp and an all-to-all over ep where experts are expert-parallel."""
+    """Yield the operators that return the experts' results to the ranks of their tokens and sum them, weighted by the
+    router: if experts are expert-parallel, a reduce-scatter over etp and an all-to-all over ep. load: copies that this
+    rank receives and computes."""
     config, layout, hidden = batch.config, batch.layout, batch.config.hidden
     full, repeated = layout.recompute == "full", layout.recompute != "none"
     rows, sent = _copied_bytes(batch)
@@ -224,8 +232,8 @@ def _combine_operators(batch: MicroBatch, load: Routed) -> Iterator[Operator]:
 
 
 def _copied_bytes(batch: MicroBatch) -> tuple[Number, Number]:
-    """Return the bytes of all token copies in the activations' type, and in the type in which they are sent to
-    experts."""
+    """Return the bytes of all token copies (one for each token and chosen expert) as (held in the activations' type,
+    sent to experts in the type used for dispatch)."""
     elements = batch.copies * batch.config.hidden
     eight_bit = batch.eight_bit and batch.engine.eight_bit_activations
     return elements * batch.itemsize, elements * (1 if eight_bit else batch.itemsize)
@@ -234,8 +242,11 @@ def _copied_bytes(batch: MicroBatch) -> tuple[Number, Number]:
 def _forward_and_backward(
     axis: str, operation: str, site: str, sizes: tuple[Number, Number], again: bool
 ) -> list[CollectiveCall]:
-    """Return the collective of a call site in the forward and its counterpart in the backward. sizes: bytes of the full
-    vector of each; again: it is recomputed."""
+    """Return [a collective of the forward, its counterpart in the backward], such as all-gather and reduce-scatter.
+
+    axis, operation, site: axis, collective and call site of the forward; sizes: bytes of the full vector in (forward,
+    backward); again: True if activation checkpointing repeats the forward's.
+    """
     opposite = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(operation, operation)
     return [
         CollectiveCall("expert", axis, operation, ((site, sizes[0]),), "forward", 1, again),  # type: ignore[arg-type]
@@ -244,13 +255,14 @@ def _forward_and_backward(
 
 
 def _untimed_call(axis: str, site: str, size: Number, count: Number) -> CollectiveCall:
-    """Return messages that the time model leaves out. size, count: bytes of each, and number."""
+    """Return messages that count as bytes sent but that the time model leaves out. axis, site: axis and call site;
+    size: bytes of each; count: number of messages."""
     return CollectiveCall("expert", axis, "send", ((site, size),), "forward", count, timed=False)
 
 
 def _shared_expert_operators(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the operators of the expert that computes every token; its input is the mixture's, unless that is only a
-    slice of the tokens."""
+    """Yield the operators of the shared expert, which computes every token. It shares its saved input with the mixture,
+    unless the mixture has only a slice of the tokens."""
     config, tokens = batch.config, (batch.rows, batch.tokens)
     name, width = "mlp.shared", config.shared_intermediate // batch.tp
     down = SavedTensor(f"{name}.down.output", (*tokens, config.hidden), "x")

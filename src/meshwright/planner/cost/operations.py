@@ -24,10 +24,10 @@ _CORE = ("attention.scores", "attention.values", "attention.softmax", "attention
 
 
 def list_operations(batch: MicroBatch, stage: Stage, *, at_once: bool = True) -> list[Operation]:
-    """Return the operations of one micro-batch on one rank of a pipeline stage.
+    """Return the kernels of one micro-batch on one rank of a pipeline stage: forward, recomputed and backward.
 
-    at_once: the loss's backward directly follows its forward; if not, the engine `meshwright` may compute the logits
-    twice.
+    at_once: True if the backward of the loss directly follows its forward; otherwise the engine `meshwright` may
+    compute the logits twice.
     """
     found: list[Operation] = []
     if stage.first:
@@ -43,7 +43,8 @@ def list_operations(batch: MicroBatch, stage: Stage, *, at_once: bool = True) ->
 
 
 def prediction_operations(batch: MicroBatch, keeps_gradient: bool) -> list[Operation]:
-    """Return the operations of the module of multi-token prediction; none without one. keeps_gradient: as of `head`."""
+    """Return the kernels of the multi-token-prediction layer; an empty list for models without one. keeps_gradient:
+    True if the forward computes and saves the head's gradients, as in `head_operators`."""
     if not batch.config.prediction_layers:
         return []
     ends = [*prediction_input_operators(batch), *head_operators(batch, keeps_gradient)]
@@ -51,33 +52,34 @@ def prediction_operations(batch: MicroBatch, keeps_gradient: bool) -> list[Opera
 
 
 def keeps_gradient(batch: MicroBatch, layers: int, at_once: bool) -> bool:
-    """Return True if the last stage computes its head's gradients in the forward and saves them. layers: number in the
-    stage; at_once: the stage's backward directly follows its forward."""
+    """Return True if the forward of the last stage already computes the gradients of the head and saves them, instead
+    of recomputing the logits in the backward. layers: number of layers in the stage; at_once: the stage's backward
+    directly follows its forward."""
     widest = at_most(batch.vocabulary, batch.config.vocabulary)
     found: bool = keeps_head_gradient(batch.all_tokens, widest, layers, batch.layout.recompute, at_once)
     return found
 
 
 def layer_operations(batch: MicroBatch, layer: int) -> list[Operation]:
-    """Return the operations of the layer with index `layer`, recomputed ones included."""
+    """Return the kernels of the layer with index `layer` in forward and backward, recomputed ones included."""
     found = list_kernels(layer_operators(batch, layer))
     return [*found, *_recomputed_operations(batch, found, batch.config.has_experts(layer))]
 
 
 def list_kernels(operators: Iterable[Operator]) -> list[Operation]:
-    """Return the compute kernels (operations, each with FLOPs, bytes and phase) of a layer's operators, in order."""
+    """Return the kernels of operators in order, without recomputed ones."""
     return [one for operator in operators for one in operator.operations]
 
 
-def total_flops(found: list[Operation], *phases: str) -> Number:
-    """Return the total FLOPs of operations. phases: only those of "forward", "recompute", "input" and "weight"
-    (gradients) that are given; all if none is."""
-    return sum(one.flops * one.count for one in found if not phases or one.phase in phases)
+def total_flops(operations: list[Operation], *phases: str) -> Number:
+    """Return the sum of the operations' FLOPs. phases: count only these, of "forward", "recompute", "input" and
+    "weight" (gradients); all if none is given."""
+    return sum(one.flops * one.count for one in operations if not phases or one.phase in phases)
 
 
 def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator[Operation]:
-    """Yield the operations of a layer's forward that activation checkpointing recomputes. layer: all operations of the
-    layer; mixed: its MLP is a mixture of experts."""
+    """Yield the kernels of a layer's forward that activation checkpointing repeats in the backward. layer: all kernels
+    of the layer; mixed: True if its MLP is a mixture of experts."""
     kind, engine = batch.layout.recompute, batch.engine
     if kind == "none":
         return
@@ -110,15 +112,16 @@ def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: boo
 
 
 def _every_second_product(batch: MicroBatch) -> dict[str, Number]:
-    """Return the recomputed fraction by name of a product if every second matrix product of a block is saved
-    (torchtitan's selective activation checkpointing "op")."""
+    """Return {name of a matrix product: fraction of it that is recomputed} if every second matrix product of a layer is
+    saved (torchtitan's selective activation checkpointing "op")."""
     found = {"attention.qkv": batch.kv_heads / (batch.heads + 2 * batch.kv_heads), "attention.output": 1.0}
     return found | ({"mlp.up": 0.5} if batch.config.gated else {})
 
 
 def _last_product(batch: MicroBatch, mixed: bool) -> str | None:
-    """Return the name of the product whose result the backward does not need, as it is only added to the residual
-    stream; None if there is none. mixed: the layer's MLP is a mixture of experts."""
+    """Return the name of a layer's last matrix product if the backward does not read its result, which is only added to
+    the residual stream, so that it need not be recomputed; else None. mixed: the layer's MLP is a mixture of
+    experts."""
     config = batch.config
     if config.encoder or config.post_norms:  # a norm reads it, or the sum with it
         return None

@@ -1,5 +1,6 @@
-"""Tensor parallelism's collectives around a column-parallel and a row-parallel matrix product, and what the latter
-keeps (Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
+"""Collectives of tensor parallelism around column-parallel and row-parallel linear layers, and the tensors that
+row-parallel ones save (Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198,
+section 4.2.2)."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from meshwright.planner.cost.operators import CollectiveCall, SavedTensor
 
 
 def hidden_bytes(batch: MicroBatch) -> Number:
-    """Return the bytes of the hidden states of all tokens on a rank of cp."""
+    """Return the bytes of the hidden states of all tokens of this cp rank."""
     return batch.all_tokens * batch.config.hidden * batch.itemsize
 
 
 def column_parallel_calls(batch: MicroBatch, site: str, in_block: bool = True) -> Iterator[CollectiveCall]:
-    """Yield the collectives before a column-parallel product: with sequence parallelism its input is all-gathered and
-    the input's gradient reduce-scattered; else only the gradient is all-reduced.
+    """Yield the tp collectives at the input of a column-parallel linear layer: with sequence parallelism an all-gather
+    of the input and a reduce-scatter of its gradient; else an all-reduce of the gradient.
 
-    site: name of the call site, such as "mlp.input"; in_block: the product is part of a layer, which may be recomputed
-    and whose products may overlap.
+    site: name of the call site, such as "mlp.input"; in_block: True if the linear layer is part of a transformer layer,
+    whose collectives may be recomputed and overlapped.
     """
     if batch.layout.tp == 1:
         return
@@ -37,11 +38,12 @@ def column_parallel_calls(batch: MicroBatch, site: str, in_block: bool = True) -
 
 
 def row_parallel_calls(batch: MicroBatch, site: str, in_block: bool = True) -> Iterator[CollectiveCall]:
-    """Yield the collectives after a row-parallel product: its result is reduce-scattered and the result's gradient
-    all-gathered with sequence parallelism; else only the result is all-reduced. Arguments: as of `enter`.
+    """Yield the tp collectives at the output of a row-parallel linear layer: with sequence parallelism a reduce-scatter
+    of the output and an all-gather of its gradient; else an all-reduce of the output.
 
-    An engine that stops early does not recompute a block's last reduction, whose result nobody reads but a norm after
-    the sublayer.
+    site: name of the call site, such as "mlp.output"; in_block: True if the linear layer is part of a transformer
+    layer, whose collectives may be recomputed and overlapped. An engine with `stops_early` does not repeat a layer's
+    last collective in recomputation, as only a norm after the MLP would read its result.
     """
     if batch.layout.tp == 1:
         return
@@ -57,8 +59,8 @@ def row_parallel_calls(batch: MicroBatch, site: str, in_block: bool = True) -> I
 
 
 def mean_square_calls(batch: MicroBatch) -> Iterator[CollectiveCall]:
-    """Yield the all-reduces of a norm over a dimension that tp ranks hold in parts: of the mean square of each token,
-    and of its gradient."""
+    """Yield the all-reduces of a norm over a dimension that is sharded over tp: of each token's mean square, and of its
+    gradient."""
     if batch.layout.tp == 1:
         return
     site, size = "norm.mean_square", batch.all_tokens * batch.wide
@@ -67,13 +69,14 @@ def mean_square_calls(batch: MicroBatch) -> Iterator[CollectiveCall]:
 
 
 def _sliced(batch: MicroBatch, in_block: bool) -> Literal["product"] | None:
-    """Return "product" if the engine overlaps a collective, in slices, with the product that it feeds or follows."""
+    """Return "product" if the engine splits a collective into slices that overlap the matrix product before or after
+    it; else None. in_block: the product is part of a transformer layer."""
     return "product" if in_block and batch.engine.overlaps_tensor == "products" else None
 
 
 def row_parallel_saved(batch: MicroBatch, name: str) -> tuple[SavedTensor, ...]:
-    """Return the result of a row-parallel product and, under tp, its sum over the ranks: what selective recompute
-    keeps. name: such as "attention.output"."""
+    """Return the tensors of a row-parallel linear layer that selective recompute saves: its result on this rank and,
+    under tp, the sum over the ranks. name: such as "attention.output"."""
     product = SavedTensor(f"{name}.product", (batch.rows, batch.tokens, batch.config.hidden), "x")
     if batch.layout.tp == 1:
         return (product,)

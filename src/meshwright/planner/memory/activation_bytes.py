@@ -1,5 +1,5 @@
-"""Bytes that a rank saves of one micro-batch, in the pieces that `cost/piece_times` times, and of each parameter: in
-closed form for a search. Of a layout that is priced exactly, the ledger lists them tensor by tensor."""
+"""Bytes of saved activations of one micro-batch on a rank, and of each parameter's state, in closed form for the
+search. For layouts that are predicted exactly, the ledger lists them tensor by tensor."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ _FIRST, _LAST = Stage(0, range(0), first=True, last=False), Stage(1, range(0), f
 
 
 class ActivationBytes:
-    """Bytes of the activations that a rank saves of one micro-batch, under candidate layouts; scaled from those of one
-    sequence.
+    """Bytes of the activations that a rank saves of one micro-batch under candidate layouts, in closed form.
 
     Attributes:
-        layer: Of a layer of each kind [candidates, kinds].
-        queued_layer: Of a layer whose weight gradients are queued and whose input gradients are done [candidates,
-            kinds].
-        first: Of the first stage outside its layers [candidates].
-        last: Of the last stage outside its layers [candidates].
-        head: Gradient of the head's weight, saved for each micro-batch unless its backward directly follows its forward
-            [candidates].
-        passing: Temporaries while a layer or the loss is computed [candidates].
+        layer: Bytes of a layer of each kind [candidates, kinds].
+        queued_layer: Bytes of a layer of each kind whose input gradients are done and whose weight gradients are queued
+            (split backward) [candidates, kinds].
+        first: Bytes that only the first stage saves, outside its layers [candidates].
+        last: Bytes that only the last stage saves, outside its layers [candidates].
+        head: Bytes of the gradient of the head's weight, saved for each micro-batch whose backward does not directly
+            follow its forward [candidates].
+        passing: Peak bytes of temporaries while a layer or the loss is computed [candidates].
     """
 
     def __init__(self, problem: Problem, candidates: Sequence[StageCandidate], kinds: Sequence[LayerKind]) -> None:
@@ -61,12 +60,12 @@ class ActivationBytes:
         sizes = [(one.rows, one.layout.tp, one.layout.cp) for one in candidates]
         losses = {size: self._loss(*size) for size in dict.fromkeys(sizes)}
         self.head, logits = np.array([losses[size] for size in sizes]).T
-        # Of ours both may be there at once; of other engines the loss is through when a layer is recomputed.
+        # In `meshwright` both may be allocated at once; in other engines the loss ends before a layer is recomputed.
         self.passing = passing + logits if self.ours else np.maximum(passing, logits)
 
     def _one_sequence(self, layouts: Sequence[StageCandidate]) -> Floats:
-        """Return the bytes of one sequence under layouts of equal structure: [layouts, columns], of which the columns
-        are each kind's layer, each kind's queued layer, first, last, temporaries."""
+        """Return the bytes of a micro-batch of one sequence, under layouts that are equal in `structure`: [layouts,
+        columns]. Columns: a layer of each kind, a queued layer of each kind, first, last, temporaries."""
         problem = self.problem
         batch = micro_batch_of(
             problem, layouts, device=problem.cluster.kind, masked=problem.documents > 1, rows=1, responses=0
@@ -80,7 +79,8 @@ class ActivationBytes:
         return np.stack([np.broadcast_to(each, len(layouts)) for each in columns], axis=1).astype(np.float64)
 
     def _published(self, batch: MicroBatch, stream: Number) -> list[Number]:
-        """Return the columns of `_one_sequence` of another engine, by its published closed form."""
+        """Return the columns of `_one_sequence` for an engine other than `meshwright`, from its published closed form.
+        stream: bytes of the hidden states of one sequence on a rank."""
         unrecomputed = replace(batch, layout=batch.layout.with_(recompute="none"))
         saved, again = (
             [sum(published_layer(each, kind.mixed).values()) * self.itemsize / 2 for kind in self.kinds]
@@ -90,7 +90,8 @@ class ActivationBytes:
         return [*saved, *saved, 0.0, stream, recomputed + 2 * stream]
 
     def _ours(self, batch: MicroBatch, stream: Number) -> list[Number]:
-        """Return the columns of `_one_sequence` of the engine `meshwright`. stream: bytes of the hidden states."""
+        """Return the columns of `_one_sequence` for the engine `meshwright`. stream: bytes of the hidden states of one
+        sequence on a rank."""
         compiled, recompute = self.problem.compile, batch.layout.recompute
         whole = replace(batch, layout=batch.layout.with_(recompute="none"))
 
@@ -126,8 +127,8 @@ class ActivationBytes:
         return [*layers, *queued, saved(batch, _FIRST), last, most + 4 * stream]
 
     def _loss(self, rows: int, tp: int, cp: int) -> tuple[float, float]:
-        """Return the bytes of (the gradient of the head's weight, all that the loss allocates with it) for `rows`
-        sequences."""
+        """Return (bytes of the gradient of the head's weight, peak bytes that the loss allocates, this gradient
+        included) for a micro-batch of `rows` sequences. tp, cp: sizes of the axes."""
         problem, config, device = self.problem, self.problem.config, self.problem.cluster.kind
         if config.head not in ("next", "masked"):
             return 0.0, 0.0
@@ -142,8 +143,8 @@ class ActivationBytes:
 
 
 def state_bytes_per_parameter(problem: Problem) -> StateBytes:
-    """Return the bytes of weight, gradient and optimizer state (with fp32 master weight) of one parameter,
-    unsharded."""
+    """Return the bytes of weight, gradient and optimizer state (fp32 master weight included) per parameter, before
+    sharding."""
     narrow = problem.precision not in ("fp32", "tf32")
     gradients = problem.engine.gradient_bytes if narrow else 4  # ours sums in float32
     masters = 4.0 if narrow else 0.0
@@ -153,8 +154,8 @@ def state_bytes_per_parameter(problem: Problem) -> StateBytes:
 
 
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:
-    """Return the total bytes of parameters, gradients and optimizer state on a rank. numel: number of parameters,
-    unsharded; zero: ZeRO stage; shards: number of ranks over which ZeRO shards."""
+    """Return the bytes of parameters, gradients and optimizer state on a rank. zero: ZeRO stage; numel: number of the
+    rank's parameters before sharding; shards: number of ranks over which ZeRO shards them."""
     each = state_bytes_per_parameter(problem)
     each = replace(each, weights=each.weights + frozen_bytes_per_trained(problem.config, DTYPES[problem.precision]))
     return np.asarray(sum(numel * size for size in each.sharded(zero, shards)))

@@ -26,8 +26,8 @@ _FILE = re.compile(r"compiled_blocks\.torch-(\d+)\.(\d+)\.toml")
 
 
 def can_predict_compiled(batch: MicroBatch) -> bool:
-    """Return True if the memory of the model's blocks, compiled, is predicted: false for norms after sublayers or
-    rotation, for experts whose inputs are weighted, and with an adapter."""
+    """Return True if the memory of the model's layers compiled by torch.compile can be predicted; False for norms after
+    attention, MLP or the rotary rotation, for experts with weighted inputs, and with an adapter."""
     config = batch.config
     unknown = config.post_norms or config.rotated_norm or config.routed_input
     return not unknown and config.adapter is None
@@ -37,8 +37,8 @@ def can_predict_compiled(batch: MicroBatch) -> bool:
 
 
 class _BufferUse(NamedTuple):
-    """A buffer in a list: its name, the buffer that it overwrites ("" for none), and the condition under which it is
-    there."""
+    """A buffer in a kernel's list. name: its name; over: name of the buffer whose memory it overwrites, "" for none;
+    condition: condition on the layer under which the list includes it, "" for always."""
 
     name: str
     over: str
@@ -46,7 +46,9 @@ class _BufferUse(NamedTuple):
 
 
 class _TableLine(NamedTuple):
-    """A kernel of the table, or a call of another list (`use`)."""
+    """A line of the table of kernels. condition: condition under which it applies; use: name of another list of kernels
+    to include, "" for a kernel; verb: "" (a kernel of inductor), "call", "tiles" or "ring" (an operator that inductor
+    does not fuse); reads, writes: buffers."""
 
     condition: str
     use: str
@@ -56,7 +58,15 @@ class _TableLine(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """Content of a file. saved, kernels: lists by kind of block; shapes: (element type, sizes) by buffer."""
+    """Content of a file compiled_blocks.torch-*.toml.
+
+    Attributes:
+        version: Version of torch, such as "2.13".
+        conditions: Named conditions on a layer.
+        saved: Activations that the forward saves, for "encoder" and "decoder".
+        kernels: Lists of kernels, by name such as "dense_backward".
+        shapes: (element type, size, size ...) of each buffer.
+    """
 
     version: str
     conditions: dict[str, str]
@@ -108,7 +118,7 @@ def _tables() -> _Tables:
 
 
 def _join_conditions(first: str, second: str) -> str:
-    """Return the condition that two conditions hold."""
+    """Return the condition that holds if the conditions `first` and `second` both do ("" always holds)."""
     if not (first and second):
         return first or second
     return " | ".join(f"{one} & {other}" for one in first.split("|") for other in second.split("|"))
@@ -116,7 +126,8 @@ def _join_conditions(first: str, second: str) -> str:
 
 @cache
 def _alternatives(condition: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
-    """Parse a condition into alternatives of (name, value) pairs that all have to hold."""
+    """Parse a condition such as "a & !b | c" into alternatives, of which one must hold; each is a list of (name,
+    required value) pairs that must all hold."""
     return tuple(
         tuple((name.strip().lstrip("!"), not name.strip().startswith("!")) for name in every.split("&"))
         for every in condition.split("|")
@@ -124,7 +135,7 @@ def _alternatives(condition: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
 
 
 def _holds(condition: str, true: Collection[str]) -> bool:
-    """Return the value of a condition; the empty one holds. true: names of what is true."""
+    """Return True if a condition such as "a & !b | c" holds; "" always does. true: names that are true."""
     return not condition or any(
         all((name in true) == value for name, value in every) for every in _alternatives(condition)
     )
@@ -140,7 +151,8 @@ def installed_torch() -> tuple[int, int] | None:
 
 
 def version_warning() -> str | None:
-    """Return the warning that no tables are for the installed version of torch; None if there are."""
+    """Return a warning if the tables of compiled kernels are of another version of torch than the installed one; else
+    None."""
     here, version = installed_torch(), _tables().version
     if here is None or version == "{}.{}".format(*here):
         return None
@@ -151,10 +163,11 @@ def version_warning() -> str | None:
 
 
 class CompiledBlock:
-    """A transformer block compiled by torch.compile, on one rank; where experts are expert-parallel, the part before
-    its mixture, which is not compiled. Buffers have names such as "attention.qkv.output".
+    """A transformer layer compiled by torch.compile on one rank, with its kernels and buffers; if its experts are
+    expert-parallel, only the part before the mixture, which is not compiled.
 
-    batch: sizes and settings of a micro-batch on the rank; layer: index of the layer.
+    batch: sizes of a micro-batch on the rank; layer: index of the layer. Buffers have names such as
+    "attention.qkv.output".
     """
 
     def __init__(self, batch: MicroBatch, layer: int) -> None:
@@ -179,7 +192,8 @@ class CompiledBlock:
         self.true = {*properties, *self.saved}
 
     def _properties(self) -> set[str]:
-        """Return the names of the properties of the block that are true, for conditions of the tables."""
+        """Return the names of the layer's properties that are true, such as "rotated"; conditions in the tables are
+        made of these names."""
         at, config, kind = self.batch, self.batch.config, self.kind
         every = {
             self.name: True, self.recompute: True, config.router: True, "summed": self.summed, "gathers": self.gathers,
@@ -198,11 +212,11 @@ class CompiledBlock:
         return self.batch.config.router == "sigmoid" and self.batch.narrow
 
     def _sizes(self) -> dict[str, int]:
-        """Return the sizes of which the tables' shapes consist."""
+        """Return {name: size}: the dimensions of which the shapes in the tables consist."""
         at, config = self.batch, self.batch.config
         heads, kv_heads, length = at.heads, at.kv_heads, at.tokens
         if at.ulysses:  # those of attention, after the all-to-all
-            heads, kv_heads, length = heads // at.cp, kv_heads * at.key_value_copies // at.cp, at.whole
+            heads, kv_heads, length = heads // at.cp, kv_heads * at.key_value_copies // at.cp, at.sequence
         padded = self.cuda and (at.dense_mask(self.kind.window) or not at.narrow)
         width, expert, shared = (
             columns // at.layout.tp
@@ -223,7 +237,7 @@ class CompiledBlock:
         }  # fmt: skip
 
     def entry(self, name: str) -> SavedTensor:
-        """Return name, shape and element type of a buffer."""
+        """Return the buffer called `name` with its shape and element type."""
         kind, *sizes = self.tables.shapes[name]
         if kind == "router":
             kind = "x" if self.batch.config.router == "softmax" else "wide"
@@ -232,8 +246,7 @@ class CompiledBlock:
         return SavedTensor(name, tuple(self.sizes[size] for size in sizes), kind)
 
     def bytes(self, name: str) -> int:
-        """Return the size in bytes of the buffer `name`, a key of the table of buffers, for one micro-batch on one
-        rank."""
+        """Return the bytes of the buffer called `name`, such as "attention.qkv.output"."""
         entry = self.entry(name)
         each = {
             "x": self.batch.itemsize,
@@ -259,8 +272,8 @@ class CompiledBlock:
 
     @cached_property
     def backward(self) -> list[Kernel]:
-        """Kernels of the backward in order, recomputed ones included: of the orders in which inductor runs a mixture's,
-        the one with the lowest peak."""
+        """Kernels of the backward in order, recomputed ones included. For a mixture of experts, whose kernels inductor
+        may order in several ways, the order with the lowest memory peak."""
         orders = [""]
         if self.name == "mixture" and "mlp.input" in self.saved:
             orders = ["at_once"]
@@ -277,8 +290,8 @@ class CompiledBlock:
         return find_peak([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
 
     def _kernels(self, name: str, order: str = "") -> list[Kernel]:
-        """Return the kernels that the table lists under `name`, such as "attention", for this block. order: name of the
-        order of kernels in the backward of a mixture of experts, a condition in the table; "" for none."""
+        """Return the kernels listed under `name` in the tables, such as "attention", that apply to this layer. order:
+        name of the order of kernels in a mixture's backward, which conditions may contain; "" for none."""
         true = {*self.true, order}
         for each, condition in self.tables.conditions.items():
             if _holds(condition, true):
@@ -286,7 +299,7 @@ class CompiledBlock:
         return list(self._listed(name, true))
 
     def _listed(self, name: str, true: Collection[str]) -> Iterator[Kernel]:
-        """Yield the kernels of a list, those of the lists that it uses included. true: names of what is true."""
+        """Yield the kernels of a list in the tables, included lists expanded. true: names of conditions that hold."""
         for line in self.tables.kernels[name]:
             if not _holds(line.condition, true):
                 continue
@@ -301,14 +314,16 @@ class CompiledBlock:
             yield Kernel(label, reads, made, over, tuple(self._inside(line.verb)))
 
     def _buffer(self, name: str, operator: bool) -> Buffer:
-        """Return the memory buffer called `name`. operator: it is returned by a call, so inductor does not reuse it."""
+        """Return the memory buffer called `name`. operator: True if a custom operator returns it, so that inductor does
+        not reuse its memory."""
         kind = self.entry(name).kind
         kind = "wide" if kind == "x" and not self.batch.narrow else kind
         category = "gradients" if name.startswith("weight gradient") else "activations"
         return Buffer(name, kind, self.bytes(name), category, operator)
 
     def _inside(self, verb: str) -> Iterator[Any]:
-        """Yield the temporaries of a call."""
+        """Yield the temporary allocations inside an operator that inductor calls. verb: "ring" or "tiles" for
+        attention; others have none."""
         batch = self.batch
         if verb == "ring":
             yield from ring_backward(batch)

@@ -37,7 +37,7 @@ class Backward(NamedTuple):
 
 def saved_tensors(batch: MicroBatch, layer: int) -> Iterator[SavedTensor]:
     """Yield the activations that a compiled layer's forward saves in addition to its input; none under full recompute.
-    Names are relative to the layer."""
+    Their names are relative to the layer."""
     if batch.layout.recompute != "full":
         block = CompiledBlock(batch, layer)
         yield from map(block.entry, block.saved)
@@ -50,15 +50,15 @@ def forward_extras(batch: MicroBatch, layer: int) -> Iterator[Temporary]:
 
 def backward_extras(batch: MicroBatch, layer: int, state: Backward) -> Iterator[NamedSnapshot]:
     """Yield (snapshot name, tensors other than saved activations) for the memory snapshots of a compiled layer's
-    backward."""
+    backward. state: how the backward runs."""
     run = _queuing_backward if state.queues else _backward
     for name, held in run(batch, _first_equal(batch, layer), state):
         yield name, list(_extras(held, f"layers.{layer}"))
 
 
 def peak_temporaries(batch: MicroBatch, layer: int) -> int:
-    """Return the peak bytes of a compiled layer's temporaries in forward and backward, without weight gradients, as
-    these do not grow with the batch."""
+    """Return the peak bytes of a compiled layer's temporaries over forward and backward, without weight gradients,
+    whose size does not depend on the batch."""
     layer = _first_equal(batch, layer)
     every = (_forward(batch, layer), *(held for _, held in _backward(batch, layer, Backward())))
     return max(
@@ -69,11 +69,11 @@ def peak_temporaries(batch: MicroBatch, layer: int) -> int:
 def mixture_backward_extras(
     batch: MicroBatch, layer: int, saved: tuple[Sequence[Saved], Sequence[Saved]], stream: int, state: Backward
 ) -> Iterator[NamedSnapshot]:
-    """Yield (snapshot name, temporaries) for the backward of a layer whose expert-parallel mixture is not compiled,
-    while the rest of the layer is.
+    """Yield (snapshot name, temporaries) for the backward of a layer that is compiled except for its expert-parallel
+    mixture.
 
-    saved: saved activations of the stage, (without recompute, with the layout's recompute); stream: bytes of the
-    layer's output.
+    saved: the stage's saved activations, as a pair (without recompute, with the layout's recompute); stream: bytes of
+    the layer's output; state: how the backward runs.
     """
     mlp = f"layers.{layer}.mlp"
     whole, here = (sum(each.bytes for each in of if each.name.startswith(f"{mlp}.")) for of in saved)
@@ -92,7 +92,8 @@ def mixture_backward_extras(
 
 
 def queued_bytes(batch: MicroBatch, layer: int) -> int:
-    """Return the bytes that the queued weight gradients of a compiled layer keep allocated."""
+    """Return the bytes that a compiled layer's queued weight gradients keep allocated: inputs and output gradients of
+    its linear layers."""
     block = CompiledBlock(batch, layer)
     return sum(block.bytes(name) for pair in _operands(block).values() for name in pair)
 
@@ -105,14 +106,14 @@ def _first_equal(batch: MicroBatch, layer: int) -> int:
     return kinds.index(kinds[-1])
 
 
-def _extras(held: KernelMemory, unit: str) -> Iterator[Temporary]:
+def _extras(memory: KernelMemory, unit: str) -> Iterator[Temporary]:
     """Yield the tensors that are allocated during a kernel, as entries of a memory snapshot. unit: prefix of the
     entries' names, such as "layers.3"."""
-    for name, each in held.buffers.items():
+    for name, each in memory.buffers.items():
         yield Temporary(each.category, f"{unit}.{name}", each.bytes)
-    yield from held.inside
-    if held.gone:
-        yield activation(f"{unit}: freed", -held.gone)
+    yield from memory.inside
+    if memory.gone:
+        yield activation(f"{unit}: freed", -memory.gone)
 
 
 @lru_cache(maxsize=64)
@@ -125,7 +126,7 @@ def _forward(batch: MicroBatch, layer: int) -> KernelMemory:
 @lru_cache(maxsize=64)
 def _backward(batch: MicroBatch, layer: int, state: Backward) -> Snapshots:
     """Return (snapshot name, memory) at the peak and at the end of a compiled layer's backward; under full recompute,
-    these are preceded by the peak of the recomputed forward."""
+    these are preceded by the peak of the recomputed forward. state: how the backward runs."""
     block, found = CompiledBlock(batch, layer), []
     saved = {name: block.bytes(name) for name in block.saved}
     given = {name: block.bytes(name) for name in (INPUT, *block.gradients) if name not in state.arrived}
@@ -149,8 +150,8 @@ def _backward(batch: MicroBatch, layer: int, state: Backward) -> Snapshots:
 
 @lru_cache(maxsize=64)
 def _queuing_backward(batch: MicroBatch, layer: int, state: Backward) -> Snapshots:
-    """Return (snapshot name, memory) for the memory snapshots of a compiled backward that queues its weight
-    gradients."""
+    """Return (snapshot name, memory) for the memory snapshots of a compiled layer's backward that queues its weight
+    gradients. state: how the backward runs."""
     block, found = CompiledBlock(batch, layer), []
     kernels = [each for each in block.backward if not each.name.startswith("weight gradient")]
     saved = {name: block.bytes(name) for name in block.saved}
@@ -190,8 +191,8 @@ def _operands(block: CompiledBlock) -> dict[str, tuple[str, str]]:
 
 
 def _weight_gradients(block: CompiledBlock) -> int:
-    """Return the peak bytes of computing the queued weight gradients one after another: each result less the inputs
-    that the products before it freed."""
+    """Return the peak bytes of computing a layer's queued weight gradients one after another, where each frees its
+    operands."""
     most = used = 0
     for name, pair in _operands(block).items():
         most = max(most, block.bytes(f"weight gradient of {name.rpartition('.')[2]}") - used)

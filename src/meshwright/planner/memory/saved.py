@@ -27,10 +27,10 @@ from meshwright.spec.stages import Stage
 def saved_activations(
     batch: MicroBatch, stage: Stage, *, at_once: bool = True, tp_rank: int = 0, compiled: bool = False
 ) -> list[Saved]:
-    """Return the activations that one rank saves of a micro-batch in a pipeline stage.
+    """Return the activations of one micro-batch that a rank saves for the backward in a pipeline stage.
 
-    at_once: its backward directly follows its forward; tp_rank: rank along tp; compiled: blocks and final norm are
-    compiled, where that is modelled.
+    at_once: the stage's backward directly follows its forward; tp_rank: rank along tp; compiled: layers and final norm
+    are compiled, as far as that can be predicted.
     """
     types = _types(batch.dtype)
     found = []
@@ -53,13 +53,14 @@ def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "
 
 @lru_cache(maxsize=8)
 def _types(dtype: str) -> dict[str, str]:
-    """Return torch's type name of each element type of `SavedTensor`. dtype: of activations and parameters."""
+    """Return {element type of `SavedTensor`, such as "wide": torch's type name}. dtype: torch's type name of
+    activations and parameters."""
     wide = dtype if dtype == "float64" else "float32"
     return {"x": dtype, "wide": wide, "index": "int64", "int32": "int32", "bool": "bool"}
 
 
 def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled: bool) -> Iterator[SavedTensor]:
-    """Yield the tensors of `saved_activations`."""
+    """Yield the tensors of `saved_activations` (same arguments), before element types are resolved."""
     config, recompute = batch.config, batch.layout.recompute
     stream = batch.rows, batch.slice, config.hidden
     if stage.first:
@@ -96,11 +97,12 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
         yield SavedTensor("balance", (), "wide")
 
 
-def layer_tensors(batch: MicroBatch, layer: int, arrives: bool = True) -> Iterator[SavedTensor]:
-    """Yield the tensors that an uncompiled layer saves in addition to its input, by the layout's recompute. Names are
-    relative to the layer. arrives: as of `block`."""
+def layer_tensors(batch: MicroBatch, layer: int, input_gradient: bool = True) -> Iterator[SavedTensor]:
+    """Yield the tensors that an uncompiled layer saves in addition to its input, under the layout's recompute. Names
+    are relative to the layer. input_gradient: True if the gradient of the layer's input is computed even if all earlier
+    parameters are frozen."""
     recompute = batch.layout.recompute
-    for operator in layer_operators(batch, layer, arrives) if recompute != "full" else ():
+    for operator in layer_operators(batch, layer, input_gradient) if recompute != "full" else ():
         yield from operator.saved if recompute == "none" else operator.kept
     # The recomputed forward uses the routes of the first.
     if recompute != "none" and batch.expert_parallel and batch.config.has_experts(layer):
@@ -126,12 +128,13 @@ def _copies_input(batch: MicroBatch) -> bool:
 
 
 def _mixtures(batch: MicroBatch, stage: Stage) -> bool:
-    """Return True if a stage has mixtures of experts."""
+    """Return True if a layer of the stage is a mixture of experts."""
     return any(batch.config.has_experts(layer) for layer in stage.layers)
 
 
 def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
-    """Yield the tensors that are saved once a micro-batch for all layers: rotations of positions, masks, targets."""
+    """Yield the tensors that all layers share, saved once a micro-batch: cosines and sines of rotary positions, masks,
+    targets."""
     config, layout = batch.config, batch.layout
     rows = batch.rows if batch.masked else 1
     if batch.masked or layout.cp > 1:
@@ -145,11 +148,11 @@ def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
         if batch.masked:
             yield SavedTensor("attention.added", (batch.rows, 1, batch.tokens, batch.tokens), "x")
         return
-    length = batch.tokens if batch.ring else batch.whole
+    length = batch.tokens if batch.ring else batch.sequence
     for window in sorted({config.layer_window(layer) or 0 for layer in stage.layers}):
         if batch.capped:  # the host reads the bounds
             continue
-        limited = 0 < window < batch.whole
+        limited = 0 < window < batch.sequence
         name = f"attention.cu_seqlens.{window or 'all'}"
         if batch.device == "cuda" and batch.ring:  # other bounds are on the host
             if batch.masked and batch.flash:

@@ -1,4 +1,4 @@
-"""What the teacher of distillation holds on a rank: parameters, hidden states, logits."""
+"""Tensors of a distillation teacher on a rank: parameters, hidden states, logits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from meshwright.spec.stage_times import program_for
 def list_teacher_tensors(
     teacher: TeacherWork | None, batch: MicroBatch, pp_rank: int
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield (category, name, bytes) of what the teacher (None: none) holds on a rank: parameters, final hidden states
-    of all micro-batches, outputs of compared layers, logits of a chunk. at: micro-batch of the student."""
+    """Yield (category, name, bytes) of the teacher's tensors on the pipeline rank `pp_rank` in distillation:
+    parameters, final hidden states of all micro-batches, outputs of compared layers, logits of a chunk; nothing without
+    a teacher. batch: micro-batch of the student."""
     if teacher is None:
         return
     layout, config = batch.layout, teacher.config
@@ -29,7 +30,7 @@ def list_teacher_tensors(
     size = teacher.item_bytes or batch.itemsize
     held = make_teacher_layout(layout, teacher.held, config)
     table = parameter_table(config).frozen
-    partition = Partition.of(program_for(held, config, batch.whole), config, table, batch.whole)
+    partition = Partition.of(program_for(held, config, batch.sequence), config, table, batch.sequence)
     head = {"head", "embedding"} if table.tied else {"head"}
     for flat in flats_of(table, held, partition.units_on(pp_rank)):
         gathered = flat.padded if flat.zero == 3 and flat.unit in head else 0

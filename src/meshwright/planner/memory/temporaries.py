@@ -1,9 +1,9 @@
-"""Temporary tensors beside saved activations: in the backward of attention, of mixtures of experts and of lookup
-tables, and in both passes of the loss.
+"""Temporary tensors in addition to saved activations: in the backward of attention, of mixtures of experts and of
+lookup tables, and in forward and backward of the loss.
 
-They are counted as the engine's loops allocate: a variable keeps its tensor until the next one is assigned, so that two
-tiles are allocated at once. Compared with PyTorch's record of its allocator on a CPU; workspaces of CUDA kernels are
-those of their sources.
+They follow the engine's code: a variable keeps its tensor until the next one is assigned, so that the tensors of two
+tiles are allocated at once. Checked against PyTorch's allocator on a CPU; workspaces of CUDA kernels follow their
+sources.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.spec.policy import ACCELERATOR_TILE, SLICE_LOGITS, TILE_QUERIES,
 
 
 class _Tiles(NamedTuple):
-    """Tiling of attention over `length` queries and keys.
+    """Sizes of the tiles into which attention over `length` queries and keys is split.
 
     rows, kv_heads: sequences and key-value heads processed together; group: query heads of each key-value head;
     queries: queries of a tile; several_groups: False if all sequences and heads are processed together.
@@ -37,21 +37,21 @@ class _Tiles(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Number of queries of all sequences and heads in a tile."""
+        """Number of rows of a tile's score matrix: queries, times sequences and query heads processed together."""
         return self.rows * self.kv_heads * self.group * self.queries
 
     @property
     def before(self) -> int:
-        """Number of keys of the tile processed before the longest one, whose tensors are still allocated; 0 without
-        one."""
+        """Number of keys of the tile computed before the largest one, whose tensors are still allocated; 0 if there is
+        none."""
         if self.length > self.queries:
             return (self.length - 1) // self.queries * self.queries
         return self.length if self.several_groups else 0
 
 
 def _choose_tiles(batch: MicroBatch, heads: int, kv_heads: int, length: int) -> _Tiles:
-    """Return the tiling of attention with `heads` query and `kv_heads` key-value heads over `length` tokens. at: sizes
-    of the micro-batch."""
+    """Return the tile sizes of attention with `heads` query and `kv_heads` key-value heads over `length` tokens. batch:
+    sizes of the micro-batch."""
     most_queries, most = (TILE_QUERIES, TILE_SCORES) if batch.device == "cpu" else ACCELERATOR_TILE
     group, queries = max(1, heads // kv_heads), min(most_queries, length)
     per_head = group * queries * length
@@ -61,7 +61,7 @@ def _choose_tiles(batch: MicroBatch, heads: int, kv_heads: int, length: int) -> 
 
 
 def attention_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[NamedSnapshot]:
-    """Yield the snapshots of attention's backward. kind: of the layer."""
+    """Yield (snapshot name, temporaries) for attention's backward. kind: kind of the layer."""
     window, x = kind.window, batch.itemsize
     of_head = batch.rows * batch.tokens * batch.config.head_dim
     result = activation("gradient of attention's result", batch.heads * of_head * x)
@@ -91,12 +91,12 @@ def attention_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[NamedSnap
 def fused_backward(batch: MicroBatch, heads: int, kv_heads: int, window: int | None) -> Iterator[Temporary]:
     """Yield the workspaces of PyTorch's CUDA attention backward (aten/src/ATen/native/transformers/cuda).
 
-    heads, kv_heads: on this rank; window: most tokens that a query attends to, None for all. Flash attention
+    heads, kv_heads: numbers on this rank; window: most tokens that a query attends to, None for all. Flash attention
     (flash_attn/flash_api.cpp, `mha_bwd`) rounds up to 128 queries and 32 elements of a head; with variable lengths
     (`mha_varlen_bwd`) it has 128 queries more for each document; the memory-efficient kernel is in
     attention_backward.cu.
     """
-    length = batch.whole
+    length = batch.sequence
     if batch.narrow and not batch.dense_mask(window):
         documents = batch.varlen_documents if batch.varlen(window) else 0
         for name, size in flash_backward(batch, heads, kv_heads, length, documents).items():
@@ -108,8 +108,11 @@ def fused_backward(batch: MicroBatch, heads: int, kv_heads: int, window: int | N
 
 
 def flash_backward(batch: MicroBatch, heads: int, kv_heads: int, length: int, documents: int) -> dict[str, int]:
-    """Return the bytes of the workspaces of flash attention's backward in a 16-bit type, by name. heads, kv_heads: on
-    this rank; length: tokens of a sequence in the call; documents: for variable lengths; 0: none."""
+    """Return {name: bytes} of the workspaces of flash attention's backward in a 16-bit type.
+
+    heads, kv_heads: numbers on this rank; length: tokens of a sequence in the call; documents: number of documents in a
+    variable-length call, 0 for a call of fixed length.
+    """
     size = batch.config.head_dim
     lines = heads * (batch.rows * length + 128 * documents if documents else batch.rows * (-(-length // 128) * 128))
     found = {
@@ -123,8 +126,8 @@ def flash_backward(batch: MicroBatch, heads: int, kv_heads: int, length: int, do
 
 def tiled_backward(batch: MicroBatch, heads: int, kv_heads: int, kind: LayerKind) -> Iterator[Temporary]:
     """Yield the temporaries of tiled attention's backward: masks, tiles, gradient sums of keys and values. heads,
-    kv_heads: on this rank; kind: of the layer."""
-    cut = _choose_tiles(batch, heads, kv_heads, batch.whole)
+    kv_heads: numbers on this rank; kind: kind of the layer."""
+    cut = _choose_tiles(batch, heads, kv_heads, batch.sequence)
     sizes = Heads(
         batch.rows, kv_heads, cut.rows, cut.kv_heads, cut.group, batch.config.head_dim, cut.length, cut.queries
     )
@@ -139,8 +142,8 @@ def tiled_backward(batch: MicroBatch, heads: int, kv_heads: int, kind: LayerKind
 
 
 def ring_backward(batch: MicroBatch) -> Iterator[Temporary]:
-    """Yield the temporaries of ring attention's backward: gradient sums, KV blocks in flight, a tile or kernel
-    results."""
+    """Yield the temporaries of ring attention's backward: gradient sums, KV blocks being sent and received, and the
+    tensors of a tile or of the kernel's results."""
     heads, kv_heads, size, x, wide = batch.heads, batch.kv_heads, batch.config.head_dim, batch.itemsize, batch.wide
     of_head, half = batch.rows * batch.tokens * size, batch.tokens // 2
     yield workspace("result times its gradient", batch.rows * heads * batch.tokens * wide)
@@ -168,15 +171,17 @@ def ring_backward(batch: MicroBatch) -> Iterator[Temporary]:
         yield activation("gradients of queries, keys and values", results)
 
 
-def mixture_backward(batch: MicroBatch, name: str, whole: Sequence[Saved], split: bool) -> Iterator[NamedSnapshot]:
-    """Yield the snapshots of the backward of a mixture of experts: shared expert, then routing weights, matrix products
-    and dispatch of the experts.
+def mixture_backward(
+    batch: MicroBatch, name: str, unrecomputed: Sequence[Saved], split: bool
+) -> Iterator[NamedSnapshot]:
+    """Yield (snapshot name, temporaries) for the backward of a mixture of experts: shared expert, routing weights, the
+    experts' matrix products, dispatch.
 
-    name: of the mixture, "layers.N.mlp"; whole: saved activations without recompute; split: weight gradients are
-    queued and computed later.
+    name: prefix of its tensors, "layers.N.mlp"; unrecomputed: saved activations without recompute; split: True if
+    weight gradients are queued and computed later.
     """
     config, layout, x = batch.config, batch.layout, batch.itemsize
-    sizes = {each.name.removeprefix(f"{name}."): each for each in whole if each.name.startswith(f"{name}.")}
+    sizes = {each.name.removeprefix(f"{name}."): each for each in unrecomputed if each.name.startswith(f"{name}.")}
 
     def freed(*names: str) -> Temporary:
         """Return an entry of negative bytes for the freed saved activations whose names begin with one of `names`."""
@@ -212,9 +217,11 @@ def mixture_backward(batch: MicroBatch, name: str, whole: Sequence[Saved], split
 
 
 def unpacked_weight(batch: MicroBatch, layer: int, name: str = "", result: int = 0) -> list[Temporary]:
-    """Return the largest weight of a layer that is unpacked for its products, with what it is computed from, or the
-    product; nothing if the base of an adapter is not packed. name: beginning of the products' names; result: bytes of
-    the product."""
+    """Return the temporary of a layer's largest weight that is dequantized for its matrix product, with the buffer of
+    the dequantization or the product's result, whichever is larger; an empty list if weights are not quantized.
+
+    name: only weights whose operator's name begins so; result: bytes of the product's result.
+    """
     if batch.config.adapter is None or batch.config.adapter.packed is None:
         return []
     found = (one for one in layer_operators(batch, layer) if one.name.startswith(PACKED) and one.name.startswith(name))
@@ -228,9 +235,10 @@ def unpacked_weight(batch: MicroBatch, layer: int, name: str = "", result: int =
 
 
 def loss_snapshots(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: bool) -> list[NamedSnapshot]:
-    """Return the snapshots of the loss: at the logits of its last chunk, and when the head's weight gradient is added.
+    """Return (snapshot name, temporaries) of the loss at two points: when the logits of its last chunk are computed,
+    and when the head's weight gradient is added.
 
-    saved: saved activations of the stage; compiled: the loss is compiled; again: in the backward, since the forward
+    saved: saved activations of the stage; compiled: the loss is compiled; again: True in the backward, if the forward
     saved no gradient.
     """
     config, x = batch.config, batch.itemsize
@@ -263,7 +271,8 @@ def loss_snapshots(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, ag
 
 
 def loss_backward(batch: MicroBatch, saved: Sequence[Saved]) -> Iterator[Temporary]:
-    """Yield the gradients of the head's input and weight, and their copies, that the loss's backward allocates."""
+    """Yield the gradients of the head's input and weight that the loss's backward allocates, and copies of them. saved:
+    saved activations of the stage."""
     x, hidden = batch.itemsize, batch.predictions * batch.config.hidden
     yield activation("gradient of the head's input", hidden * (x if x == batch.wide else x + batch.wide))
     if batch.config.adapter is not None:  # the head is frozen
@@ -281,7 +290,8 @@ def loss_backward(batch: MicroBatch, saved: Sequence[Saved]) -> Iterator[Tempora
 
 
 def table_backward(batch: MicroBatch, unit: str) -> Iterator[Temporary]:
-    """Yield the temporaries of the backward of a lookup table, unit "embedding" or so, which sums in float32."""
+    """Yield the temporaries of the backward of an embedding table, which accumulates in float32. unit: "embedding",
+    "positions" or "token_types"."""
     config, x = batch.config, batch.itemsize
     tables = {"positions": config.max_positions, "token_types": config.token_types}
     table = (tables.get(unit) or batch.vocabulary) * config.hidden

@@ -1,4 +1,4 @@
-"""Closed-form time and memory of every layout of a search space, on arrays; simulator and ledger then decide."""
+"""Closed-form time and memory of every layout of the search space, as arrays; simulator and ledger then decide."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ PIPELINE_PROPERTIES: dict[str, Callable[[PipelineCandidate], Any]] = {
 
 @dataclass(slots=True)
 class ScreenedLayouts:
-    """Closed-form predictions as columns, one entry per layout.
+    """Closed-form predictions for all layouts of a search, as arrays with one entry per layout.
 
     Attributes:
-        candidates: Candidates for the work of a stage.
-        pieces: Times of each candidate's pieces.
-        pipelines: Candidate pipelines.
-        candidate, pipe: Index into `candidates` and into `pipelines`.
+        candidates: Candidate layouts of a pipeline stage.
+        pieces: Times of layers, embedding and head under each candidate.
+        pipelines: Candidate pipelines (ranks, schedule, chunks).
+        candidate, pipe: Index of the layout's stage in `candidates` and of its pipeline in `pipelines`.
         zero: ZeRO stage.
-        hybrid: Ranks of a ZeRO sharding group; 0: all.
-        seconds: Of a step.
-        bytes: At the memory peak.
+        hybrid: Number of ranks of a ZeRO sharding group; 0: all data-parallel ranks.
+        seconds: Seconds of a step.
+        bytes: Bytes at the memory peak.
     """
 
     candidates: list[StageCandidate]
@@ -59,30 +59,32 @@ class ScreenedLayouts:
     bytes: Floats
 
     def column(self, name: str) -> Array:
-        """Return a property of every layout, one of `CANDIDATE_PROPERTIES` or `PIPELINE_PROPERTIES`, as an array; of
-        schedules and of experts as numbers that are equal for equal ones."""
+        """Return a property of every layout as an array. name: key of `CANDIDATE_PROPERTIES` or `PIPELINE_PROPERTIES`,
+        such as "tp"; values that are not numbers are replaced by integers, equal for equal values."""
         if name in CANDIDATE_PROPERTIES:
             return self.by_candidate(CANDIDATE_PROPERTIES[name])
         return self.by_pipeline(PIPELINE_PROPERTIES[name])
 
     def by_candidate(self, get: Callable[[StageCandidate], Any]) -> Array:
-        """Return a property of every layout's stage as an array. get: function that returns it."""
+        """Return get(stage's candidate layout) for every layout as an array; values that are not numbers are replaced
+        by integers, equal for equal values."""
         return _as_numbers(map(get, self.candidates))[self.candidate]
 
     def by_pipeline(self, get: Callable[[PipelineCandidate], Any]) -> Array:
-        """Return a property of every layout's pipeline as an array. get: function that returns it."""
+        """Return get(pipeline) for every layout as an array; values that are not numbers are replaced by integers,
+        equal for equal values."""
         return _as_numbers(map(get, self.pipelines))[self.pipe]
 
-    def layout(self, at: int) -> Layout:
-        """Return the layout with index `at`."""
+    def layout(self, index: int) -> Layout:
+        """Return the layout with index `index`."""
         return layout_of(
-            self.pieces.problem, self.candidates[self.candidate[at]], self.pipelines[self.pipe[at]], int(self.zero[at]),
-            int(self.hybrid[at]),
+            self.pieces.problem, self.candidates[self.candidate[index]], self.pipelines[self.pipe[index]],
+            int(self.zero[index]), int(self.hybrid[index]),
         )  # fmt: skip
 
 
 def _as_numbers(values: Iterable[Any]) -> Array:
-    """Return numbers as an array, and other values as numbers that are equal for equal ones."""
+    """Return values as an array; values that are not numbers are replaced by integers, equal for equal values."""
     numbers: dict[object, int] = {}
     return np.array(
         [each if isinstance(each, int | float) else numbers.setdefault(each, len(numbers)) for each in values]
@@ -90,11 +92,11 @@ def _as_numbers(values: Iterable[Any]) -> Array:
 
 
 def screen(problem: Problem) -> ScreenedLayouts:
-    """Return the closed-form seconds and bytes of every layout of the search space of a planning problem."""
+    """Predict seconds and bytes of all layouts in the search space of a planning problem in closed form."""
     every = candidates(problem)
     factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
     pieces = LayerTimes(problem, every, factors)
-    summed, memory = pieces.summed(), ActivationBytes(problem, every, pieces.kinds)
+    summed, memory = pieces.sum_parts(), ActivationBytes(problem, every, pieces.kinds)
     blocks: list[tuple[Array, ...]] = []
     found = list(pipeline_candidates(problem))
     numbers = {pipe: number for number, pipe in enumerate(found)}
@@ -119,8 +121,8 @@ def screen(problem: Problem) -> ScreenedLayouts:
 
 
 class _Sharding(NamedTuple):
-    """ZeRO's sharding groups of each candidate. fits: the candidate has them; hybrid: ranks of a group, 0 for all
-    data-parallel ranks."""
+    """ZeRO sharding groups of candidate layouts. fits: bool array, True if the candidate admits them; hybrid: number of
+    ranks of a group, 0 for all data-parallel ranks; groups: process groups."""
 
     fits: Array
     hybrid: Array
@@ -128,7 +130,9 @@ class _Sharding(NamedTuple):
 
 
 class _FittingCandidates:
-    """Candidates that fill the cluster with `ranks` pipeline ranks: indices, data-parallel sizes, micro-batches."""
+    """Candidate stages with which `ranks` pipeline ranks use all devices of the cluster. Attributes: indices of the
+    candidates (`index`), and for each the numbers of data-parallel replicas (`dp`), micro-batches (`micro`) and
+    data-parallel ranks dp x cp (`data`)."""
 
     def __init__(self, pieces: LayerTimes, ranks: int) -> None:
         self.pieces, problem = pieces, pieces.problem
@@ -141,10 +145,11 @@ class _FittingCandidates:
         self.dp, self.micro, self.data = dp[self.index], micro[self.index], (dp * pieces.cp)[self.index]
         self.sharding = {inside: self._sharding(inside) for inside in (False, True)}
         whole = ProcessGroups(pieces.collectives, [Layout(dp=problem.cluster.devices)] * len(self.index))
-        self.transfer = whole.seconds("send", "pp", pieces.messages(self.index))  # any layout has all devices
+        self.transfer = whole.seconds("send", "pp", pieces.message_bytes(self.index))  # any layout has all devices
 
     def _sharding(self, inside: bool) -> _Sharding:
-        """Return ZeRO's sharding groups. inside: only within nodes."""
+        """Return the candidates' ZeRO sharding groups. inside: True for groups within nodes (hybrid sharding), False
+        for all data-parallel ranks."""
         pieces, problem, index = self.pieces, self.pieces.problem, self.index
         tp, experts = pieces.tp[index], pieces.experts[index]
         shards = np.maximum(1, np.minimum(self.data, problem.cluster.devices_per_node // tp))
@@ -164,7 +169,7 @@ class _FittingCandidates:
         return _Sharding(fits if inside else self.data > 1, hybrid, groups)
 
     def levels(self) -> Iterator[tuple[int, bool]]:
-        """Yield the candidate settings of ZeRO: (ZeRO stage, True if it shards only inside nodes)."""
+        """Yield the ZeRO settings to try: (ZeRO stage, True for sharding groups within nodes)."""
         problem = self.pieces.problem
         for zero in problem.engine.zero:
             yield zero, False
@@ -173,13 +178,13 @@ class _FittingCandidates:
 
 
 class _Pipeline:
-    """A pipeline under all candidates of a grid: times of its ranks, and their memory."""
+    """Predicted times and memory of a pipeline's distinct ranks under all candidate stages of `grid`."""
 
     def __init__(
-        self, grid: _FittingCandidates, memory: ActivationBytes, pipe: PipelineCandidate, places: list[list[int]]
+        self, grid: _FittingCandidates, memory: ActivationBytes, pipeline: PipelineCandidate, places: list[list[int]]
     ) -> None:
         self.grid, self.memory, problem = grid, memory, grid.pieces.problem
-        stages = problem.engine.stages(problem.config, pipe.ranks * pipe.chunks, problem.sequence)
+        stages = problem.engine.stages(problem.config, pipeline.ranks * pipeline.chunks, problem.sequence)
         self.of = of = PipelineTimes(grid.pieces, grid.index, stages, places)
         index = grid.index
         ends = np.outer(memory.first[index], of.first) + np.outer(memory.last[index], of.last)
@@ -189,21 +194,25 @@ class _Pipeline:
         self._seconds: dict[tuple[bool, int, bool, bool], tuple[Floats, Floats]] = {}
         self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
 
-    def seconds(self, pipe: PipelineCandidate, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
-        """Return, of distinct ranks, (seconds of a micro-batch [phases, candidates, ranks], seconds once a step).
-        at_once: backwards directly follow forwards; zero: ZeRO stage; inside: it shards only inside nodes."""
-        key = at_once, zero, inside, pipe.schedule == "interleaved"
+    def seconds(self, pipeline: PipelineCandidate, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
+        """Return (seconds of a micro-batch on each distinct rank [phases, candidates, ranks], seconds that occur once a
+        step [candidates]).
+
+        pipeline: schedule of the pipeline; at_once: the last stage's backward directly follows its forward; zero: ZeRO
+        stage; inside: True for sharding groups within nodes.
+        """
+        key = at_once, zero, inside, pipeline.schedule == "interleaved"
         if key not in self._seconds:
             of, groups = self.of, self.grid.sharding[inside].groups
-            ranks = of.of_ranks(of.times(at_once, zero, groups))
-            passes = overlapping_passes(pipe.schedule, pipe.ranks, self.grid.micro)
-            once = of.gradients(zero, groups, ranks, passes).max(axis=0) + of.update(zero, groups)
+            ranks = of.rank_seconds(of.stage_seconds(at_once, zero, groups))
+            passes = overlapping_passes(pipeline.schedule, pipeline.ranks, self.grid.micro)
+            once = of.gradient_seconds(zero, groups, ranks, passes).max(axis=0) + of.optimizer_seconds(zero, groups)
             self._seconds[key] = np.moveaxis(ranks[..., 0], -1, 0), once
         return self._seconds[key]
 
     def states(self, zero: int, inside: bool) -> tuple[Floats, Floats]:
-        """Return (bytes of model states [candidates, ranks], bytes of a layer that ZeRO-2, 3 gather and reduce
-        [candidates])."""
+        """Return (bytes of model states on each distinct rank [candidates, ranks], bytes of a layer that ZeRO-2 and 3
+        temporarily gather and reduce [candidates]). zero: ZeRO stage; inside: True for sharding groups within nodes."""
         if (zero, inside) not in self._states:
             of, problem = self.of, self.grid.pieces.problem
             shards, expert_shards = (each[:, None] for each in self.grid.sharding[inside].groups.shards)
@@ -214,7 +223,7 @@ class _Pipeline:
                 dense = dense - np.outer(matrix, both / of.replicas**2)
             stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, expert, expert_shards)
             layer, itemsize = np.zeros(len(stay)), self.grid.pieces.itemsize
-            if of.level(zero) < zero:  # held until the pipeline is through
+            if of.communicated_zero(zero) < zero:  # held until the pipeline ends
                 gathered = itemsize if zero == 3 else 0
                 stay = stay + (dense + expert) * (gathered + state_bytes_per_parameter(problem).gradients)
             elif zero >= 2:
@@ -223,14 +232,17 @@ class _Pipeline:
             self._states[zero, inside] = stay, layer
         return self._states[zero, inside]
 
-    def activations(self, pipe: PipelineCandidate, at_once: bool) -> Floats:
-        """Return the bytes of activations of all micro-batches in flight, at the peak of each distinct rank
-        [candidates, ranks]. at_once: backwards directly follow forwards."""
+    def activations(self, pipeline: PipelineCandidate, at_once: bool) -> Floats:
+        """Return the bytes of saved activations of all micro-batches in flight at the peak of each distinct rank
+        [candidates, ranks]. pipeline: schedule of the pipeline; at_once: the last stage's backward directly follows its
+        forward."""
         of, grid = self.of, self.grid
         found = np.zeros(self.saved.shape)
         for number, members in enumerate(of.members):
             ends = members[0], members[-1]  # of equal ranks one or the other has the most
-            waiting, queued = in_flight(pipe.schedule, pipe.ranks, pipe.chunks, grid.micro, ends)  # [times, ranks, n]
+            waiting, queued = in_flight(
+                pipeline.schedule, pipeline.ranks, pipeline.chunks, grid.micro, ends
+            )  # [times, ranks, n]
             head: Floats | float = 0.0  # gradient of the head's weight
             if not at_once and of.of_rank[number] @ of.last:
                 head = np.where(of.keeps_gradient(at_once), self.memory.head[grid.index], 0.0)
@@ -239,31 +251,32 @@ class _Pipeline:
         return found / of.replicas
 
 
-def _screen_pipeline(of: _Pipeline, pipe: PipelineCandidate) -> Iterator[tuple[Array, ...]]:
-    """Yield columns for each ZeRO stage: candidate indices, stage, ranks of a sharding group, seconds, bytes."""
-    grid = of.grid
-    fits = grid.micro >= LEAST_MICRO_BATCHES.get(pipe.schedule, 0) * pipe.ranks
-    if pipe.schedule in BIDIRECTIONAL_SCHEDULES:
+def _screen_pipeline(costs: _Pipeline, pipeline: PipelineCandidate) -> Iterator[tuple[Array, ...]]:
+    """Yield, for each ZeRO setting, arrays with one entry per layout: candidate index, ZeRO stage, ranks of a sharding
+    group, seconds of a step, bytes at the memory peak. costs: predicted times and memory of the pipeline's ranks."""
+    grid = costs.grid
+    fits = grid.micro >= LEAST_MICRO_BATCHES.get(pipeline.schedule, 0) * pipeline.ranks
+    if pipeline.schedule in BIDIRECTIONAL_SCHEDULES:
         fits = fits & (grid.micro % 2 == 0)
     if not fits.any():
         return
-    at_once = pipe.schedule not in ("gpipe", "looped-bfs") or pipe.ranks == 1
-    activations = of.activations(pipe, at_once)
+    at_once = pipeline.schedule not in ("gpipe", "looped-bfs") or pipeline.ranks == 1
+    activations = costs.activations(pipeline, at_once)
     for zero, inside in grid.levels():
         sharding = grid.sharding[inside]
         chosen = fits & sharding.fits if zero else fits
         if not chosen.any():
             continue
-        phases, once = of.seconds(pipe, at_once, of.of.level(zero), inside)
-        if pipe.ranks == 1:
+        phases, once = costs.seconds(pipeline, at_once, costs.of.communicated_zero(zero), inside)
+        if pipeline.ranks == 1:
             makespan = grid.micro * (phases[0] + phases[1] + phases[2])[:, 0]
         else:
             makespan, _ = closed_makespan(
-                pipe.schedule, pipe.chunks, grid.micro, phases / of.of.replicas, of.of.counts, of.of.count,
-                grid.transfer,
+                pipeline.schedule, pipeline.chunks, grid.micro, phases / costs.of.replicas,
+                costs.of.counts, costs.of.count, grid.transfer,
             )  # fmt: skip
-        states, layer = of.states(zero, inside)
-        size = (states + activations).max(axis=1) + of.memory.passing[grid.index] + layer
+        states, layer = costs.states(zero, inside)
+        size = (states + activations).max(axis=1) + costs.memory.passing[grid.index] + layer
         yield (
             grid.index[chosen], np.full(int(chosen.sum()), zero), sharding.hybrid[chosen], (makespan + once)[chosen],
             size[chosen],

@@ -21,16 +21,16 @@ _COMPUTE = MICRO_BATCH_PARTS.index("compute")
 
 @dataclass(frozen=True, slots=True)
 class OperationTime:
-    """One operation of a micro-batch in one phase, with its predicted cost.
+    """Predicted cost of one operation of a micro-batch in one phase.
 
     Attributes:
         name: Such as "attention.qkv".
         phase: "forward", "recompute", "input" or "weight" (gradients).
-        count: Number of its calls.
-        shape: M, N, K of a matrix product; empty for elementwise work.
-        flops, bytes, seconds: Of all calls together.
+        count: Number of calls.
+        shape: M, N, K of a matrix product; empty for elementwise operations.
+        flops, bytes, seconds: Sums over all calls.
         share: Fraction of the micro-batch's seconds.
-        bound: What takes longest, "compute", "memory" or "start" (kernel launch).
+        bound: Limiting resource: "compute", "memory" or "start" (kernel launch).
     """
 
     name: str
@@ -82,14 +82,14 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Operatio
 
 
 def find_busiest_rank(problem: Problem, layout: Layout) -> int:
-    """Return the index of the pipeline rank that computes longest for a micro-batch."""
+    """Return the index of the pipeline rank with the most compute seconds per micro-batch."""
     return max(
         distinct_ranks(problem, layout), key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank))
     )
 
 
 def _longest(row: OperationTime) -> float:
-    """Return the sort key that puts the longest operation first."""
+    """Return the sort key of an operation's cost (`row`) that puts the longest operation first."""
     return -row.seconds
 
 
@@ -97,7 +97,7 @@ def _operation_time(
     name: str, phase: str, each: list[tuple[Operation, float]], whole: float, rates: Rates
 ) -> OperationTime:
     """Return the cost of an operation in a phase. each: its calls, (operation, seconds) for each size; whole: seconds
-    of the micro-batch; rates: speeds of the device, from which `bound` is determined."""
+    of the micro-batch; rates: speeds of the device, which decide `bound`."""
     count = sum(one.count for one, _ in each)
     flops, moved = (sum(getattr(one, of) * one.count for one, _ in each) for of in ("flops", "bytes"))
     seconds = sum(took for _, took in each)

@@ -18,7 +18,7 @@ from meshwright.parallel.module.prefetch import ModulePrefetcher
 from meshwright.parallel.module.table import ModuleDescription
 from meshwright.parallel.step import TARGET_SITE
 from meshwright.parallel.zero_engine import ZeroEngine
-from meshwright.planner.cost.data_calls import Work, by_axis, by_site
+from meshwright.planner.cost.data_calls import Work, sum_by_axis, sum_by_site
 from meshwright.planner.cost.module_traffic import BufferChanges, module_calls
 from meshwright.spec.foreign import ModulePartition
 from meshwright.training.module.data import BatchShare, TrainingSamples, derive_seed, move_to_device, seed_generators
@@ -177,11 +177,11 @@ class ModuleTask:
     def predicted_traffic(self) -> dict[str, int]:
         """Return the predicted bytes that this rank sends in a step, by call site (label of a collective call in the
         code)."""
-        return by_site(self._predict_calls())
+        return sum_by_site(self._predict_calls())
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
         """Return the predicted bytes that this rank sends in a step, by mesh axis."""
-        return by_axis(self._predict_calls())
+        return sum_by_axis(self._predict_calls())
 
     def _predict_calls(self) -> dict[tuple[str, str], int]:
         """Return the predicted bytes that this rank sends in a step, by (call site, mesh axis)."""
