@@ -12,10 +12,10 @@ from meshwright.layout import Layout
 from meshwright.planner.cost import blocks
 from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.data_calls import Work
+from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import list_operations, total_flops
 from meshwright.planner.cost.operators import CollectiveCall, LinearShape, Operator, SavedTensor, linear_operator
-from meshwright.planner.cost.piece_times import LayerTimes
 from meshwright.planner.cost.step_time import StepPredictor
 from meshwright.planner.cost.traffic import predicted_traffic
 from meshwright.planner.hardware.cluster import cluster

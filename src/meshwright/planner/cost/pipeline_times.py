@@ -10,8 +10,8 @@ import numpy as np
 
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
 from meshwright.planner.cost.engines import Engine
+from meshwright.planner.cost.layer_times import LayerTimes, layer_kinds
 from meshwright.planner.cost.operators import Collective
-from meshwright.planner.cost.piece_times import LayerTimes, layer_kinds
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.program.durations import Floats
 from meshwright.spec.stages import Stage
@@ -106,8 +106,8 @@ class PipelineTimes:
     [p] (compute and communication, or 1 if summed).
 
     Attributes:
-        pieces: Times of layers, embedding and head.
-        index: Indices of the candidates in `pieces` [n].
+        layer_times: Times of layers, embedding and head.
+        index: Indices of the candidates in `layer_times` [n].
         count: Number of stages of the pipeline.
         which: Index of the distinct stage of each stage.
         of_rank: Number of stages of each distinct kind on each distinct rank [r, s].
@@ -117,11 +117,11 @@ class PipelineTimes:
     """
 
     def __init__(
-        self, pieces: LayerTimes, index: Array, stages: Sequence[Stage], places: Sequence[Sequence[int]]
+        self, layer_times: LayerTimes, index: Array, stages: Sequence[Stage], places: Sequence[Sequence[int]]
     ) -> None:
         """Prepare the predictions. stages: all stages of the pipeline; places: stage indices of each pipeline rank."""
-        config = pieces.problem.config
-        self.pieces, self.index, self.count, self.ranks = pieces, index, len(stages), len(places)
+        config = layer_times.problem.config
+        self.layer_times, self.index, self.count, self.ranks = layer_times, index, len(stages), len(places)
         self.replicas = sum(map(len, places)) // len(stages)
         numbers: dict[object, int] = {}
         self.examples, self.which = list[Stage](), []
@@ -142,10 +142,10 @@ class PipelineTimes:
             for stage_number, times in kinds:
                 self.of_rank[number, stage_number] = times
         kinds_of = [layer_kinds(config, each) for each in self.examples]
-        self.of_kind = np.array([[each[kind] for kind in pieces.kinds] for each in kinds_of])
+        self.of_kind = np.array([[each[kind] for kind in layer_times.kinds] for each in kinds_of])
         self.layers = self.of_kind.sum(axis=1)
         self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
-        counts = pieces.parameter_counts(index)
+        counts = layer_times.parameter_counts(index)
         sizes = [counts.of_stage(config, stage) for stage in self.examples]
         self.dense, self.expert = (
             np.stack([np.broadcast_to(each[part], len(index)) for each in sizes], axis=1) for part in (0, 1)
@@ -166,16 +166,16 @@ class PipelineTimes:
         """Return an array of bool [n]: True if the forward of the last stage computes and saves the head's gradients.
         at_once: its backward directly follows its forward."""
         layers = next(int(number) for number, last in zip(self.layers, self.last, strict=True) if last)
-        return self.pieces.keeps_gradient(self.index, layers, at_once)
+        return self.layer_times.keeps_gradient(self.index, layers, at_once)
 
     def _unsharded(self, at_once: bool) -> Floats:
         """Return `stage_seconds` without communication of ZeRO-2 and 3. at_once: the last stage's backward directly
         follows its forward."""
-        pieces, index = self.pieces, self.index
-        found: Floats = np.einsum("nkhp,sk->nshp", pieces.layer[index], self.of_kind)
-        found[:, self.first] += pieces.first[index][:, None]
+        layer_times, index = self.layer_times, self.index
+        found: Floats = np.einsum("nkhp,sk->nshp", layer_times.layer[index], self.of_kind)
+        found[:, self.first] += layer_times.first[index][:, None]
         kept = self.keeps_gradient(at_once)
-        found[:, self.last] += pieces.last[index, kept.astype(np.int64)][:, None]
+        found[:, self.last] += layer_times.last[index, kept.astype(np.int64)][:, None]
         return found
 
     def _sharded(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
@@ -196,10 +196,10 @@ class PipelineTimes:
         gather, scatter = np.zeros(dense.T.shape), np.zeros(dense.T.shape)
         for numel, (_, axis, _) in zip((dense.T, expert.T), SHARES, strict=True):
             if numel.any():
-                scatter = scatter + groups.seconds("reduce-scatter", axis, numel * self.pieces.gradient_bytes)
+                scatter = scatter + groups.seconds("reduce-scatter", axis, numel * self.layer_times.gradient_bytes)
                 if zero == 3:
-                    size = self.pieces.itemsize + frozen_bytes_per_trained(
-                        self.pieces.problem.config, self.pieces.dtype
+                    size = self.layer_times.itemsize + frozen_bytes_per_trained(
+                        self.layer_times.problem.config, self.layer_times.dtype
                     )
                     gather = gather + groups.seconds("all-gather", axis, numel * size)
         return gather.T, scatter.T
@@ -220,7 +220,7 @@ class PipelineTimes:
         of micro-batches that can overlap the communication; overlaps: False to return all seconds of communication, as
         if nothing overlapped it.
         """
-        pieces, engine = self.pieces, self.pieces.problem.engine
+        layer_times, engine = self.layer_times, self.layer_times.problem.engine
         sums = gathers = np.zeros((1, 1))
         numbers = (self.rank_dense.T, groups.shards[0]), (self.rank_expert.T, groups.shards[1])
         layers = (self.of_rank @ self.layers)[:, None]
@@ -234,7 +234,7 @@ class PipelineTimes:
         for (numel, shards), (whole, axis, replicas) in zip(numbers, SHARES, strict=True):
             if not numel.any():
                 continue
-            size = numel * pieces.gradient_bytes
+            size = numel * layer_times.gradient_bytes
             if zero == 0:
                 sums = sums + spend("all-reduce", whole, size)
             elif zero == 1:
@@ -242,7 +242,7 @@ class PipelineTimes:
             if zero:
                 sums = sums + spend("all-reduce", replicas, size / shards)
             if zero in (1, 2):
-                gathers = gathers + spend("all-gather", axis, numel * pieces.itemsize)
+                gathers = gathers + spend("all-gather", axis, numel * layer_times.itemsize)
         if not (overlaps and engine.overlaps_data):
             return sums + gathers
         busy = add_parts(ranks)
@@ -254,14 +254,16 @@ class PipelineTimes:
     def optimizer_seconds(self, zero: int, groups: ProcessGroups) -> Floats:
         """Return the seconds of the optimizer step on the rank that updates most parameters: [n]. zero: ZeRO stage;
         groups: process groups."""
-        pieces, problem = self.pieces, self.pieces.problem
+        layer_times, problem = self.layer_times, self.layer_times.problem
         most = updated_parameters(zero, self.rank_dense.T, self.rank_expert.T, *groups.shards).max(axis=0)
-        return np.asarray(most * update_bytes(problem.optimizer, problem.engine, pieces.itemsize) / pieces.rates.memory)
+        return np.asarray(
+            most * update_bytes(problem.optimizer, problem.engine, layer_times.itemsize) / layer_times.rates.memory
+        )
 
     def communicated_zero(self, zero: int) -> int:
         """Return the ZeRO stage by which communication is predicted (`communicated_zero_stage`). zero: the layout's
         ZeRO stage."""
-        return communicated_zero_stage(zero, self.ranks, self.pieces.problem.engine)
+        return communicated_zero_stage(zero, self.ranks, self.layer_times.problem.engine)
 
 
 def add_parts(times: Floats) -> Floats:

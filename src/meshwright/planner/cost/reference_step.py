@@ -18,7 +18,7 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS, UNCORRECTED
+from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, UNCORRECTED
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.program.durations import Floats

@@ -14,7 +14,7 @@ from meshwright.layout import Layout
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.bounds import Bounds, StepProperties, bound_seconds
 from meshwright.planner.cost.bubbles import closed_makespan, stages_by_rank
-from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS, UNCORRECTED, LayerTimes
+from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, UNCORRECTED, LayerTimes
 from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes, overlapping_passes
 from meshwright.planner.cost.process_groups import ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
@@ -86,7 +86,7 @@ class StepPredictor:
     """Predictor of the seconds of one training step under one layout.
 
     step_factors: factor [parts of a micro-batch] by which each part takes longer than its operations timed alone;
-    pieces: predicted times of layers, embedding and head, if they are known already; makespans: cache of simulated
+    layer_times: predicted times of layers, embedding and head, if they are known already; makespans: cache of simulated
     pipeline times.
     """
 
@@ -96,7 +96,7 @@ class StepPredictor:
         layout: Layout,
         step_factors: Floats = UNCORRECTED,
         *,
-        pieces: LayerTimes | None = None,
+        layer_times: LayerTimes | None = None,
         makespans: MakespanCache | None = None,
     ) -> None:
         share = layout.dp * layout.micro_batches
@@ -105,8 +105,10 @@ class StepPredictor:
         if problem.optimizer not in OPTIMIZER_BYTES:
             raise UserError(f'unknown optimizer "{problem.optimizer}" (known: {", ".join(OPTIMIZER_BYTES)})')
         self.problem, self.layout = problem, layout
-        self.pieces = pieces or LayerTimes(problem, [StageCandidate(layout, problem.batch // share)], step_factors)
-        self.groups = ProcessGroups(self.pieces.collectives, [layout])
+        self.layer_times = layer_times or LayerTimes(
+            problem, [StageCandidate(layout, problem.batch // share)], step_factors
+        )
+        self.groups = ProcessGroups(self.layer_times.collectives, [layout])
         self.makespans = makespans or MakespanCache()
 
     def pipeline(self, program: PipelineProgram | None) -> PipelineTimes:
@@ -118,7 +120,7 @@ class StepPredictor:
         else:
             count, places = program.stages, program.stages_by_rank
         stages = problem.engine.stages(problem.config, count, problem.sequence)
-        return PipelineTimes(self.pieces, np.zeros(1, dtype=np.int64), stages, places)
+        return PipelineTimes(self.layer_times, np.zeros(1, dtype=np.int64), stages, places)
 
     def price(self, simulate: bool = True, parts: bool = True) -> StepTime:
         """Return the predicted seconds of the step. simulate: True for the pipeline simulator, False for the closed
@@ -158,7 +160,7 @@ class StepPredictor:
 
     def transfer(self) -> float:
         """Return the seconds of one message between pipeline stages (activations of a micro-batch)."""
-        return float(self.groups.seconds("send", "pp", self.pieces.message_bytes(np.zeros(1, dtype=np.int64)))[0])
+        return float(self.groups.seconds("send", "pp", self.layer_times.message_bytes(np.zeros(1, dtype=np.int64)))[0])
 
     def durations(self, pipeline: PipelineTimes, times: Floats, factor: float = 1.0) -> Durations:
         """Return the seconds, multiplied by `factor`, of forward, input-gradient and weight-gradient passes in each

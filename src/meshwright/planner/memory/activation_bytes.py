@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
+from meshwright.planner.cost.layer_times import group_by_structure, layer_examples, micro_batch_of
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number
-from meshwright.planner.cost.piece_times import group_by_structure, layer_examples, micro_batch_of
 from meshwright.planner.memory import compiled_peaks
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.published import StateBytes, published_layer

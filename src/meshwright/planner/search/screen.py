@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.layout import LEAST_MICRO_BATCHES, Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, RECOMPUTE
 from meshwright.planner.cost.bubbles import closed_makespan, in_flight, stages_by_rank
-from meshwright.planner.cost.piece_times import LayerTimes
+from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.pipeline_times import PipelineTimes, overlapping_passes
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
@@ -39,7 +39,7 @@ class ScreenedLayouts:
 
     Attributes:
         candidates: Candidate layouts of a pipeline stage.
-        pieces: Times of layers, embedding and head under each candidate.
+        layer_times: Times of layers, embedding and head under each candidate.
         pipelines: Candidate pipelines (ranks, schedule, chunks).
         candidate, pipe: Index of the layout's stage in `candidates` and of its pipeline in `pipelines`.
         zero: ZeRO stage.
@@ -49,7 +49,7 @@ class ScreenedLayouts:
     """
 
     candidates: list[StageCandidate]
-    pieces: LayerTimes
+    layer_times: LayerTimes
     pipelines: list[PipelineCandidate]
     candidate: Array
     pipe: Array
@@ -78,7 +78,7 @@ class ScreenedLayouts:
     def layout(self, index: int) -> Layout:
         """Return the layout with index `index`."""
         return layout_of(
-            self.pieces.problem, self.candidates[self.candidate[index]], self.pipelines[self.pipe[index]],
+            self.layer_times.problem, self.candidates[self.candidate[index]], self.pipelines[self.pipe[index]],
             int(self.zero[index]), int(self.hybrid[index]),
         )  # fmt: skip
 
@@ -95,8 +95,8 @@ def screen(problem: Problem) -> ScreenedLayouts:
     """Predict seconds and bytes of all layouts in the search space of a planning problem in closed form."""
     every = candidates(problem)
     factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
-    pieces = LayerTimes(problem, every, factors)
-    summed, memory = pieces.sum_parts(), ActivationBytes(problem, every, pieces.kinds)
+    layer_times = LayerTimes(problem, every, factors)
+    summed, memory = layer_times.sum_parts(), ActivationBytes(problem, every, layer_times.kinds)
     blocks: list[tuple[Array, ...]] = []
     found = list(pipeline_candidates(problem))
     numbers = {pipe: number for number, pipe in enumerate(found)}
@@ -117,7 +117,7 @@ def screen(problem: Problem) -> ScreenedLayouts:
     )
     factor, once = straggler_terms(problem.cluster)
     seconds = (factor * seconds + once) * problem.cluster.time_factor
-    return ScreenedLayouts(every, pieces, found, candidate, pipe_column, zero, hybrid, seconds, size)
+    return ScreenedLayouts(every, layer_times, found, candidate, pipe_column, zero, hybrid, seconds, size)
 
 
 class _Sharding(NamedTuple):
@@ -134,43 +134,43 @@ class _FittingCandidates:
     candidates (`index`), and for each the numbers of data-parallel replicas (`dp`), micro-batches (`micro`) and
     data-parallel ranks dp x cp (`data`)."""
 
-    def __init__(self, pieces: LayerTimes, ranks: int) -> None:
-        self.pieces, problem = pieces, pieces.problem
-        dp, rest = np.divmod(problem.cluster.devices // ranks, pieces.tp * pieces.cp)
+    def __init__(self, layer_times: LayerTimes, ranks: int) -> None:
+        self.layer_times, problem = layer_times, layer_times.problem
+        dp, rest = np.divmod(problem.cluster.devices // ranks, layer_times.tp * layer_times.cp)
         fits = (rest == 0) & (dp > 0)
         dp = np.maximum(dp, 1)
-        micro, rest = np.divmod(problem.batch, dp * pieces.rows)
-        fits &= (rest == 0) & (micro > 0) & ((pieces.tp * pieces.cp * dp) % pieces.experts == 0)
+        micro, rest = np.divmod(problem.batch, dp * layer_times.rows)
+        fits &= (rest == 0) & (micro > 0) & ((layer_times.tp * layer_times.cp * dp) % layer_times.experts == 0)
         self.index = np.flatnonzero(fits)
-        self.dp, self.micro, self.data = dp[self.index], micro[self.index], (dp * pieces.cp)[self.index]
+        self.dp, self.micro, self.data = dp[self.index], micro[self.index], (dp * layer_times.cp)[self.index]
         self.sharding = {inside: self._sharding(inside) for inside in (False, True)}
-        whole = ProcessGroups(pieces.collectives, [Layout(dp=problem.cluster.devices)] * len(self.index))
-        self.transfer = whole.seconds("send", "pp", pieces.message_bytes(self.index))  # any layout has all devices
+        whole = ProcessGroups(layer_times.collectives, [Layout(dp=problem.cluster.devices)] * len(self.index))
+        self.transfer = whole.seconds("send", "pp", layer_times.message_bytes(self.index))  # any layout has all devices
 
     def _sharding(self, inside: bool) -> _Sharding:
         """Return the candidates' ZeRO sharding groups. inside: True for groups within nodes (hybrid sharding), False
         for all data-parallel ranks."""
-        pieces, problem, index = self.pieces, self.pieces.problem, self.index
-        tp, experts = pieces.tp[index], pieces.experts[index]
+        layer_times, problem, index = self.layer_times, self.layer_times.problem, self.index
+        tp, experts = layer_times.tp[index], layer_times.experts[index]
         shards = np.maximum(1, np.minimum(self.data, problem.cluster.devices_per_node // tp))
         sharing = shards * tp
         whole = (experts == 1) | (sharing % experts == 0) | (experts % sharing == 0)
         fits = (shards > 1) & (shards < self.data) & (self.data % shards == 0) & whole
         hybrid = np.where(fits, shards, 0) if inside else np.zeros(len(index), dtype=np.int64)
         layouts, numbers, which = [], dict[tuple[int, ...], int](), []
-        mesh = pieces.mesh[index]
+        mesh = layer_times.mesh[index]
         for key in zip(mesh.tolist(), self.dp.tolist(), hybrid.tolist(), strict=True):
             if key not in numbers:
                 numbers[key] = len(numbers)
                 zero = {"zero": 1, "hybrid": key[2]} if key[2] else {}
-                layouts.append(pieces.meshes[key[0]].with_(dp=key[1], **zero))
+                layouts.append(layer_times.meshes[key[0]].with_(dp=key[1], **zero))
             which.append(numbers[key])
-        groups = ProcessGroups(pieces.collectives, layouts, np.array(which, dtype=np.int64))
+        groups = ProcessGroups(layer_times.collectives, layouts, np.array(which, dtype=np.int64))
         return _Sharding(fits if inside else self.data > 1, hybrid, groups)
 
     def levels(self) -> Iterator[tuple[int, bool]]:
         """Yield the ZeRO settings to try: (ZeRO stage, True for sharding groups within nodes)."""
-        problem = self.pieces.problem
+        problem = self.layer_times.problem
         for zero in problem.engine.zero:
             yield zero, False
             if zero and problem.cluster.nodes > 1:
@@ -183,9 +183,9 @@ class _Pipeline:
     def __init__(
         self, grid: _FittingCandidates, memory: ActivationBytes, pipeline: PipelineCandidate, places: list[list[int]]
     ) -> None:
-        self.grid, self.memory, problem = grid, memory, grid.pieces.problem
+        self.grid, self.memory, problem = grid, memory, grid.layer_times.problem
         stages = problem.engine.stages(problem.config, pipeline.ranks * pipeline.chunks, problem.sequence)
-        self.of = of = PipelineTimes(grid.pieces, grid.index, stages, places)
+        self.of = of = PipelineTimes(grid.layer_times, grid.index, stages, places)
         index = grid.index
         ends = np.outer(memory.first[index], of.first) + np.outer(memory.last[index], of.last)
         # [candidates, ranks] of a micro-batch that waits for its backward, and of one whose weight gradients are left.
@@ -214,21 +214,21 @@ class _Pipeline:
         """Return (bytes of model states on each distinct rank [candidates, ranks], bytes of a layer that ZeRO-2 and 3
         temporarily gather and reduce [candidates]). zero: ZeRO stage; inside: True for sharding groups within nodes."""
         if (zero, inside) not in self._states:
-            of, problem = self.of, self.grid.pieces.problem
+            of, problem = self.of, self.grid.layer_times.problem
             shards, expert_shards = (each[:, None] for each in self.grid.sharding[inside].groups.shards)
             dense, expert = of.rank_dense, of.rank_expert
             if problem.config.tied_head and of.count > 1:  # a rank with both ends has their matrix once
                 both = (of.of_rank @ of.first) * (of.of_rank @ of.last)
-                matrix = problem.config.vocabulary * problem.config.hidden / self.grid.pieces.tp[self.grid.index]
+                matrix = problem.config.vocabulary * problem.config.hidden / self.grid.layer_times.tp[self.grid.index]
                 dense = dense - np.outer(matrix, both / of.replicas**2)
             stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, expert, expert_shards)
-            layer, itemsize = np.zeros(len(stay)), self.grid.pieces.itemsize
+            layer, itemsize = np.zeros(len(stay)), self.grid.layer_times.itemsize
             if of.communicated_zero(zero) < zero:  # held until the pipeline ends
                 gathered = itemsize if zero == 3 else 0
                 stay = stay + (dense + expert) * (gathered + state_bytes_per_parameter(problem).gradients)
             elif zero >= 2:
                 largest = ((of.dense + of.expert) / of.layers).max(axis=1)
-                layer = largest * (3 * self.grid.pieces.gradient_bytes + (2 * itemsize if zero == 3 else 0))
+                layer = largest * (3 * self.grid.layer_times.gradient_bytes + (2 * itemsize if zero == 3 else 0))
             self._states[zero, inside] = stay, layer
         return self._states[zero, inside]
 

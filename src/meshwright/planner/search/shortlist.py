@@ -153,8 +153,8 @@ class Shortlist:
     def _step(self, index: int, layout: Layout) -> StepPredictor:
         """Return the step-time predictor of a candidate, which reuses results of earlier candidates. index: of the
         candidate; layout: its layout."""
-        pieces = self.every.pieces.select(int(self.every.candidate[index]))
-        return StepPredictor(self.problem, layout, pieces=pieces, makespans=self.makespans)
+        layer_times = self.every.layer_times.select(int(self.every.candidate[index]))
+        return StepPredictor(self.problem, layout, layer_times=layer_times, makespans=self.makespans)
 
     def layout(self, index: int) -> Layout:
         """Return the layout of the candidate with index `index`."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
+from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
 from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.operators import Operation
-from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS
 from meshwright.planner.cost.rates import Rates, attention_kernel
 from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import followed_at_once
