@@ -65,7 +65,7 @@ def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
 
 @cache
 def _divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of a number, ascending."""
+    """Return all divisors of a number in ascending order; cached."""
     return tuple(part for part in range(1, number + 1) if number % part == 0)
 
 

@@ -27,7 +27,7 @@ class MemoryAccess(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Memory traffic of an elementwise operation, per element, in its forward and in its backward."""
+    """Memory accesses of an elementwise operation per element, in the forward and in the backward."""
 
     forward: MemoryAccess
     backward: MemoryAccess

@@ -321,8 +321,8 @@ class MicroBatch:
 
     @property
     def ring_documents(self) -> int:
-        """Largest number of document parts in one of the two chunks that a rank holds under ring attention, for each of
-        which variable-length attention is called; if unknown, the smallest possible number."""
+        """Largest number of document parts in one chunk of a sequence under ring attention (each cp rank holds two
+        chunks); variable-length attention is called with so many. If unknown, the smallest possible number."""
         if self.starts is None:
             return pad_document_count(self.rows)
         chunk = self.tokens // 2

@@ -70,9 +70,9 @@ class Products:
         """Return the predicted seconds of a matrix product of a linear layer with `tokens` rows, `out` outputs and
         `inner` inputs; exact for measured shapes.
 
-        Computed as a launch overhead plus FLOPs and bytes at constant rates, times a correction: the ratio of measured
-        to so computed seconds of the measured shapes, weighted by the inverse fourth power of their distance in log
-        sizes.
+        The prediction is a launch overhead plus FLOPs and bytes at constant rates, times a correction: the geometric
+        mean of measured / predicted seconds of the measured shapes, weighted by the inverse fourth power of their
+        distance in log sizes.
         """
         costs = _fit(self)
         point = (math.log2(tokens), math.log2(out), math.log2(inner))
@@ -221,9 +221,8 @@ def _cost(costs: tuple[float, ...], loads: tuple[float, ...]) -> float:
 
 @cache
 def _fit(products: Products) -> tuple[float, ...]:
-    """Return (launch overhead, seconds per FLOP, seconds per byte), none negative, fitted to measured matrix products
-    by least squares of relative errors: the best of the fits in which some of the three are zero and the others are not
-    negative."""
+    """Return (launch overhead, seconds per FLOP, seconds per byte) fitted to measured matrix products by least squares
+    of relative errors; none is negative, some may be zero."""
     loads = np.array([_loads(products.precision, *shape) for shape in products.shapes])
     rows = loads / np.array(products.seconds)[:, None]
     scales = rows.max(axis=0)

@@ -268,7 +268,6 @@ class _BackwardReplay:
         self.names[name] = size
 
     def _update_peak(self, size: int) -> None:
-        """Update the peak for a moment at which temporaries of `size` bytes are allocated in addition to the
-        variables."""
+        """Raise the peak to the bytes of all variables plus `size` bytes of temporaries, if this is more."""
         if self.now + size > self.most:
             self.most, self.then = self.now + size, dict(self.names)

@@ -178,7 +178,8 @@ class _FittingCandidates:
 
 
 class _Pipeline:
-    """Predicted times and memory of a pipeline's distinct ranks under all candidate stages of `grid`."""
+    """Predicted times and memory of a pipeline's ranks under all candidate stages in `grid`; ranks with equal stages
+    are computed once ("distinct")."""
 
     def __init__(
         self, grid: _FittingCandidates, memory: ActivationBytes, pipeline: PipelineCandidate, places: list[list[int]]

@@ -119,8 +119,9 @@ def _no_layout_error(problem: Problem) -> str:
 
 
 def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
-    """Yield the fastest layouts that do not fit but take less than `first` seconds a step, one for each combination of
-    tp, cp, pp and recompute, with changes that make them fit. shortlist: candidates of the search."""
+    """Yield the fastest layouts that do not fit but take less than `first` seconds a step, up to `MOST_ADVISED`, which
+    differ in tp, cp, pp or recompute; each with a change that makes it fit, if one is found. shortlist: candidates of
+    the search."""
     problem, every, room = shortlist.problem, shortlist.every, shortlist.room
     fit = add_device_overhead(problem, every.bytes) <= room
     expected = shortlist.expected()
