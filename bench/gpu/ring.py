@@ -60,7 +60,7 @@ def attend(heads: Heads, d_out: torch.Tensor, masks: list[AttentionMask]) -> lis
 
     outs, of_queries = list[torch.Tensor](), list[torch.Tensor]()
     with (
-        mock.patch.object(context, "_pass_kv_blocks", pass_blocks),
+        mock.patch.object(context, "_pass_kv", pass_blocks),
         mock.patch.object(collectives, "rotate", add_gradients),
     ):
         for axis, mask, (q, k, v, d_o) in zip(AXES, masks, zip(*shards, strict=True), strict=True):

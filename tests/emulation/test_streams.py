@@ -106,10 +106,10 @@ def test_step_on_streams_equals_blocking_step_for_the_whole_grid():
 
 FAULTS = {  # layout, owner, function, text, replacement
     "ring attention computes with a KV block that has not arrived": (
-        *("cp2", context, "_pass_kv_blocks", "handle.wait()", "pass"),
+        *("cp2", context, "_pass_kv", "handle.wait()", "pass"),
     ),
     "ring attention receives into the KV block that it sends": (
-        *("cp3", context, "_pass_kv_blocks", "spare[distance % 2]", "spare[0]"),
+        *("cp3", context, "_pass_kv", "spare[distance % 2]", "spare[0]"),
     ),
     "ZeRO-3 computes before the all-gather has ended": (
         *("dp2 zero3", zero.FsdpUnit, "unshard", "self.pending_all_gather.wait()", "pass"),

@@ -89,7 +89,7 @@ def _compute_weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: to
     return dw_EYX
 
 
-def compute_bias_gradients(dy_NZ: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def bias_gradients(dy_NZ: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return the gradient [E, Z] of the biases of E experts: for each the sum of the output gradients `dy_NZ` of its
     copies. `ends_E`: exclusive end index of each expert's copies."""
     ones_N8 = dy_NZ.new_ones(len(dy_NZ), ALIGNMENT // 2)  # as many columns as grouped_mm needs in bf16
@@ -142,7 +142,7 @@ def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | Non
         None if weight_EYX is None else torch.ops.meshwright.grouped_product_input(dy_NY, weight_EYX, ends_E),
         None if x_NX is None else torch.ops.meshwright.grouped_product_weight(dy_NY, x_NX, ends_E),
         None,
-        None if ctx.biased is None else compute_bias_gradients(dy_NY[:, ctx.biased], ends_E),
+        None if ctx.biased is None else bias_gradients(dy_NY[:, ctx.biased], ends_E),
         None,
     )
 

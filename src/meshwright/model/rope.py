@@ -153,17 +153,13 @@ class TemperatureTable:
         return factors_BS[:, None, :, None], None
 
 
-def make_position_table(
-    settings: Rotation | Temperature, dtype: torch.dtype, length: int | None
-) -> RotaryTable | TemperatureTable:
+def make_table(kind: Rotation | Temperature, dtype: torch.dtype, length: int | None) -> RotaryTable | TemperatureTable:
     """Build the table of position-dependent factors that a layer applies to its queries and keys: rotary cosines and
     sines (RoPE), or temperatures of the queries (Llama 4).
 
-    `settings`: the layer's settings of either; `dtype`: dtype of the model; `length`: number of tokens of the longest
+    `kind`: the layer's settings of either; `dtype`: dtype of the model; `length`: number of tokens of the longest
     sequence, by which LongRoPE chooses its factors; None: each document by its own length."""
-    return (
-        TemperatureTable(settings, dtype) if isinstance(settings, Temperature) else RotaryTable(settings, dtype, length)
-    )
+    return TemperatureTable(kind, dtype) if isinstance(kind, Temperature) else RotaryTable(kind, dtype, length)
 
 
 def find_half_rotation_order(config: ModelConfig) -> list[int] | None:

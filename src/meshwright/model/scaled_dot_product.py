@@ -62,12 +62,9 @@ def make_attention_mask(
 
 
 def attend(
-    q_BNSD: torch.Tensor,
-    k_BKCD: torch.Tensor,
-    v_BKCD: torch.Tensor,
-    visible: AttentionMask,
+    q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: AttentionMask,
     scores: ScoreSettings | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D], for queries `q_BNSD` of the last S of C tokens,
     and keys `k_BKCD` and values `v_BKCD` of all C tokens.
 

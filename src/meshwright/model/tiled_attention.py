@@ -102,9 +102,8 @@ def _compute_attention(
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            p_PXL, *_ = _compute_probabilities(
-                flatten_heads(part), wide_k_PSD, tile, part.shape, settings.select_heads(q, heads)
-            )
+            selected = settings.select_heads(q, heads)
+            p_PXL, *_ = _compute_probabilities(flatten_heads(part), wide_k_PSD, tile, part.shape, selected)
             o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
             out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
     return out
@@ -160,10 +159,8 @@ def _compute_probabilities(
     softcap and sinks."""
     scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, settings)
     p_PXL, p_sinks = torch.softmax(scores_PXL, dim=-1), None
-    if settings.sinks is not None:
-        p_sinks = torch.sigmoid(
-            settings.sinks.to(p_PXL.dtype)[..., None] - log_sum_exp(scores_PXL, p_PXL).view(shape[:-1])
-        )
+    if (sinks := settings.sinks) is not None:
+        p_sinks = torch.sigmoid(sinks.to(p_PXL.dtype)[..., None] - log_sum_exp(scores_PXL, p_PXL).view(shape[:-1]))
         p_PXL *= (1 - p_sinks).view(*p_PXL.shape[:2], 1)
     del scores_PXL  # before a copy in another dtype
     return p_PXL.to(q_PXD.dtype), slope_PXL, p_sinks

@@ -24,7 +24,7 @@ from meshwright.model.layers import Embedding, Linear, make_norm, scale_embeddin
 from meshwright.model.loss import IGNORED, OutputHead, cap_logits_, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.prediction import PredictionModule, shift_by_one
-from meshwright.model.rope import RotaryTable, TemperatureTable, make_position_table
+from meshwright.model.rope import RotaryTable, TemperatureTable, make_table
 from meshwright.model.scaled_dot_product import AttentionMask, choose_mask_form
 from meshwright.model.units import NO_UNITS, Units
 from meshwright.model.weight_gradients import attach_taps
@@ -183,9 +183,7 @@ class Transformer(nn.Module):
         if teacher is not None:
             loss = loss + teacher.compute_hidden_loss(self, targets_BS)
         if normed_BSH is not None:
-            later, more = self._run_multi_token_prediction(
-                normed_BSH, tokens_BS, targets_BS, documents, counted_B, keep
-            )
+            later, more = self._predict_token_after_next(normed_BSH, tokens_BS, targets_BS, documents, counted_B, keep)
             balance = more if balance is None else balance + more
             loss = loss + self.config.prediction_loss * (later - later.detach())
         if balance is not None:
@@ -356,11 +354,11 @@ class Transformer(nn.Module):
         rotations: dict[Rotation | Temperature | None, Rotated] = {None: None}
         for turn in turns.values():
             if turn is not None and turn not in rotations:
-                table = self._rotary.setdefault(turn, make_position_table(turn, self._dtype, self.served_length))
+                table = self._rotary.setdefault(turn, make_table(turn, self._dtype, self.served_length))
                 rotations[turn] = table.look_up(positions_BS, cached, stop, tokens_BS.device, documents)
         return positions_BS, {layer: (rotations[turns[layer]], visible.get(windows[layer])) for layer in windows}
 
-    def _run_multi_token_prediction(
+    def _predict_token_after_next(
         self, normed_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents | None,
         counted_B: torch.Tensor | None, keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip

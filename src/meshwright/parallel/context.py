@@ -166,9 +166,7 @@ def make_context_operations(mesh: Mesh) -> ContextOperations:
 # --- communication and overlap
 
 
-def _pass_kv_blocks(
-    k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str
-) -> Iterator[tuple[int, torch.Tensor]]:
+def _pass_kv(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:
     """Pass KV blocks around the ring of cp ranks (`axis`). Yield (owner rank, block [2, B, K, C, D]: its keys and
     values) for every rank, beginning with this rank's own `k_BKCD`, `v_BKCD`. The next block is received while the
     caller computes with the current one.
@@ -201,7 +199,7 @@ def _compute_ring_attention(
     q = group_by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
     log_sum = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
-    for source, block in _pass_kv_blocks(k_BKCD, v_BKCD, axis, SITE):
+    for source, block in _pass_kv(k_BKCD, v_BKCD, axis, SITE):
         for span in ring_spans.list_spans(axis.rank, source, axis.size, block.shape[3]):
             for at, *more in attend_span(q, block, span):
                 ring_spans.merge_attention(out[at], log_sum[at], *more)
@@ -229,7 +227,7 @@ def _compute_gradients(
     # Gradients travel with their KV block and are sent during the computation with the next block.
     arriving, leaving = (k_BKCD.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))
     handle = DONE
-    for source, block in _pass_kv_blocks(k_BKCD, v_BKCD, axis, SITE + ".backward"):
+    for source, block in _pass_kv(k_BKCD, v_BKCD, axis, SITE + ".backward"):
         mine = torch.zeros_like(arriving)
         for span in ring_spans.list_spans(axis.rank, source, axis.size, block.shape[3]):
             add_span((dq, mine), saved, block, span)
@@ -272,13 +270,8 @@ def _differentiate_by_tiles(
 
     `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `first_BC`, `numbers`, `key`,
     `sinks`: as in `_attend_by_tiles`."""
-    return _compute_gradients(
-        d_out_BNCD,
-        saved,
-        key,
-        partial(ring_spans.add_gradients_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1])),
-        sinks,
-    )
+    add_span = partial(ring_spans.add_gradients_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1]))
+    return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
 
 
 def _attend_by_flash(

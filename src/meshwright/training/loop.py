@@ -274,14 +274,11 @@ class Run:
         which are printed before the first step."""
         self.trainer.restore(state)
         self.saved_state = state
-        lines = (
-            self._describe_schedule_change(state),
-            format_thread_change(state.get("threads"), self.trainer.threads),
-        )
+        lines = (self._find_schedule_note(state), format_thread_change(state.get("threads"), self.trainer.threads))
         self._resume_notes = [line for line in lines if line is not None]
         return checkpoint.name
 
-    def _describe_schedule_change(self, state: dict[str, Any]) -> str | None:
+    def _find_schedule_note(self, state: dict[str, Any]) -> str | None:
         """Return a log line if `train.steps` has changed since the checkpoint was written and the learning rate of the
         next steps depends on it (schedules "cosine" and "linear"); else None.
 
