@@ -29,7 +29,10 @@ MORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("packed", "layout"), [("nf4", "dp2 tp2 zero3"), *exhaustive(("int8", "tp2 pp2 mb2"))])
+@pytest.mark.parametrize(
+    ("packed", "layout"),
+    [("nf4-double", "dp2 tp2 zero3"), *exhaustive(("nf4", "dp2 tp2 zero3"), ("int8", "tp2 pp2 mb2"))],
+)
 def test_adapter_on_packed_base_matches_unpacked_weights_on_one(packed, layout):
     adapter = AdapterConfig("dora", 3, 6.0, ("all-linear",), packed=packed)
     document = run_verification(layout, model=dataclasses.replace(preset("llama-3-8b"), adapter=adapter))

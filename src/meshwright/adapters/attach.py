@@ -65,7 +65,7 @@ def _attach_low_rank(
     for parameter in table.tensors:
         layer = parameter.name.removesuffix(".weight")
         if (packed := parameter.entries[0].packed) and layer in modules:
-            modules[layer].packed = PackedProduct(Packing(packed), *parameter.local_shape(layout))
+            modules[layer].packed = PackedProduct(Packing(packed), parameter.local_shape(layout))
     for name, first in tensors.items():
         layer, _, part = name.rpartition(".adapter.")
         if part != "a" or not isinstance(modules.get(layer), Linear):  # of another pipeline stage

@@ -19,7 +19,7 @@ from meshwright.adapters.peft_directory import open_adapter, with_adapter_of
 from meshwright.errors import UserError, error_reason
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.huggingface import match_entries, read_entry
-from meshwright.quantization.packing import Packing
+from meshwright.quantization.formats import round_trip
 from meshwright.spec.adapter_config import RECORD_BYTES, AdapterConfig
 from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX, adaptable_entries
 from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft
@@ -171,12 +171,13 @@ def rewrite_model(
 
 def find_format(directory: Path) -> str | None:
     """Return the format in which the base model's weights were quantized when the adapter in the checkpoint `directory`
-    was trained, "nf4" or "int8", as its recipe says; None: not quantized, or the directory is no checkpoint of a run.
+    was trained, such as "nf4", as its recipe says; None: not quantized, or the directory is no checkpoint of a run.
     """
     try:
         state = read_json(directory / "training" / "state.json")
-        base = parse_toml(state["recipe"], "recipe")["adapter"]["base"]
-    except (OSError, ValueError, KeyError, TypeError, UserError):
+        adapter = parse_toml(state["recipe"], "recipe")["adapter"]
+        base = f"{adapter['base']}-double" if adapter.get("double_quantization") else adapter["base"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
         return None
     return base if base in RECORD_BYTES else None
 
@@ -185,7 +186,7 @@ def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None 
     """Write the base model in `base`, with the adapter in `directory` merged into it, to `target`; return the JSON
     document of `meshwright adapter merge`.
 
-    packed: format in which the base weights were quantized in training ("nf4", "int8"; None: not quantized); the
+    packed: format in which the base weights were quantized in training, such as "nf4" (None: not quantized); the
     adapter is then merged into the dequantized weights, because it was trained on those. Of the document's keys,
     "rounding" is the relative error of the merged weights due to rounding to the files' dtype, "quantization" that of
     the base weights due to quantization.
@@ -200,7 +201,7 @@ def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None 
         started = weight
         if packed is not None:
             turned = name in adapter.transposed
-            started = Packing(packed).round_trip(weight.T.contiguous() if turned else weight)
+            started = round_trip(packed, weight.T.contiguous() if turned else weight)
             started = started.T if turned else started
             lost.add(started, weight)
         merged = adapter.merge(name, started)

@@ -33,7 +33,7 @@ def command() -> None:
 @base_option
 @click.option(
     "--quantized",
-    type=click.Choice(["no", "nf4", "int8"]),
+    type=click.Choice(["no", "nf4", "nf4-double", "int8"]),
     help="Format of the base in training.  [default: that of the run, for a PEFT directory no]",
 )
 @json_option

@@ -85,7 +85,7 @@ def with_adapter(config: ModelConfig, adapter: AdapterRecipe, base: str | None =
     if adapter.kind == "none":
         return config
     alpha = 2.0 * adapter.rank if adapter.alpha is None else adapter.alpha
-    packed = None if adapter.base == "bf16" else cast(Any, adapter.base)
+    packed = None if adapter.base == "bf16" else cast(Any, adapter.base + "-double" * adapter.double_quantization)
     found = AdapterConfig(
         cast(AdapterKind, adapter.kind), adapter.rank, alpha, tuple(adapter.targets),
         "" if base is None else os.path.abspath(base), packed=packed,
