@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX, adaptabl
 from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
+from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import parameter_table
 from meshwright.toml import parse_toml
 from meshwright.untrusted import read_json
@@ -263,6 +264,7 @@ def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict
         root = values[:rank].sqrt()
         factors[modules[entry.name]] = root[:, None] * right[:rank], left[:, :rank] * root
         whole, kept = whole + float(values.square().sum()), kept + float(values[:rank].square().sum())
+    factors |= _pad_experts(table.entries, modules, factors, rank)
     if not factors:
         raise UserError(f"{tuned}: no linear layer differs from {base}: there is nothing to extract")
     adapter = AdapterConfig("lora", rank, float(rank), tuple(factors), str(base.resolve()))
@@ -273,6 +275,24 @@ def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict
     }
     write_adapter(target, dataclasses.replace(config, adapter=adapter), tensors)
     return {"directory": str(target), "layers": len(factors), "kept": kept / whole, "not_extracted": rest}
+
+
+def _pad_experts(
+    entries: Sequence[ParameterEntry],
+    modules: dict[str, str],
+    factors: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    rank: int,
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return {module name: (A, B), all zeros} of routed experts that equal those of the base while others of their
+    layer do not: all experts of a layer have an adapter. entries: parameter entries of the model; modules: name of an
+    entry -> module name; factors: module name -> (A, B) of the extracted adapter; rank: of the adapter."""
+    experts = [(entry, modules[entry.name]) for entry in entries if entry.expert and entry.name in modules]
+    adapted = {(entry.tensor, module.rpartition(".")[2]) for entry, module in experts if module in factors}
+    return {
+        module: (torch.zeros(rank, entry.model_shape[1]), torch.zeros(entry.model_shape[0], rank))
+        for entry, module in experts
+        if module not in factors and (entry.tensor, module.rpartition(".")[2]) in adapted
+    }
 
 
 def write_adapter(target: Path, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> None:

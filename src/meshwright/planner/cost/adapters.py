@@ -24,15 +24,29 @@ def freeze(
     input is computed, because of a trained parameter before it or another pipeline stage.
     """
     differentiable = kind is None or arrives or bool(kind.adapted)
+    beside = arrives  # the gradient of the mixture's input is computed; the shared expert reads it after the others
     for operator in operators:
         adapted = next((one for one in kind.adapted if one.layer == operator.name), None) if kind else None
-        found = _freeze(at, operator, adapted, arrives)
+        shared = operator.name.startswith("mlp.shared")
+        beside = arrives if operator.name == "mlp.router" else beside
+        found = _freeze(at, operator, adapted, beside if shared else arrives)
+        if operator.name == "mlp.combine" and arrives and not beside:
+            found = found._replace(saved=_combined_alone(at, found.saved))
         if operator.name == "mlp.router" and kind and any(one.layer == "mlp.shared.up" for one in kind.adapted):
             # The input that the shared expert's adapter reads.
             read = tuple(one for one in operator.saved if one.name == "mlp.input")
             found = found._replace(saved=(*read, *found.saved))
         yield found if differentiable else found._replace(kept=())
+        beside = beside or (shared and adapted is not None)
         arrives = arrives or adapted is not None
+
+
+def _combined_alone(at: MicroBatch, saved: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
+    """Return the saved tensors of the experts' combination, given those of a trained router, if neither the router nor
+    the experts' input has a gradient."""
+    order = (one for one in saved if one.name == "mlp.experts.order")
+    chosen = at.routed_tokens, at.config.experts_per_token
+    return (*order, *(() if at.config.routed_input else (SavedTensor("mlp.router.weights", chosen, "x"),)))
 
 
 def _freeze(at: MicroBatch, operator: Operator, adapted: Adapted | None, arrives: bool) -> Operator:
@@ -85,19 +99,28 @@ def _with_adapter(at: MicroBatch, operator: Operator, product: Operation, adapte
     assert at.config.adapter and product.shape
     rank, dora = at.config.adapter.rank, at.config.adapter.kind == "dora"
     rows, outputs, inputs = product.shape
-    matrices, name = len(adapted.shares), f"{operator.name}.adapter"
-    first = products(at, f"{name}.a", Linear(rows, matrices * rank, inputs))
+    matrices, name, count = len(adapted.shares), f"{operator.name}.adapter", product.count
+    routed = ".experts." in operator.name
+    first = products(at, f"{name}.a", Linear(rows, matrices * rank, inputs, count))
     found = [one for one in first if arrives or one.phase != "input"]
     parts, written = [], 0.0
     for number, share in enumerate(adapted.shares):
         width = outputs * share
-        found += products(at, f"{name}.b", Linear(rows, width, rank))
+        found += products(at, f"{name}.b", Linear(rows, width, rank, count))
         parts.append(SavedTensor(f"{name}.product.{number}", (rows, width), "x"))
         written = written + width
-    found += pointwise(at, f"{name}.scale", rows * matrices * rank, "scaled")
-    found += pointwise(at, f"{name}.sum", rows * outputs, "adapted")
+    found += pointwise(at, f"{name}.scale", rows * count * matrices * rank, "scaled")
+    found += pointwise(at, f"{name}.sum", rows * count * outputs, "adapted")
     saved, parameters = [SavedTensor(f"{name}.low", (rows, matrices * rank), "x")], matrices * rank * inputs
-    parameters = parameters + rank * written
+    parameters = (parameters + rank * written) * count
+    kept = saved[:1]
+    if routed:  # of the copies that this rank's experts compute
+        copies = operator.kept[0].shape[0]
+        kept = saved = [SavedTensor(f"{name}.low", (copies, matrices * rank), "x")]
+        kept = kept + [
+            SavedTensor(f"{name}.product.{number}", (copies, outputs * share), "x")
+            for number, share in enumerate(adapted.shares)
+        ]
     if dora:
         norms = Linear(written, rank, inputs), Linear(rank, rank, inputs, matrices), Linear(written, rank, rank)
         found += [products(at, f"{name}.norms", each)[0] for each in norms]
@@ -111,10 +134,11 @@ def _with_adapter(at: MicroBatch, operator: Operator, product: Operation, adapte
             parts.append(SavedTensor(f"{name}.norms.{number}.aa", (rank, rank), "x"))
             parts += [SavedTensor(f"{name}.norms.{number}.{of}", (outputs * share, rank), "x") for of in ("wa", "baa")]
         parameters = parameters + written
+    owned = "expert_parameters" if routed and at.expert_parallel else "parameters"
     return operator._replace(
         operations=(*operator.operations, *found), saved=(*operator.saved, *saved),
-        kept=(*operator.kept, *saved[:1], *(parts if dora else ())), parameters=parameters,
-    )  # fmt: skip
+        kept=(*operator.kept, *kept, *(parts if dora else ())),
+    )._replace(**{owned: parameters})  # fmt: skip
 
 
 @lru_cache(maxsize=64)

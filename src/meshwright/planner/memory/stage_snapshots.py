@@ -136,6 +136,10 @@ class StageSnapshots:
             if at.config.has_experts(self._layer[unit]):  # what is sent, what comes back, and that times weights
                 copies = at.copies * at.config.hidden * at.itemsize
                 yield activation(f"{unit} copies of tokens", (2 + at.expert_parallel) * copies)
+                saved = self._saved_of.get(unit, [])
+                yield from temporaries.unadapted_experts(
+                    at, self._layer[unit], saved, (2 + at.expert_parallel) * copies
+                )
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
         """Yield the memory in use at each point of one micro-batch's backward on the stage. state: whether it is the

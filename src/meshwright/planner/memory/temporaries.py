@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from meshwright.planner.cost.adapters import PACKED
 from meshwright.planner.cost.blocks import block
-from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, layer_kind
 from meshwright.planner.memory.attention_tiles import Heads, InputStrides, backward_bytes
 from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, message, workspace
 from meshwright.spec.adapter_config import BLOCK
@@ -220,6 +220,19 @@ def unpacked_weight(at: MicroBatch, layer: int, name: str = "", result: int = 0)
     most = max(sizes, default=0)
     once = min(most, UNPACKED_AT_ONCE[at.device] * BLOCK)
     return [workspace("unpacked weight", int(most * at.itemsize + max(result, 6 * once)))]
+
+
+def unadapted_experts(at: MicroBatch, layer: int, saved: Sequence[Saved], copies: Number) -> list[Temporary]:
+    """Return the output of the experts' gate and up projections to which the product of an adapter is added, and that
+    product, beyond what the layer saves later; nothing without such an adapter. saved: saved activations of the layer;
+    copies: bytes of its token copies that are not saved."""
+    adapted = next((one for one in layer_kind(at.config, layer).adapted if one.layer == "mlp.experts.up"), None)
+    if adapted is None:
+        return []
+    later = (".experts.activation", ".experts.down.input", ".experts.down.adapter.low", ".experts.output")
+    output = sum(each.bytes for each in saved if each.name.endswith(".experts.up.output"))
+    after = sum(each.bytes for each in saved if each.name.endswith(later) or ".mlp.shared." in each.name)
+    return [workspace("experts before their adapter", max(0, int(output * (1 + max(adapted.shares)) - after - copies)))]
 
 
 # --- both ends of the model
