@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,11 +31,13 @@ LARGE = 1 / 4
 class ModuleDescription:
     """Description of a user-defined module for ZeRO. `table`: its parameter table; `units`: path -> submodule that is
     an FSDP unit; `kept`: name, shape and dtype of each tensor that checkpoints store but training does not change
-    (persistent buffers and frozen parameters)."""
+    (persistent buffers and frozen parameters); `adapter`: content of PEFT's `adapter_config.json` if an adapter is
+    trained, whose checkpoints do not store frozen parameters; None: no adapter."""
 
     table: ParameterTable
     units: Mapping[str, nn.Module]
     kept: tuple[KeptValue, ...]
+    adapter: Mapping[str, Any] | None = None
 
 
 def describe_module(
