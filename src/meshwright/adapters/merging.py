@@ -22,7 +22,7 @@ from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.quantization.formats import round_trip
 from meshwright.spec.adapter_config import RECORD_BYTES, AdapterConfig
 from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX, adaptable_entries
-from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft
+from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft, find_base_directory
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameter_entries import ParameterEntry
@@ -215,31 +215,50 @@ def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None 
     return document | ({"quantization": lost.value} if packed is not None else {})
 
 
-def unmerge_adapter(directory: Path, merged: Path, target: Path) -> dict[str, Any]:
+def unmerge_adapter(directory: Path, merged: Path, target: Path, packed: str | None = None) -> dict[str, Any]:
     """Subtract an adapter from the weights into which it was merged, W - s B A, and write the model to `target`; return
     the JSON document of `meshwright adapter unmerge`. directory: PEFT directory of the adapter; merged: Hugging Face
-    directory of the merged model. Raises `UserError` for DoRA, whose base norms are lost."""
+    directory of the merged model. Raises `UserError` for DoRA, whose base norms are lost.
+
+    packed: format in which the base weights were quantized in training, such as "nf4" (None: not quantized). The
+    weights are then those of the dequantized base, because the adapter was merged into these. The document has the
+    format ("quantized") and, if the base model is where the adapter names it, the relative error of the restored
+    weights to those of the base ("quantization"; else null).
+    """
     _, adapter = open_model_adapter(directory, merged)
     if adapter.settings.kind == "dora":
         raise UserError(f"{directory}: a merged DoRA adapter cannot be removed: the norms of the base are not stored")
+
+    before = find_base_directory(directory) if packed is not None else None
+    original = None if before is None else CheckpointFiles(before)
+    lost = _RelativeError()
 
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return the tensor `name` of the base model, given the merged model's `weight`."""
         if name not in adapter.names:
             return weight
-        return (weight.double() - adapter.product(name)).to(weight.dtype)
+        restored = weight.double() - adapter.product(name)
+        if original is not None and name in original.names and original.shape(name) == tuple(weight.shape):
+            lost.add(restored, original.read(name))
+        return restored.to(weight.dtype)
 
     rewrite_model(merged, target, change)
-    return {"directory": str(target), "layers": len(adapter.names)}
+    document = {"directory": str(target), "layers": len(adapter.names)}
+    if packed is None:
+        return document
+    return document | {"quantized": packed, "quantization": lost.value if original is not None else None}
 
 
-def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict[str, Any]:
+def extract_adapter(
+    tuned: Path, base: Path, target: Path, *, rank: int, progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, Any]:
     """Compute a LoRA adapter of rank `rank` from a fine-tuned model: the truncated singular value decomposition of each
     linear layer's difference between the checkpoints `tuned` and `base`, the closest matrix of this rank (Eckart &
     Young 1936). Write it to the PEFT directory `target`.
 
     Return the JSON document of `meshwright adapter extract`; of its keys "kept" is the share of the differences'
-    squared norm that the adapter has, "not_extracted" the tensors that differ and take no adapter.
+    squared norm that the adapter has, "not_extracted" the tensors that differ and take no adapter. progress: called
+    after each tensor with (tensors done, number of all tensors).
     """
     config = config_from_path(base)
     if config_from_path(tuned) != config:
@@ -250,7 +269,8 @@ def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict
     modules = {entry.name: module for module, entry in adaptable_entries(table.entries).items()}
     factors, rest = dict[str, tuple[torch.Tensor, torch.Tensor]](), []
     kept = whole = 0.0
-    for entry in table.entries:
+    for number, entry in enumerate(table.entries):
+        progress(number, len(table.entries))
         after, before = (read_entry(files, entry, each) for files, each in zip(both, names, strict=True))
         if torch.equal(after, before):
             continue
@@ -264,6 +284,7 @@ def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict
         root = values[:rank].sqrt()
         factors[modules[entry.name]] = root[:, None] * right[:rank], left[:, :rank] * root
         whole, kept = whole + float(values.square().sum()), kept + float(values[:rank].square().sum())
+    progress(len(table.entries), len(table.entries))
     factors |= _pad_experts(table.entries, modules, factors, rank)
     if not factors:
         raise UserError(f"{tuned}: no linear layer differs from {base}: there is nothing to extract")
