@@ -111,6 +111,9 @@ def _with_adapter(at: MicroBatch, operator: Operator, product: Operation, adapte
         written = written + width
     found += pointwise(at, f"{name}.scale", rows * count * matrices * rank, "scaled")
     found += pointwise(at, f"{name}.sum", rows * count * outputs, "adapted")
+    if at.config.adapter.dropout:
+        dropped = pointwise(at, f"{name}.dropout", rows * inputs, "adapter_dropout")
+        found += [one for one in dropped if arrives or one.phase != "input"]
     saved, parameters = [SavedTensor(f"{name}.low", (rows, matrices * rank), "x")], matrices * rank * inputs
     parameters = (parameters + rank * written) * count
     kept = saved[:1]

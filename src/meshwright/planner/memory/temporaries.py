@@ -222,6 +222,20 @@ def unpacked_weight(at: MicroBatch, layer: int, name: str = "", result: int = 0)
     return [workspace("unpacked weight", int(most * at.itemsize + max(result, 6 * once)))]
 
 
+MASK_BYTES = 12
+"""Bytes of each element while the mask of an adapter's dropout is computed: three int32 numbers."""
+
+
+def adapter_masks(at: MicroBatch, layer: int, name: str = "") -> list[Temporary]:
+    """Return the temporaries of the largest dropout mask of a layer's adapters; nothing without dropout. name:
+    beginning of the names of the adapted products."""
+    if at.config.adapter is None or not at.config.adapter.dropout:
+        return []
+    found = (one for each in block(at, layer) for one in each.operations if one.name.endswith(".adapter.a"))
+    sizes = [one.shape[0] * one.shape[2] for one in found if one.shape and one.name.startswith(name)]
+    return [workspace("dropout masks of adapters", int(MASK_BYTES * max(sizes, default=0)))]
+
+
 def unadapted_experts(at: MicroBatch, layer: int, saved: Sequence[Saved], copies: Number) -> list[Temporary]:
     """Return the output of the experts' gate and up projections to which the product of an adapter is added, and that
     product, beyond what the layer saves later; nothing without such an adapter. saved: saved activations of the layer;
